@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         append(options.json, {"run": _described()})
         _sweep(left, tools, options)
     records = [r for r in written(options.json) if "case" in r]
-    wanted = {group for group in options.groups or NEEDS}
+    wanted = set(options.groups or NEEDS)
     shown = [r for r in records if tables.group(r) in wanted and _matches(r["case"], options.only)]
     show(shown)
     if options.markdown:
@@ -84,14 +84,21 @@ def _cases(options: argparse.Namespace) -> list[str]:
         if absent:
             print(f"{group} left out: {how_to_install(absent)}", file=sys.stderr)
             continue
-        listed = group_of(group).names(options.heads)
-        cases = [f"{group}/{name}" for name in listed]
-        found += [c for c in cases if _matches(c, options.only)][:: options.every]
+
+        def wanted(name: str, group: str = group) -> bool:
+            return _matches(f"{group}/{name}", options.only)
+
+        listed = group_of(group).names(options.heads, wanted)
+        found += [f"{group}/{name}" for name in listed if wanted(name)][:: options.every]
     return found
 
 
 def _matches(case: str, glob: str | None) -> bool:
-    return glob is None or fnmatch.fnmatchcase(case, glob) or fnmatch.fnmatchcase(case.partition("/")[2], glob)
+    return (
+        glob is None
+        or fnmatch.fnmatchcase(case, glob)
+        or fnmatch.fnmatchcase(case.partition("/")[2], glob)
+    )
 
 
 def _sweep(cases: Sequence[str], tools: Sequence[str], options: argparse.Namespace) -> None:

@@ -1,7 +1,6 @@
 """One case: build it, compute what is right, ask each tool. It runs in a process of its own."""
 
 import copy
-import gc
 import os
 import resource
 import time
@@ -23,12 +22,13 @@ from benchmarks.zoo.libraries import PEERS
 from benchmarks.zoo.loss import Uneven, loss_of
 from benchmarks.zoo.subject import SAMPLES, NotBuiltError, Subject, as_dtype, as_model
 from benchmarks.zoo.tools import TOOLS, Bound, plain, refusal
-from benchmarks.zoo.truth import Truth, alone, truth
+from benchmarks.zoo.truth import PlainNorms, Truth, alone, truth
 
 WITHIN = {torch.float32: 1e-4, torch.float64: 1e-7}  # of a row, parameter by parameter
 FLOOR = {torch.float32: 1e-2, torch.float64: 1e-5}
 _ROUNDED = 8.0  # how much more than a loop in float32 a tool may be off by rounding
 _REPEATS = 3
+_LONG = 20.0  # seconds: the cost of a tool that took longer is not measured
 _CPU = torch.device("cpu")
 
 Facts = dict[str, Any]
@@ -78,7 +78,8 @@ def examine(case: str, tools: Sequence[str], dtype: str | None, send: Send) -> N
     try:
         batches = [subject.inputs(seed, SAMPLES) for seed in (0, 1)]
         right = [truth(subject, loss, batch) for batch in batches]
-        single = alone(copy.deepcopy(subject.model), loss, batches[1])[1]
+        with PlainNorms():
+            single = alone(subject.model, loss, batches[1])[1]
     except Exception as failure:  # float64, a copy or a batch of one is not to be had
         send("not judged", _said(failure))
         return
@@ -90,7 +91,6 @@ def examine(case: str, tools: Sequence[str], dtype: str | None, send: Send) -> N
     for tool in tools:
         send("asked", tool)
         send("answer", _asked(tool, subject, loss, batches, right, rounding))
-        gc.collect()
 
 
 def _as_asked(subject: Subject, dtype: str | None) -> Subject:
@@ -128,7 +128,8 @@ def _asked(
         return {"outcome": "not installed"}
     start = time.perf_counter()
     try:
-        bound = TOOLS[tool](subject.model, loss)
+        model = copy.deepcopy(subject.model)
+        bound = TOOLS[tool](model, loss)
         found, reason = _worst(bound, batches, right, subject.dtype)
         first = time.perf_counter() - start
     except MemoryError:
@@ -144,8 +145,8 @@ def _asked(
             outcome = "right"  # and what is more in float32 is rounding
     if outcome == "wrong":
         facts["reason"] = reason
-    else:
-        facts |= _costs(bound, subject.model, loss, batches[1])
+    elif first < _LONG:
+        facts |= _costs(bound, model, loss, batches[1])
     return {"outcome": outcome} | facts
 
 
@@ -212,9 +213,9 @@ def _costs(bound: Bound, model: nn.Module, loss: Uneven, batch: Any) -> Facts:
         if bound.norms is not None:
             calls["norms"] = lambda: bound.norms(batch)  # type: ignore[misc, dict-item]
         return {
-            f"cost_{what}": measured(
-                call, nothing, unit, _CPU, _REPEATS, clock=time.process_time
-            )[0].ratio
+            f"cost_{what}": measured(call, nothing, unit, _CPU, _REPEATS, clock=time.process_time)[
+                0
+            ].ratio
             for what, call in calls.items()
         }
     except Exception as failure:  # the model writes into its inputs, say

@@ -70,6 +70,16 @@ def load(name: str) -> ModuleType:
         return importlib.import_module(name)
 
 
+def load_testing(name: str) -> ModuleType:
+    """Import one of torch's own test tables, which would forbid others to set torch's flags."""
+    former = torch.backends.disable_global_flags
+    torch.backends.disable_global_flags = lambda: None
+    try:
+        return importlib.import_module(f"torch.testing._internal.{name}")
+    finally:
+        torch.backends.disable_global_flags = former
+
+
 def _import_vision() -> None:
     """Import torchvision, and declare the operators that its import expects if they are absent.
 

@@ -1,5 +1,6 @@
 """A loss for any model: smooth, uneven, one number a sample, of everything the model returns."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,8 +57,9 @@ def loss_of(subject: Subject) -> Uneven:
     Raises:
         NotBuiltError: There is none, an output is not finite, or nothing depends on a parameter.
     """
-    several = parts(outputs_of(subject.model, subject.inputs(0, SAMPLES)))
-    single = parts(outputs_of(subject.model, subject.inputs(0, 1)))
+    several, single = (
+        parts(outputs_of(copy.deepcopy(subject.model), subject.inputs(0, n))) for n in (SAMPLES, 1)
+    )
     places, scales = [], []
     for place, t in several.items():
         alone = single.get(place)

@@ -1,14 +1,13 @@
 """What the server that forks a process for each case imports once."""
 
+import gc
 from importlib import import_module
 
 from benchmarks.zoo import examine  # noqa: F401
-from benchmarks.zoo.libraries import NEEDS, load, missing
+from benchmarks.zoo.libraries import NEEDS, load, load_testing, missing
 
 _SLOW = (
     "torch._dynamo",
-    "torch.testing._internal.common_methods_invocations",
-    "torch.testing._internal.common_modules",
     "transformers.modeling_utils",
     "transformers.loss.loss_utils",
     "torch_geometric.nn",
@@ -25,3 +24,8 @@ for _name in _SLOW:
         import_module(_name)
     except Exception:  # a library that is absent or does not import; its cases say so
         continue
+if not missing("operators"):
+    for _name in ("common_methods_invocations", "common_modules"):
+        load_testing(_name)
+gc.collect()
+gc.freeze()  # or each process would go through all that was imported

@@ -63,9 +63,7 @@ def swept(
                 future.cancel()
 
 
-def record(
-    context: ForkServerContext, case: str, tools: Sequence[str], limits: Limits
-) -> Record:
+def record(context: ForkServerContext, case: str, tools: Sequence[str], limits: Limits) -> Record:
     """Return what was found of a case.
 
     A tool that crashes, hangs or is out of memory has `raised`; the tools after it are asked in
@@ -86,7 +84,7 @@ def record(
 def _once(
     context: ForkServerContext, case: str, tools: Sequence[str], limits: Limits, found: Record
 ) -> str | None:
-    """Fill in what a process finds; return the tool with which it ended, None if it went through."""
+    """Fill in what a process finds; return the tool at which it ended, None if it finished."""
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(
         target=run, args=(case, tools, limits.dtype, limits.memory, sender), daemon=True

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -30,7 +31,9 @@ def lines(records: Sequence[Record]) -> list[tuple[str, ...]]:
         judged = [r for r in records if group(r) == name and independent(r)]
         tools = list(dict.fromkeys(tool for r in judged for tool in r["tools"]))
         for tool in tools:
-            found.append((name, tool, *_cells([r["tools"][tool] for r in judged if tool in r["tools"]])))
+            found.append(
+                (name, tool, *_cells([r["tools"][tool] for r in judged if tool in r["tools"]]))
+            )
     return found
 
 
@@ -73,7 +76,7 @@ def page(records: Sequence[Record], runs: Sequence[Record]) -> str:
     parts = [
         "# The zoo: every architecture, operator and module against a batch of one",
         "",
-        _INTRODUCTION,
+        _INTRODUCTION.read_text(encoding="utf-8").rstrip(),
         "",
         f"{', '.join(dates)}; {versions}; {last.get('machine', '')}.",
         "",
@@ -103,32 +106,7 @@ def page(records: Sequence[Record], runs: Sequence[Record]) -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-_INTRODUCTION = """\
-```sh
-make zoo                                    # installs the libraries into .venv and runs everything: hours
-python -m benchmarks.zoo transformers       # one group
-python -m benchmarks.zoo transformers --only '*Mixtral*'
-python -m benchmarks.zoo operators modules --json build/zoo.jsonl --markdown docs/zoo.md
-```
-
-`python -m benchmarks.zoo` builds a small instance, with random weights, of every architecture that a library can build from a
-configuration, of every operator in torch's own table of operators (`op_db`), and of every module in its table of modules
-(`module_db`). For each case it computes the rows (per-sample gradients) of two batches with gradscope (`Scope`, backend
-`auto`), `torch.func.vmap(grad)`, Opacus' `GradSampleModule` and BackPACK's `BatchGrad`, and compares them with a loop over batches of one
-in float64. The loss is smooth and uneven: no two entries of the outputs count alike. Models are in eval mode.
-
-- **right**: every row of every parameter has a relative error of at most 1e-4 in float32 (1e-7 in float64), or of at most eight
-  times the error of a loop in float32. A tool that is further off in float32 is right if it is right in float64.
-  A parameter whose gradient is less than 1 % of the whole is measured by that 1 %.
-- **wrong**: a result without an error that is not right.
-- **refused**: the tool says that it does not support the model. **raised**: any other exception, a crash, or a timeout.
-- A case counts in the table if its samples are independent: in float64 the loss of a sample is the same alone and in
-  the batch, and the rows add up to the gradient of the batch. For other cases the right outcome is a refusal.
-- Costs are medians of the CPU time of a later call, as a multiple of a plain forward and backward pass. The models are tiny, so that
-  this is the cost of Python's calls, not of arithmetic; [benchmarks](benchmarks.md) has sizes that people train.
-
-Operators and modules run in float64, all others in float32. A case runs in a process of its own, with limits of time and memory. Results are appended
-to a file of JSON lines; a run that was stopped goes on where it was."""
+_INTRODUCTION = Path(__file__).with_name("introduction.md")
 
 
 def _others(records: Sequence[Record]) -> list[str]:
@@ -139,15 +117,21 @@ def _others(records: Sequence[Record]) -> list[str]:
     ]
     absent = Counter((group(r), r["status"]) for r in records if r["status"] != "judged")
     said = [
-        f"{len(coupled)} more cases have samples that depend on each other or on random numbers. gradscope "
-        f"refuses {len(coupled) - len(answered)} of these and answers {len(answered)}"
+        f"{len(coupled)} more cases have samples that depend on each other or on random numbers. "
+        f"gradscope refuses {len(coupled) - len(answered)} of these and answers {len(answered)}"
         + (": " + ", ".join(f"`{r['case']}`" for r in answered) if answered else "")
         + ".",
         "",
     ]
     if absent:
-        counts = ", ".join(f"{count} of {name} {status}" for (name, status), count in absent.items())
-        said += [f"Without a verdict: {counts} (no small configuration runs, or float64 or a batch of one does not).", ""]
+        counts = ", ".join(
+            f"{count} of {name} {status}" for (name, status), count in absent.items()
+        )
+        said += [
+            f"Without a verdict: {counts} (no small configuration runs, "
+            "or a batch of one does not run in float64).",
+            "",
+        ]
     return said
 
 

@@ -140,8 +140,6 @@ def plain(model: nn.Module, loss: Uneven, inputs: Inputs) -> Callable[[], object
     parameters = [p for p in model.parameters() if p.requires_grad]
 
     def run() -> object:
-        return torch.autograd.grad(
-            loss(call(model, inputs)).sum(), parameters, allow_unused=True
-        )
+        return torch.autograd.grad(loss(call(model, inputs)).sum(), parameters, allow_unused=True)
 
     return run

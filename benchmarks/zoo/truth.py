@@ -2,9 +2,12 @@
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from benchmarks.zoo.loss import Uneven
 from benchmarks.zoo.subject import (
@@ -49,15 +52,42 @@ class Truth:
         return torch.stack(squares).sum(0).sqrt()
 
 
+class PlainNorms(TorchFunctionMode):
+    """Batch normalisation with running statistics, by its formula.
+
+    torch's kernel for CPUs has a wrong gradient for some layouts of a batch.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Compute the formula instead of `F.batch_norm`."""
+        if func is not F.batch_norm:
+            return func(*args, **(kwargs or {}))
+        given = dict(zip(_NORM, args, strict=False)) | (kwargs or {})
+        if given.get("training") or given["running_mean"] is None:
+            return func(*args, **(kwargs or {}))
+        x = given["input"]
+        size = (1, -1, *(1 for _ in range(x.dim() - 2)))
+        mean, variance = given["running_mean"].view(size), given["running_var"].view(size)
+        out = (x - mean) * (variance + given.get("eps", 1e-5)).rsqrt()
+        if given.get("weight") is not None:
+            out = out * given["weight"].view(size)
+        return out if given.get("bias") is None else out + given["bias"].view(size)
+
+
+_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+
+
 def truth(subject: Subject, loss: Uneven, inputs: Inputs) -> Truth:
     """Return what is right, in float64."""
     model = as_model(copy.deepcopy(subject.model), torch.float64)
     wide = as_dtype(inputs, torch.float64)
-    with subject.exactly(model):
+    with subject.exactly(model), PlainNorms():
         losses, rows = alone(model, loss, wide)
-        batch, gradient = gradients(model, loss, wide)
+        batch, gradient = gradients(copy.deepcopy(model), loss, wide)
         draws = [
-            seeded(seed, lambda: loss(outputs_of(model, wide)).detach().double())
+            seeded(seed, lambda: loss(outputs_of(copy.deepcopy(model), wide)).detach())
             for seed in (1, 2)
         ]
     if not torch.equal(*draws):
@@ -72,9 +102,10 @@ def truth(subject: Subject, loss: Uneven, inputs: Inputs) -> Truth:
 
 
 def alone(model: nn.Module, loss: Uneven, inputs: Inputs) -> tuple[Tensor, Rows]:
-    """Return losses (n,) and rows {name: (n, *shape)} of batches of one."""
+    """Return losses (n,) and rows {name: (n, *shape)} of batches of one, each by a fresh copy."""
     found = [
-        seeded(0, lambda i=i: gradients(model, loss, one(inputs, i))) for i in range(SAMPLES)
+        seeded(0, lambda i=i: gradients(copy.deepcopy(model), loss, one(inputs, i)))
+        for i in range(SAMPLES)
     ]
     losses = torch.cat([value for value, _ in found])
     return losses, {k: torch.stack([g[k] for _, g in found]) for k in found[0][1]}

@@ -17,7 +17,7 @@ _RECIPES = (Recipe(8, 1, 16), Recipe(16, 1, 16), Recipe(4, 1, 16), Recipe(16, 1,
 _FRAMES = 5
 
 
-def names(heads: bool = False) -> list[str]:
+def names(heads: bool = False, wanted: Any = None) -> list[str]:
     """Return the classes of models."""
     diffusers = load("diffusers")
     found = []
@@ -76,10 +76,17 @@ def _makes(model: nn.Module) -> Iterator[Make]:
         "encoder_hidden_states_mask": [Shape("ones", (6,))],
     }
     options = {
-        key: samples if key in ("sample", "hidden_states", "x", "latents") else shapes.get(key, samples)
+        key: samples
+        if key in ("sample", "hidden_states", "x", "latents")
+        else shapes.get(key, samples)
         for key in required(model.forward)
     }
-    for extra in ((), ("encoder_hidden_states", "timestep"), ("timestep",), ("class_labels", "timestep")):
+    for extra in (
+        (),
+        ("encoder_hidden_states", "timestep"),
+        ("timestep",),
+        ("class_labels", "timestep"),
+    ):
         more = {key: shapes[key] for key in extra}
         for guess in guesses(options | more):
             yield maker(guess)

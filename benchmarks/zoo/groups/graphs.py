@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ _MODELS = (
 )  # fmt: skip
 
 
-def names(heads: bool = False) -> list[str]:
+def names(heads: bool = False, wanted: Any = None) -> list[str]:
     """Return the convolutions, pooling operators and models."""
     nn_ = load("torch_geometric").nn
     found = [n for n in nn_.conv.__all__ if not n.startswith(_LEFT_OUT)]
@@ -114,7 +115,7 @@ def _inputs(seed: int, n: int) -> tuple[Tensor, ...]:
 
 def _mlp(*widths: int) -> nn.Module:
     layers: list[nn.Module] = []
-    for a, b in zip(widths, widths[1:], strict=False):
+    for a, b in pairwise(widths):
         layers += [nn.Linear(a, b), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 

@@ -29,7 +29,9 @@ def arguments(kind: Any, values: Mapping[str, Any], recipe: Recipe | None = None
     return found | {key: values[key] for key in required(kind.__init__) if key in values}
 
 
-def makes(model: nn.Module, shapes: Mapping[str, list[Shape]], fixed: Mapping[str, Any]) -> Iterator[Make]:
+def makes(
+    model: nn.Module, shapes: Mapping[str, list[Shape]], fixed: Mapping[str, Any]
+) -> Iterator[Make]:
     """Yield makers of the inputs that a model needs, and of those it also knows by these names."""
     known = inspect.signature(model.forward).parameters
     needed = required(model.forward)

@@ -1,5 +1,6 @@
 """Inputs of a model whose signature is all that is known: several guesses, until it runs."""
 
+import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -77,8 +78,9 @@ def runnable(model: nn.Module, makes: Iterable[Make]) -> Make:
     reasons = []
     for make in islice(makes, _TRIES):
         try:
+            tried = copy.deepcopy(model)  # or what it caches would stay in the model
             with torch.no_grad(), quiet():
-                two, single = outputs_of(model, make(0, 2)), outputs_of(model, make(0, 1))
+                two, single = outputs_of(tried, make(0, 2)), outputs_of(tried, make(0, 1))
             found, alone = parts(two), parts(single)
             if any(
                 t.dim() and len(t) == 2 and place in alone and len(alone[place]) == 1

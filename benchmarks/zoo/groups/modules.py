@@ -1,6 +1,6 @@
 """torch's own table of modules (`module_db`), each between a parameter and the batch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.zoo.groups.inputs import quiet, runnable
+from benchmarks.zoo.libraries import load_testing
 from benchmarks.zoo.subject import NotBuiltError, Subject, shaken
 
 EACH = 4  # inputs of a module
@@ -16,9 +17,9 @@ EACH = 4  # inputs of a module
 
 @cache
 def _modules() -> dict[str, Any]:
-    from torch.testing._internal.common_modules import module_db
-
-    return {info.name: info for info in module_db}
+    return {
+        info.name.removeprefix("nn."): info for info in load_testing("common_modules").module_db
+    }
 
 
 def _samples(info: Any) -> Iterator[Any]:
@@ -30,10 +31,12 @@ def _samples(info: Any) -> Iterator[Any]:
     yield from islice(found, EACH)
 
 
-def names(heads: bool = False) -> list[str]:
+def names(heads: bool = False, wanted: Callable[[str], bool] = lambda name: True) -> list[str]:
     """Return modules with the numbers of their inputs."""
     found = []
     for name, info in _modules().items():
+        if not any(wanted(f"{name}/{k}") for k in range(EACH)):
+            continue
         try:
             count = sum(1 for _ in _samples(info))
         except Exception:  # a module that needs another device
@@ -49,19 +52,22 @@ class Between(nn.Module):
         module: The module.
         first: Its first input, a sample of which gives the parameter's shape.
         at: Which of the inputs this is.
+        keys: Names of the last inputs, which the module takes by keyword.
     """
 
-    def __init__(self, module: nn.Module, first: Tensor, at: int) -> None:
+    def __init__(self, module: nn.Module, first: Tensor, at: int, keys: Sequence[str]) -> None:
         super().__init__()
         self.module = module
         self.scale = nn.Parameter(torch.ones(first.shape[1:], dtype=first.dtype))
-        self.at = at
+        self.at, self.keys = at, list(keys)
 
     def forward(self, *args: Any) -> Any:
         """Apply the module."""
         given = list(args)
         given[self.at] = given[self.at] * self.scale
-        return self.module(*given)
+        count = len(given) - len(self.keys)
+        named = dict(zip(self.keys, given[count:], strict=True))
+        return self.module(*given[:count], **named)
 
 
 def build(name: str) -> Subject:
@@ -71,16 +77,16 @@ def build(name: str) -> Subject:
     sample = next(islice(_samples(info), int(number), None))
     torch.manual_seed(0)
     made, given = sample.constructor_input, sample.forward_input
-    if given is None or given.kwargs:
-        raise NotBuiltError("its inputs are not positional")
+    if given is None:
+        raise NotBuiltError("it has no inputs")
     module = info.module_cls(*made.args, **made.kwargs).double()
     if getattr(module, "reduction", None) in ("mean", "sum"):
         module.reduction = "none"
-    args = list(given.args)
+    args = [*given.args, *given.kwargs.values()]
     real = [k for k, v in enumerate(args) if isinstance(v, Tensor) and v.is_floating_point()]
     if not real or args[real[0]].dim() == 0:
         raise NotBuiltError("it has no input of real numbers with a sample axis")
-    model = shaken(Between(module, args[real[0]], real[0]))
+    model = shaken(Between(module, args[real[0]], real[0], list(given.kwargs)))
 
     def inputs(seed: int, n: int) -> tuple[Any, ...]:
         generator = torch.Generator().manual_seed(1000 + seed)

@@ -4,7 +4,7 @@ A case is an operator and one of its sample inputs. In `NAME/k` the operator is 
 sample by itself; in `NAME/k:batch` to a tensor of all of them, whose first axis counts samples.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from benchmarks.zoo.groups.inputs import quiet, runnable
+from benchmarks.zoo.libraries import load_testing
 from benchmarks.zoo.subject import NotBuiltError, Subject, parts
 
 EACH = 5  # sample inputs of an operator
@@ -22,14 +23,13 @@ _LARGEST = 20_000  # numbers of an input
 
 @cache
 def _operators() -> dict[str, Any]:
-    from torch.testing._internal.common_methods_invocations import op_db
-
+    table = load_testing("common_methods_invocations").op_db
     wanted = [
-        op
-        for op in op_db
-        if op.supports_autograd and op.supports_dtype(torch.float64, "cpu")
+        op for op in table if op.supports_autograd and op.supports_dtype(torch.float64, "cpu")
     ]
-    return {f"{op.name}{'.' if op.variant_test_name else ''}{op.variant_test_name}": op for op in wanted}
+    return {
+        f"{op.name}{'.' if op.variant_test_name else ''}{op.variant_test_name}": op for op in wanted
+    }
 
 
 def _samples(op: Any) -> Iterator[Any]:
@@ -38,15 +38,18 @@ def _samples(op: Any) -> Iterator[Any]:
         yield from islice(op.sample_inputs("cpu", torch.float64, requires_grad=False), EACH)
 
 
-def names(heads: bool = False) -> list[str]:
+def names(heads: bool = False, wanted: Callable[[str], bool] = lambda name: True) -> list[str]:
     """Return operators with the numbers of their sample inputs, alone and as a batch."""
     found = []
     for name, op in _operators().items():
+        possible = [f"{name}/{k}{how}" for k in range(EACH) for how in ("", ":batch")]
+        if not any(map(wanted, possible)):
+            continue
         try:
             count = sum(1 for _ in _samples(op))
         except Exception:  # an operator that needs a library or device
             continue
-        found += [f"{name}/{k}{how}" for k in range(count) for how in ("", ":batch")]
+        found += possible[: 2 * count]
     return found
 
 
@@ -87,7 +90,9 @@ class Alone(Operator):
     def forward(self, x: Tensor) -> Any:
         """Map (n, *shape) to the outputs, stacked."""
         found = [list(parts(self.applied(self.scaled(row))).values()) for row in x.unbind(0)]
-        kept = [t for t in zip(*found, strict=True) if t[0].is_floating_point() or t[0].is_complex()]
+        kept = [
+            t for t in zip(*found, strict=True) if t[0].is_floating_point() or t[0].is_complex()
+        ]
         return tuple(torch.stack(t) for t in kept)
 
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.zoo.subject import MOST
+
 VOCABULARY = 128
 
 _VOCABULARY = re.compile(r"vocab_size|num_embeddings$|^num_quantized|codebook_size|^entity_vocab")
@@ -23,7 +25,7 @@ _WIDTH = re.compile(
     r"|^hidden_sizes|^embed_dims|^dim_|ffn|_dim_|_channels_|^attention_(head_)?size"
 )
 _NO_WIDTH = re.compile(
-    r"kernel|patch|image|window|stride|num_channels|chunk|block|stack|pool|crop|grid|batch|vocab"
+    r"kernel|patch|image|window|stride|num_channels|chunk|block_(size|len|records)|blocks?$|stack|pool|crop|grid|batch|vocab"
     r"|position|max_|min_|interval|tubelet|frame|segment|bucket|factor|^in_channels|^num_|group"
     r"|merge|memory|sample|temporal|spatial|^in_chans|shape|conv_size|input_feat|mel|conv_dim_|"
     r"type_vocab|context|horizon|num_frames|expand|feat_extract_dim|resolution"
@@ -33,7 +35,9 @@ _HEAD_WIDTH = re.compile(r"head_dim$|head_size$|d_kv$|attention_head_dim")
 _EXPERTS = re.compile(r"(num|n)_(local_|routed_)?experts$|moe_num_experts$|^num_experts")
 _CHOSEN = re.compile(r"experts_per_tok|top_?k$|moe_k$|num_selected|moe_topk")
 _GROUPS = re.compile(r"^(n|topk|num_expert)_groups?$")
-_POSITIONS = re.compile(r"max_\w*(position|length|seq)\w*$|^n_positions$|^n_ctx$|^max_\w*positions$")
+_POSITIONS = re.compile(
+    r"max_\w*(position|length|seq)\w*$|^n_positions$|^n_ctx$|^max_\w*positions$"
+)
 
 
 _ABSENT = {  # what some configurations leave open
@@ -55,15 +59,22 @@ class Recipe:
         layers: At most.
         image: Pixels of a side; the configuration's own if 0.
         heads: Attention has fewer heads of the same width, instead of as many narrow ones.
+        most: Parameters of the whole model.
     """
 
     divisor: int
     layers: int = 2
     image: int = 0
     heads: bool = False
+    most: int = MOST
 
+
+_FEW = 2_000_000
 
 RECIPES = (
+    Recipe(16, 2, 64, most=_FEW),
+    Recipe(32, 2, 64, most=_FEW),
+    Recipe(64, 2, 64, most=_FEW),
     Recipe(16, 2, 64),
     Recipe(16, 4, 64),
     Recipe(16, 2, 64, heads=True),
@@ -100,9 +111,7 @@ def shrunk(config: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
     return _consistent(found)
 
 
-def _shrunk_part(
-    key: str, value: Mapping[Any, Any], recipe: Recipe, layers: int
-) -> dict[Any, Any]:
+def _shrunk_part(key: str, value: Mapping[Any, Any], recipe: Recipe, layers: int) -> dict[Any, Any]:
     if key in ("rope_parameters", "rope_scaling", "quantization_config"):
         return dict(value)
     if value and all(str(k).isdigit() for k in value):  # by the number of a layer
@@ -168,7 +177,11 @@ def _consistent(found: dict[str, Any]) -> dict[str, Any]:
     if isinstance(image, int) and isinstance(patch, int) and patch and image % patch:
         found["image_size"] = max(patch * 4, image // patch * patch)
     rope = found.get("rope_parameters")
-    if isinstance(rope, dict) and "mrope_section" in rope and isinstance(rope["mrope_section"], list):
+    if (
+        isinstance(rope, dict)
+        and "mrope_section" in rope
+        and isinstance(rope["mrope_section"], list)
+    ):
         half = found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
         share = half * rope.get("partial_rotary_factor", 1) / 2 / sum(rope["mrope_section"])
         rope["mrope_section"] = [max(1, int(v * share)) for v in rope["mrope_section"]]

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ _SMALL = (
 )  # fmt: skip
 
 
-def names(heads: bool = False) -> list[str]:
+def names(heads: bool = False, wanted: Any = None) -> list[str]:
     """Return the names that promise the smallest models, some of each module, or all."""
     timm = load("timm")
     if heads:

@@ -12,9 +12,8 @@ from benchmarks.zoo.subject import Subject
 
 def _models() -> dict[str, tuple[Callable[[Any], nn.Module], dict[str, Shape], dict[str, Any]]]:
     """Return {name: what builds it, its inputs, constants}."""
-    wave, bins = Shape("real", (1600,)), Shape("real", (32, 20))
-    full = {"lengths": Shape("ids", (), 1)}
-    small_wave = {
+    wave = Shape("real", (1600,))
+    plain = {
         "extractor_mode": "group_norm", "extractor_conv_layer_config": [(16, 10, 5), (16, 3, 2)],
         "extractor_conv_bias": False, "encoder_embed_dim": 16, "encoder_projection_dropout": 0.0,
         "encoder_pos_conv_kernel": 8, "encoder_pos_conv_groups": 2, "encoder_num_layers": 2,
@@ -22,7 +21,6 @@ def _models() -> dict[str, tuple[Callable[[Any], nn.Module], dict[str, Shape], d
         "encoder_ff_interm_dropout": 0.0, "encoder_dropout": 0.0, "encoder_layer_norm_first": False,
         "encoder_layer_drop": 0.0, "aux_num_out": 7,
     }  # fmt: skip
-    plain = {k: v for k, v in small_wave.items()}
     return {
         "Wav2Vec2Model": (
             lambda m: m.wav2vec2_model(**plain), {"waveforms": wave}, {},
@@ -46,8 +44,8 @@ def _models() -> dict[str, tuple[Callable[[Any], nn.Module], dict[str, Shape], d
             {"input": Shape("real", (2, 4096))}, {},
         ),
         "WaveRNN": (
-            lambda m: m.WaveRNN([2, 2], 5, 4, n_res_block=2, n_rnn=8, n_fc=8, kernel_size=5, n_freq=8,
-                                n_hidden=8, n_output=8),
+            lambda m: m.WaveRNN([2, 2], 5, 4, n_res_block=2, n_rnn=8, n_fc=8, kernel_size=5,
+                                n_freq=8, n_hidden=8, n_output=8),
             {"waveform": Shape("real", (1, 12)), "specgram": Shape("real", (1, 8, 7))}, {},
         ),
         "SquimObjective": (
@@ -83,7 +81,7 @@ class _Lengths(nn.Module):
         return self.model(x, lengths)[0]
 
 
-def names(heads: bool = False) -> list[str]:
+def names(heads: bool = False, wanted: Any = None) -> list[str]:
     """Return the models."""
     return list(_models())
 

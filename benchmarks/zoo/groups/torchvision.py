@@ -13,7 +13,7 @@ _MOST = 30_000_000
 _DRAWN = ("rcnn", "fcos", "retinanet", "ssd", "ssdlite")  # detectors: their boxes need nms
 
 
-def names(heads: bool = False) -> list[str]:
+def names(heads: bool = False, wanted: Any = None) -> list[str]:
     """Return the registered models."""
     models = load("torchvision").models
     return [n for n in models.list_models() if not any(word in n for word in _DRAWN)]

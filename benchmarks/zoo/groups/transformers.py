@@ -41,7 +41,7 @@ def _classes() -> dict[str, str]:
     return found
 
 
-def names(heads: bool = False) -> list[str]:
+def names(heads: bool = False, wanted: Any = None) -> list[str]:
     """Return the classes: the first of each configuration, or all of them."""
     found = _classes()
     if heads:
@@ -79,7 +79,7 @@ def _built(kind: Any, config: Any, default: Sizes, recipe: Recipe) -> Subject:
     for part in vars(made).values():
         if hasattr(part, "_attn_implementation"):
             part._attn_implementation = "eager"
-    model = small(lambda: kind(made))
+    model = small(lambda: kind(made), recipe.most)
     return Subject(model, runnable(model, candidates(model, made)), exactly=_exactly)
 
 
@@ -196,13 +196,28 @@ def _features(config: Any, model: nn.Module, chosen: list[str]) -> Iterator[Shap
     audio = getattr(config, "audio_config", None) or getattr(config, "encoder_config", None)
     audio = audio or config
     bins = _of(
-        audio, "num_mel_bins", "feature_size", "input_feat_per_channel", "input_dim", "mel_dim",
-        "n_mels", "feat_in", "num_mels", default=80,
+        audio,
+        "num_mel_bins",
+        "feature_size",
+        "input_feat_per_channel",
+        "input_dim",
+        "mel_dim",
+        "n_mels",
+        "feat_in",
+        "num_mels",
+        default=80,
     )
     length = _of(audio, "max_source_positions", default=32)
     for shape in (
-        (bins, 2 * length), (bins, length), (64, bins), (bins, 64), (128, bins), (1, 1024, bins),
-        (1, bins, 64), (256, bins), (64, 160),
+        (bins, 2 * length),
+        (bins, length),
+        (64, bins),
+        (bins, 64),
+        (128, bins),
+        (1, 1024, bins),
+        (1, bins, 64),
+        (256, bins),
+        (64, 160),
     ):
         yield Shape("real", shape, 0)
 
@@ -211,7 +226,14 @@ def _values(config: Any, model: nn.Module, chosen: list[str]) -> Iterator[Shape]
     bins = _of(config, "num_mel_bins", "model_in_dim", default=80)
     length = _of(config, "max_length", "context_length", default=64)
     for shape in (
-        (1600,), (1, 1600), (length, bins), (64, bins), (8000,), (1, 8000), (bins, 64), (16000,),
+        (1600,),
+        (1, 1600),
+        (length, bins),
+        (64, bins),
+        (8000,),
+        (1, 8000),
+        (bins, 64),
+        (16000,),
         (64, 64),
     ):
         yield Shape("real", shape, 0)
