@@ -19,7 +19,7 @@ from rich.table import Table
 from benchmarks import machine
 from benchmarks.zoo import tables
 from benchmarks.zoo.examine import group_of
-from benchmarks.zoo.libraries import NEEDS, how_to_install, missing, versions
+from benchmarks.zoo.libraries import GROUPS, NEEDS, how_to_install, missing, versions
 from benchmarks.zoo.sweep import Limits, Record, append, swept, written
 from benchmarks.zoo.tools import TOOLS
 
@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     left = [case for case in cases if case not in done]
     if left:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes
+        os.environ[GROUPS] = ",".join({case.partition("/")[0] for case in left})
         append(options.json, {"run": _described()})
         _sweep(left, tools, options)
     records = [r for r in written(options.json) if "case" in r]

@@ -22,6 +22,7 @@ NEEDS = {
     "operators": ("expecttest",),
     "modules": ("expecttest",),
 }
+GROUPS = "GRADSCOPE_ZOO_GROUPS"  # which groups the server imports the libraries of
 PEERS = {"Opacus": "opacus", "BackPACK": "backpack"}
 _PACKAGES = (
     "torch",

@@ -1,31 +1,34 @@
-"""What the server that forks a process for each case imports once."""
+"""What the server that forks a process for each case imports once, for the groups of this sweep."""
 
 import gc
+import os
 from importlib import import_module
 
 from benchmarks.zoo import examine  # noqa: F401
-from benchmarks.zoo.libraries import NEEDS, load, load_testing, missing
+from benchmarks.zoo.libraries import GROUPS, NEEDS, load, load_testing, missing
 
-_SLOW = (
-    "torch._dynamo",
-    "transformers.modeling_utils",
-    "transformers.loss.loss_utils",
-    "torch_geometric.nn",
-    "diffusers.models",
-    "monai.networks.nets",
-    "opacus",
-    "backpack.extensions",
-)
+_SLOW = {
+    "transformers": ("transformers.modeling_utils", "transformers.loss.loss_utils"),
+    "graphs": ("torch_geometric.nn",),
+    "diffusers": ("diffusers.models",),
+    "monai": ("monai.networks.nets",),
+}
+_OF_ALL = ("torch._dynamo", "opacus", "backpack.extensions")
 
-for _name in {name for group in NEEDS for name in NEEDS[group] if not missing(group)}:
-    load(_name)
-for _name in _SLOW:
+for _group in os.environ.get(GROUPS, "").split(","):
+    if _group not in NEEDS or missing(_group):
+        continue
+    if _group in ("operators", "modules"):
+        load_testing("common_methods_invocations" if _group == "operators" else "common_modules")
+        continue
+    for _name in NEEDS[_group]:
+        load(_name)
+    for _name in _SLOW.get(_group, ()):
+        import_module(_name)
+for _name in _OF_ALL:
     try:
         import_module(_name)
-    except Exception:  # a library that is absent or does not import; its cases say so
+    except Exception:  # a tool that is absent or does not import; its cases say so
         continue
-if not missing("operators"):
-    for _name in ("common_methods_invocations", "common_modules"):
-        load_testing(_name)
 gc.collect()
 gc.freeze()  # or each process would go through all that was imported
