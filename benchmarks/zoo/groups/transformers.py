@@ -1,6 +1,7 @@
 """Transformers: the base model of every configuration, made small; with `heads`, all classes."""
 
 import inspect
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -16,6 +17,7 @@ from benchmarks.zoo.libraries import load
 from benchmarks.zoo.subject import NotBuiltError, Subject
 
 LENGTH = 8  # tokens of a sample
+_ENOUGH = 20.0  # seconds after which no other recipe is tried
 Sizes = dict[str, Any]
 
 
@@ -59,8 +61,10 @@ def build(name: str) -> Subject:
     kind = getattr(transformers, name)
     config = getattr(transformers, _classes()[name])
     default = config().to_dict()
-    reasons = []
+    reasons, start = [], time.process_time()
     for recipe in RECIPES:
+        if time.process_time() - start > _ENOUGH:
+            break
         try:
             return _built(kind, config, default, recipe)
         except Exception as error:  # whatever a library raises of a configuration it cannot build
