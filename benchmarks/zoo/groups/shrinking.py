@@ -102,6 +102,8 @@ def shrunk(config: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
             found[key] = _ABSENT[key]
         elif isinstance(value, bool) or value is None:
             found[key] = value
+        elif key == "backbone" and value == "resnet50":
+            found[key] = "resnet10t"
         elif isinstance(value, list):
             found[key] = _shrunk_list(key, value, config, recipe, layers)
         elif isinstance(value, int):
