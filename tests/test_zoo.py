@@ -52,6 +52,24 @@ def test_an_odd_architecture_is_exact_in_a_first_and_a_later_batch(name, dtype):
             )
 
 
+def test_the_truth_of_a_parameter_without_an_axis():
+    class Scaled(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 3)
+            self.scale = nn.Parameter(torch.tensor(0.7))
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    model = Scaled().double()
+    subject = Subject(model, lambda seed, n: torch.randn(n, 4).double(), torch.float64)
+    inputs = subject.inputs(0, SAMPLES)
+    exact = truth(subject, Uneven([()], [1.0]), inputs)
+    with Scope(model, Uneven([()], [1.0])) as scope:
+        torch.testing.assert_close(scope.norms(inputs), exact.norms)
+    assert exact.rows["scale"].shape == (SAMPLES,)
+
+
 def test_the_truth_of_coupled_and_random_samples():
     def judged(model):
         subject = Subject(model.double(), lambda seed, n: torch.randn(n, 4).double(), torch.float64)

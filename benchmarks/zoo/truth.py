@@ -48,7 +48,7 @@ class Truth:
     @property
     def norms(self) -> Tensor:
         """Norms (n,) over all parameters."""
-        squares = [row.abs().square().flatten(1).sum(1) for row in self.rows.values()]
+        squares = [row.abs().square().reshape(len(row), -1).sum(1) for row in self.rows.values()]
         return torch.stack(squares).sum(0).sqrt()
 
 

@@ -126,7 +126,7 @@ def _kinds(config: Mapping[str, Any], most: int) -> int:
     kinds = config.get("layer_types") or config.get("layers_block_type")
     if not isinstance(kinds, list) or not kinds:
         return most
-    first = max(kinds.index(kind) for kind in set(map(str, kinds)) if kind in kinds)
+    first = max(map(kinds.index, kinds))
     return max(most, first + 1) if first < 8 else most
 
 

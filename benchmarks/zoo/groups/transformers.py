@@ -69,7 +69,8 @@ def build(name: str) -> Subject:
             return _built(kind, config, default, recipe)
         except Exception as error:  # whatever a library raises of a configuration it cannot build
             reasons.append(f"{recipe}: {type(error).__name__}: {error}")
-    raise NotBuiltError(" / ".join(" ".join(reason.split())[:160] for reason in reasons[:3]))
+    distinct = dict.fromkeys(reason.partition("): ")[2] for reason in reasons)
+    raise NotBuiltError(" / ".join(" ".join(reason.split())[:160] for reason in distinct))
 
 
 def _built(kind: Any, config: Any, default: Sizes, recipe: Recipe) -> Subject:
