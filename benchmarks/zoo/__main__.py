@@ -1,7 +1,7 @@
 """`python -m benchmarks.zoo`: what gradscope and other tools make of everything that can be built.
 
 Each case is compared with a loop over batches of one in float64. Results are appended to a file of
-JSON lines, and a run that was stopped goes on where it was.
+JSON lines. A stopped run resumes from that file.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done = {r["case"] for r in before}
     left = [case for case in cases if case not in done]
     if left:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the child processes
         os.environ[GROUPS] = ",".join({case.partition("/")[0] for case in left})
         append(options.json, {"run": _described()})
         _sweep(left, tools, options)
@@ -66,10 +66,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--every", type=int, default=1, metavar="K", help="each K-th case only")
     made.add_argument("--heads", action="store_true", help="transformers: every class, not bases")
     made.add_argument("--tools", help=f"separated by commas: {','.join(TOOLS)}")
-    made.add_argument("--dtype", choices=["float32", "float64"], help="the case's own by default")
+    made.add_argument(
+        "--dtype", choices=["float32", "float64"], help="default: the dtype of the case"
+    )
     made.add_argument("--json", type=Path, default=Path("build/zoo.jsonl"), metavar="F")
     made.add_argument("--markdown", type=Path, metavar="F", help="also write the page there")
-    made.add_argument("--report", action="store_true", help="of what the file holds; run nothing")
+    made.add_argument(
+        "--report",
+        action="store_true",
+        help="print the table of the records in the file; run nothing",
+    )
     made.add_argument("--list", action="store_true", help="print the cases; run nothing")
     made.add_argument("--workers", type=int, default=1, help="processes at a time")
     made.add_argument("--timeout", type=float, default=120.0, help="seconds of one step of a case")

@@ -1,4 +1,4 @@
-"""One case: build it, compute what is right, ask each tool. It runs in a process of its own."""
+"""Examine one case: build the model, compute the reference, run each tool. A case is a process."""
 
 import copy
 import os
@@ -24,7 +24,7 @@ from benchmarks.zoo.subject import SAMPLES, NotBuiltError, Subject, as_dtype, as
 from benchmarks.zoo.tools import TOOLS, Bound, plain, refusal
 from benchmarks.zoo.truth import PlainNorms, Truth, alone, truth
 
-WITHIN = {torch.float32: 1e-4, torch.float64: 1e-7}  # of a row, parameter by parameter
+WITHIN = {torch.float32: 1e-4, torch.float64: 1e-7}  # relative error of the row of one parameter
 # A parameter below a floor, as a share of the whole gradient, is measured by the floor. In float32
 # parameters of a smaller share are measured as well, by 500 times the tolerance.
 FLOORS = {torch.float32: ((1e-2, 1.0), (1e-5, 500.0)), torch.float64: ((1e-5, 1.0),)}
@@ -48,7 +48,7 @@ def run(case: str, tools: Sequence[str], dtype: str | None, memory: float, conne
     Args:
         case: "group/name".
         tools: Which tools are asked.
-        dtype: What they compute in; the case's own if None.
+        dtype: The tools compute in this dtype; None means the dtype of the case.
         memory: GB that this process may have beyond what it starts with.
         connection: Takes pairs of a word and what is found.
     """
@@ -74,7 +74,7 @@ def examine(case: str, tools: Sequence[str], dtype: str | None, send: Send) -> N
     try:
         subject = _as_asked(group_of(group).build(name), dtype)
         loss = loss_of(subject)
-    except Exception as failure:  # whatever a library raises where it cannot build
+    except Exception as failure:  # libraries raise any class of error here
         send("not built", _said(failure))
         return
     try:
@@ -82,7 +82,7 @@ def examine(case: str, tools: Sequence[str], dtype: str | None, send: Send) -> N
         right = [truth(subject, loss, batch) for batch in batches]
         with PlainNorms():
             single = alone(subject.model, loss, batches[1])[1]
-    except Exception as failure:  # float64, a copy or a batch of one is not to be had
+    except Exception as failure:  # float64, a copy or a batch of one is unsupported
         send("not judged", _said(failure))
         return
     if not all(bool(row.isfinite().all()) for r in right for row in r.rows.values()):
@@ -136,7 +136,7 @@ def _asked(
         first = time.perf_counter() - start
     except MemoryError:
         raise
-    except Exception as failure:  # whatever a tool raises
+    except Exception as failure:  # tools raise any class of error
         return {"outcome": "refused" if refusal(failure) else "raised", "reason": _said(failure)}
     facts = {"error": found if isfinite(found) else None, "seconds": first} | bound.facts()
     outcome = "right" if found <= max(WITHIN[subject.dtype], _ROUNDED * rounding) else "wrong"
@@ -196,7 +196,7 @@ def _where(rows: dict[str, Tensor], exact: Truth, batch: str) -> str:
 def _exact_error(
     tool: str, subject: Subject, loss: Uneven, batches: Sequence[Any], right: Sequence[Truth]
 ) -> float | None:
-    """Return the error of a tool in float64, None if it has no answer there."""
+    """Return the error of a tool in float64, or None if the tool gives no answer."""
     model = as_model(copy.deepcopy(subject.model), torch.float64)
     wide = [as_dtype(batch, torch.float64) for batch in batches]
     try:
@@ -204,7 +204,7 @@ def _exact_error(
             found = _worst(TOOLS[tool](model, loss), wide, right, torch.float64)[0]
     except MemoryError:
         raise
-    except Exception:  # whatever a tool raises
+    except Exception:  # tools raise any class of error
         return None
     return found if isfinite(found) else None
 

@@ -84,7 +84,7 @@ def load_testing(name: str) -> ModuleType:
 def _import_vision() -> None:
     """Import torchvision, and declare the operators that its import expects if they are absent.
 
-    Its wheels for GPUs do not load beside a torch for CPUs. No model here calls these operators.
+    The compiled operators of its wheels for GPUs need torch for GPUs. No model here calls them.
     """
     if find_spec("torchvision") is None or "torchvision" in sys.modules:
         return
@@ -100,7 +100,7 @@ def _import_vision() -> None:
 
 
 def _import_audio() -> None:
-    """Import torchaudio, without operators of its own if they cannot be loaded."""
+    """Import torchaudio. If its compiled operators cannot be loaded, declare them."""
     if find_spec("torchaudio") is None or "torchaudio" in sys.modules:
         return
     former = torch.ops.load_library

@@ -26,7 +26,7 @@ class Uneven:
 
     Args:
         places: Where these outputs are.
-        scales: What each is divided by.
+        scales: The divisor of each output.
     """
 
     def __init__(self, places: Sequence[Place], scales: Sequence[float]) -> None:
@@ -52,10 +52,10 @@ def _term(output: Tensor, scale: float) -> Tensor:
 
 
 def loss_of(subject: Subject) -> Uneven:
-    """Return the loss of a model: of the outputs whose first axis counts samples.
+    """Return the loss of a model. It reads the outputs whose first axis counts samples.
 
     Raises:
-        NotBuiltError: There is none, an output is not finite, or nothing depends on a parameter.
+        NotBuiltError: No output with a sample axis depends on a parameter, or an output is NaN.
     """
     several, single = (
         parts(outputs_of(copy.deepcopy(subject.model), subject.inputs(0, n))) for n in (SAMPLES, 1)

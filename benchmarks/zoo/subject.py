@@ -1,4 +1,4 @@
-"""What is judged: a small model with random weights, and where its batches come from."""
+"""A subject: a small model with random weights, and a function that makes its batches."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradscope.core.batch import call, map_tensors
 
-SAMPLES = 3  # of a batch
+SAMPLES = 3  # samples in a batch
 MOST = 26_000_000  # parameters of a model
 
 Inputs = Any  # a tensor, a tuple or a dict of tensors (n, ...)
@@ -29,7 +29,7 @@ class Subject:
         model: In eval mode, with random weights.
         inputs: Takes a seed and a number of samples to inputs (n, ...).
         dtype: What gradscope and the other tools compute in.
-        exactly: Takes a copy of the model in float64 to a context in which it computes so.
+        exactly: Takes a float64 copy of the model; returns a context without casts to float32.
     """
 
     model: nn.Module
@@ -48,7 +48,7 @@ def seeded(seed: int, make: Callable[[], Any]) -> Any:
 def shaken(model: nn.Module, by: float = 0.05) -> nn.Module:
     """Return the model with no parameter at a constant start, so that no gradient is zero by it.
 
-    Normalisations' running statistics are those of no real data, either.
+    Running statistics of normalisation layers are random, too.
     """
     with torch.no_grad():
         for p in model.parameters():

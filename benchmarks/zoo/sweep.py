@@ -20,12 +20,12 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Limits:
-    """What one case may take.
+    """Limits of one case.
 
     Attributes:
-        seconds: Of one step: building the case and what is right, or one tool.
+        seconds: Limit of one step. The build with the reference is a step, and each tool is one.
         memory: GB beyond what a process starts with.
-        dtype: What tools compute in; the case's own if None.
+        dtype: The tools compute in this dtype; None means the dtype of the case.
     """
 
     seconds: float = 120.0
@@ -43,7 +43,7 @@ def server() -> ForkServerContext:
 def swept(
     cases: Sequence[str], tools: Sequence[str], limits: Limits, workers: int = 1
 ) -> Iterator[Record]:
-    """Yield the record of each case, as soon as it is there."""
+    """Yield the record of each case when the case ends."""
     context, waiting = server(), iter(cases)
     with ThreadPoolExecutor(workers) as pool:
         running: set[Future[Record]] = set()
@@ -119,7 +119,7 @@ def _once(
 
 
 def _messages(receiver: Connection, seconds: float) -> Iterator[tuple[str, Any]]:
-    """Yield messages; end if there is none for so long."""
+    """Yield messages; end after `seconds` without a message."""
     while receiver.poll(seconds):
         yield receiver.recv()
 

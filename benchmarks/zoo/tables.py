@@ -1,4 +1,4 @@
-"""The table of a sweep, and its page: what each tool answered, group by group."""
+"""The table of a sweep and its page: outcomes by group and tool."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -110,7 +110,7 @@ _INTRODUCTION = Path(__file__).with_name("introduction.md")
 
 
 def _others(records: Sequence[Record]) -> list[str]:
-    """Return what is said of the cases that are not in the table."""
+    """Return the sentences about cases that the table leaves out."""
     coupled = [r for r in records if r["status"] == "judged" and not independent(r)]
     answered = [
         r for r in coupled if r["tools"].get("gradscope", {}).get("outcome") in ("right", "wrong")

@@ -1,4 +1,4 @@
-"""What is right: a loop over batches of one in float64, and whether samples are independent."""
+"""The reference: a loop over batches of one in float64, and a test for independent samples."""
 
 import copy
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from benchmarks.zoo.subject import (
     seeded,
 )
 
-COUPLED = 1e-9  # of a loss, or of a parameter's gradient: more than float64's rounding
+COUPLED = 1e-9  # relative difference of a loss or gradient that float64's rounding does not explain
 _ZERO = 1e-30
 
 Rows = dict[str, Tensor]
@@ -29,15 +29,15 @@ Rows = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Truth:
-    """What is right of a batch.
+    """The reference of one batch.
 
     Attributes:
         losses: (n,), of batches of one.
         rows: {name: (n, *shape)}, likewise.
         nature: "independent", "coupled" or "random" samples; of the last two, a tool that refuses
             is right.
-        company: How much the losses of the batch differ from those of batches of one, or the
-            gradient of the batch from the sum of the rows, whatever is more.
+        company: The larger of two relative differences: between losses in the batch and losses of
+            batches of one, and between the gradient of the batch and the sum of the rows.
     """
 
     losses: Tensor
@@ -80,7 +80,7 @@ _NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "
 
 
 def truth(subject: Subject, loss: Uneven, inputs: Inputs) -> Truth:
-    """Return what is right, in float64."""
+    """Return the reference of a batch, in float64."""
     model = as_model(copy.deepcopy(subject.model), torch.float64)
     wide = as_dtype(inputs, torch.float64)
     with subject.exactly(model), PlainNorms():

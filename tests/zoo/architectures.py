@@ -1,8 +1,4 @@
-"""Architectures of the odd kinds: small models of their own, float64, no library needed.
-
-They are apart from the table of cases, which every backend answers in a way that is written down
-there: of these each answer is exact or refused.
-"""
+"""Architectures with unusual structure, as small models that need no library."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812

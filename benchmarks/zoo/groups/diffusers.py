@@ -42,7 +42,7 @@ def build(name: str) -> Subject:
                 given["norm_num_groups"] = 2
             model = small(lambda given=given: kind(**given))
             return Subject(model, runnable(model, _makes(model)))
-        except Exception as error:  # whatever a library raises of sizes that do not fit
+        except Exception as error:  # libraries raise any class of error here
             reasons.append(f"{recipe}: {type(error).__name__}: {error}")
     raise NotBuiltError("; ".join(" ".join(reason.split())[:160] for reason in reasons))
 

@@ -30,11 +30,11 @@ def names(heads: bool = False, wanted: Any = None) -> list[str]:
 
 
 class Graphs(nn.Module):
-    """A layer on the graphs of a batch, which are one graph of several components.
+    """A layer on one graph that joins the graphs of a batch.
 
     Args:
-        layer: Takes `x` and what else its signature names.
-        keys: Which of these.
+        layer: A layer of PyTorch Geometric.
+        keys: Names of the arguments that the layer gets.
     """
 
     def __init__(self, layer: nn.Module, keys: list[str]) -> None:
@@ -88,7 +88,7 @@ def build(name: str) -> Subject:
 
 
 def _keys(layer: nn.Module) -> Iterator[list[str]]:
-    """Yield which inputs may be given: those that are required, and with the edges' features."""
+    """Yield lists of arguments: required ones with edge features, then required ones alone."""
     known = list(inspect.signature(layer.forward).parameters)
     needed = required(layer.forward)
     for more in (["edge_attr"], ["edge_weight"], ["edge_type"], ["batch"], []):

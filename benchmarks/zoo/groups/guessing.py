@@ -11,7 +11,7 @@ from benchmarks.zoo.groups.shrinking import Recipe, shrunk
 
 
 def arguments(kind: Any, values: Mapping[str, Any], recipe: Recipe | None = None) -> dict[str, Any]:
-    """Return arguments of a constructor: of `values` those it needs, and shrunk defaults."""
+    """Return arguments of a constructor: required ones from `values`, and smaller defaults."""
     parameters = inspect.signature(kind.__init__).parameters
     found: dict[str, Any] = {}
     if recipe is not None:

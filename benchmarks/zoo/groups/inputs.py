@@ -23,8 +23,8 @@ class Shape(NamedTuple):
     Attributes:
         kind: "real", "positive", "ids", "ones", "boxes", "steps", or "image:TOKEN": text of which
             the first `bound` tokens are an image's.
-        size: Of one sample.
-        bound: Of integers.
+        size: Shape of one sample.
+        bound: Upper bound of integers.
     """
 
     kind: str
@@ -88,7 +88,7 @@ def runnable(model: nn.Module, makes: Iterable[Make]) -> Make:
             ):
                 return make
             raise NotBuiltError("no output has a sample axis")
-        except Exception as error:  # whatever a model raises of inputs that it does not take
+        except Exception as error:  # models raise any class of error here
             reasons.append(f"{type(error).__name__}: {error}")
     raise NotBuiltError("; ".join(dict.fromkeys(reasons)) or "there is no guess at its inputs")
 

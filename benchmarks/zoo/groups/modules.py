@@ -1,4 +1,4 @@
-"""torch's own table of modules (`module_db`), each between a parameter and the batch."""
+"""The modules of torch's test table `module_db`, behind a layer with a parameter."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -96,7 +96,7 @@ def build(name: str) -> Subject:
 
 
 def _batch(value: Any, n: int, generator: torch.Generator) -> Any:
-    """Return n samples like those that the table gives: some of these, a little scaled."""
+    """Return n samples: random samples of the table's input, scaled by random factors near 1."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     rows = value[torch.randint(0, len(value), (n,), generator=generator)]

@@ -64,7 +64,7 @@ def build(name: str) -> Subject:
                 given |= {"spatial_dims": 2, "in_channels": 1, "num_classes": 3}
             model = small(lambda given=given: kind(**given))
             return Subject(model, runnable(model, _makes(model)))
-        except Exception as error:  # whatever a library raises of sizes that do not fit
+        except Exception as error:  # libraries raise any class of error here
             reasons.append(f"{type(error).__name__}: {error}")
     raise NotBuiltError("; ".join(" ".join(reason.split())[:200] for reason in reasons))
 

@@ -1,7 +1,7 @@
-"""torch's own table of operators (`op_db`): each with inputs of its own, and a parameter.
+"""The operators of torch's test table `op_db`, each with its sample inputs and a parameter.
 
-A case is an operator and one of its sample inputs. In `NAME/k` the operator is applied to each
-sample by itself; in `NAME/k:batch` to a tensor of all of them, whose first axis counts samples.
+A case is an operator and one of its sample inputs. In `NAME/k` the operator is applied to one
+sample at a time; in `NAME/k:batch` to a tensor of all of them, whose first axis counts samples.
 """
 
 from collections.abc import Callable, Iterator
@@ -85,7 +85,7 @@ class Operator(nn.Module):
 
 
 class Alone(Operator):
-    """Applied to each sample by itself."""
+    """An operator that is applied to one sample at a time."""
 
     def forward(self, x: Tensor) -> Any:
         """Map (n, *shape) to the outputs, stacked."""
@@ -97,7 +97,7 @@ class Alone(Operator):
 
 
 class Together(Operator):
-    """Applied to all samples at once."""
+    """An operator that is applied to all samples at once."""
 
     def forward(self, x: Tensor) -> Any:
         """Map (n, *shape) to the outputs."""

@@ -40,7 +40,7 @@ _POSITIONS = re.compile(
 )
 
 
-_ABSENT = {  # what some configurations leave open
+_ABSENT = {  # values for fields that a configuration leaves None
     "vocab_size": VOCABULARY,
     "prediction_length": 8,
     "context_length": 16,
@@ -91,7 +91,7 @@ RECIPES = (
 
 
 def shrunk(config: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
-    """Return a configuration's fields, and those of its parts, made small."""
+    """Return the fields of a configuration and of its parts with smaller values."""
     layers = _kinds(config, recipe.layers)
     staged = any(isinstance(config.get(key), list) for key in ("depths", "num_blocks"))
     found: dict[str, Any] = {}
@@ -122,7 +122,7 @@ def _shrunk_part(key: str, value: Mapping[Any, Any], recipe: Recipe, layers: int
 
 
 def _kinds(config: Mapping[str, Any], most: int) -> int:
-    """Return how many layers are needed for each kind of layer to be there."""
+    """Return the number of layers that contains each kind of layer."""
     kinds = config.get("layer_types") or config.get("layers_block_type")
     if not isinstance(kinds, list) or not kinds:
         return most

@@ -48,7 +48,7 @@ def build(name: str) -> Subject:
 
             model = small(made)
             return Subject(model, runnable(model, _makes(model, options.get("img_size"))))
-        except Exception as error:  # whatever a model raises of a size that it does not take
+        except Exception as error:  # models raise any class of error here
             reasons.append(f"{options}: {type(error).__name__}: {error}")
             if isinstance(error, NotBuiltError) and "parameters" in str(error):
                 break

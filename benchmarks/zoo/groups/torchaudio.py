@@ -11,7 +11,7 @@ from benchmarks.zoo.subject import Subject
 
 
 def _models() -> dict[str, tuple[Callable[[Any], nn.Module], dict[str, Shape], dict[str, Any]]]:
-    """Return {name: what builds it, its inputs, constants}."""
+    """Return {name: (builder, shapes of the inputs, constants)}."""
     wave = Shape("real", (1600,))
     plain = {
         "extractor_mode": "group_norm", "extractor_conv_layer_config": [(16, 10, 5), (16, 3, 2)],

@@ -20,7 +20,7 @@ def names(heads: bool = False, wanted: Any = None) -> list[str]:
 
 
 def build(name: str) -> Subject:
-    """Return a model without weights of its own; vision transformers are made narrow."""
+    """Return a model with random weights. Vision transformers are narrow."""
     models = load("torchvision").models
 
     def made() -> torch.nn.Module:

@@ -67,7 +67,7 @@ def build(name: str) -> Subject:
             break
         try:
             return _built(kind, config, default, recipe)
-        except Exception as error:  # whatever a library raises of a configuration it cannot build
+        except Exception as error:  # libraries raise any class of error here
             reasons.append(f"{recipe}: {type(error).__name__}: {error}")
     distinct = dict.fromkeys(reason.partition("): ")[2] for reason in reasons)
     raise NotBuiltError(" / ".join(" ".join(reason.split())[:160] for reason in distinct))
@@ -103,7 +103,7 @@ def _share_rotations(fields: Sizes) -> None:
 
 @contextmanager
 def _exactly(model: nn.Module) -> Iterator[None]:
-    """Compute in float64 whatever the model casts to; torch's grouped products have no float64."""
+    """Ignore casts to float32. Experts run one by one: grouped products have no float64."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if hasattr(config, "_experts_implementation"):
@@ -171,7 +171,7 @@ def _image_tokens(config: Any, model: nn.Module) -> Iterator[int]:
                 tensor = getattr(found, "pooler_output", found)
                 tensor = tensor[0] if isinstance(tensor, tuple | list) else tensor
                 yield int(tensor.shape[:-1].numel())
-            except Exception:  # whatever a model raises of pixels of another shape
+            except Exception:  # models raise any class of error here
                 continue
     yield from (1, 4, 16, 64)
 
