@@ -116,8 +116,10 @@ def shrunk(config: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
 def _shrunk_part(key: str, value: Mapping[Any, Any], recipe: Recipe, layers: int) -> dict[Any, Any]:
     if key in ("rope_parameters", "rope_scaling", "quantization_config"):
         return dict(value)
-    if value and all(str(k).isdigit() for k in value):  # by the number of a layer
-        return {k: v for k, v in value.items() if int(k) < layers}
+    if not all(isinstance(k, str) for k in value):
+        return dict(value)
+    if key.startswith("per_layer"):  # by the number of a layer
+        return {k: v for k, v in value.items() if str(k).isdigit() and int(k) < layers}
     return shrunk(value, recipe)
 
 

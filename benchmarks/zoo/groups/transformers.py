@@ -17,7 +17,7 @@ from benchmarks.zoo.libraries import load
 from benchmarks.zoo.subject import NotBuiltError, Subject
 
 LENGTH = 8  # tokens of a sample
-_ENOUGH = 20.0  # seconds after which no other recipe is tried
+_ENOUGH = 10.0  # seconds after which no other recipe is tried
 Sizes = dict[str, Any]
 
 
@@ -129,6 +129,8 @@ def candidates(model: nn.Module, config: Any) -> Iterator[Make]:
     for extra in (["input_ids"], ["pixel_values"], ["input_values"], ["input_features"]):
         if extra[0] in signature:
             choices.append(extra + decoder)
+    if "encoder_hidden_states" in signature:
+        choices.append([*wanted, "encoder_hidden_states"])
     if "bbox" in signature:
         choices = [[*chosen, "bbox"] for chosen in choices] + choices
     fixed = {k: False for k in ("use_cache",) if k in signature}
@@ -263,6 +265,10 @@ def _time(config: Any, model: nn.Module, chosen: list[str]) -> Iterator[Shape]:
         yield Shape("real", (shape[0], count), 0)
 
 
+def _encoded(config: Any, model: nn.Module, chosen: list[str]) -> Iterator[Shape]:
+    yield Shape("real", (6, _of(config, "encoder_hidden_size", "hidden_size", default=32)))
+
+
 def _boxes(config: Any, model: nn.Module, chosen: list[str]) -> Iterator[Shape]:
     yield Shape("boxes", (LENGTH,), 100)
 
@@ -278,6 +284,7 @@ _KNOWN: dict[str, Callable[[Any, nn.Module, list[str]], Iterator[Shape]]] = {
     "past_observed_mask": _mask_of_series,
     "past_time_features": _time,
     "bbox": _boxes,
+    "encoder_hidden_states": _encoded,
 }
 
 
