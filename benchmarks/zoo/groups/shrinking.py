@@ -151,6 +151,8 @@ def _shrunk_number(key: str, value: int, recipe: Recipe, layers: int, staged: bo
         return min(value, recipe.image)
     if _POSITIONS.search(key):
         return min(value, 512)
+    if key.endswith("chunk_size"):
+        return min(value, 16)
     if recipe.heads and _HEADS.search(key):
         return max(1, value // recipe.divisor)
     if recipe.heads and _HEAD_WIDTH.search(key):
