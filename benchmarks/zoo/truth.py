@@ -1,6 +1,7 @@
 """The reference: a loop over batches of one in float64, and a test for independent samples."""
 
 import copy
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,8 @@ from benchmarks.zoo.subject import (
     seeded,
 )
 
-COUPLED = 1e-9  # relative difference of a loss or gradient that float64's rounding does not explain
+# The relative difference of a loss or gradient that rounding does not explain.
+COUPLED = {torch.float64: 1e-9, torch.float32: 1e-3}
 _ZERO = 1e-30
 
 Rows = dict[str, Tensor]
@@ -80,10 +82,20 @@ _NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "
 
 
 def truth(subject: Subject, loss: Uneven, inputs: Inputs) -> Truth:
-    """Return the reference of a batch, in float64."""
-    model = as_model(copy.deepcopy(subject.model), torch.float64)
-    wide = as_dtype(inputs, torch.float64)
-    with subject.exactly(model), PlainNorms():
+    """Return the reference of a batch: in float64, or in float32 if the model cannot run in it."""
+    try:
+        return _truth(subject, loss, inputs, torch.float64)
+    except RuntimeError as error:
+        if "dtype" not in str(error) or subject.dtype == torch.float64:
+            raise
+        return _truth(subject, loss, inputs, torch.float32)
+
+
+def _truth(subject: Subject, loss: Uneven, inputs: Inputs, dtype: torch.dtype) -> Truth:
+    model = as_model(copy.deepcopy(subject.model), dtype)
+    wide = as_dtype(inputs, dtype)
+    exactly = subject.exactly(model) if dtype == torch.float64 else nullcontext()
+    with exactly, PlainNorms():
         losses, rows = alone(model, loss, wide)
         batch, gradient = gradients(copy.deepcopy(model), loss, wide)
         draws = [
@@ -98,7 +110,7 @@ def truth(subject: Subject, loss: Uneven, inputs: Inputs) -> Truth:
     for name, row in rows.items():
         by = torch.maximum(row.norm(), 1e-6 * whole).clamp(min=_ZERO)
         company = max(company, float((gradient[name] - row.sum(0)).norm() / by))
-    return Truth(losses, rows, "coupled" if company > COUPLED else "independent", company)
+    return Truth(losses, rows, "coupled" if company > COUPLED[dtype] else "independent", company)
 
 
 def alone(model: nn.Module, loss: Uneven, inputs: Inputs) -> tuple[Tensor, Rows]:

@@ -158,7 +158,8 @@ def _shrunk_number(key: str, value: int, recipe: Recipe, layers: int, staged: bo
     if recipe.heads and _HEAD_WIDTH.search(key):
         return value
     if _WIDTH.search(key) and not _NO_WIDTH.search(key) and value >= 2 * recipe.divisor:
-        return max(2, value // recipe.divisor)
+        narrow = value // recipe.divisor
+        return narrow - narrow % 4 if narrow > 8 else max(2, narrow)  # products by groups need it
     return value
 
 

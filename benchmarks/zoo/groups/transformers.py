@@ -95,6 +95,8 @@ def _share_rotations(fields: Sizes) -> None:
         if not isinstance(heads, int) or not isinstance(part.get("hidden_size"), int):
             continue
         rope = part.get("rope_parameters") or {"rope_type": "default", "rope_theta": 10000.0}
+        if any(isinstance(value, dict) for value in rope.values()):  # by the kind of a layer
+            continue
         width = part.get("head_dim") or part["hidden_size"] // heads
         half = int(width * rope.get("partial_rotary_factor", 1.0)) // 2
         third = half // 3
