@@ -98,7 +98,7 @@ def pictures_scattered_into_text():
 
 
 @architecture
-def cached_attention_biases():
+def attention_biases_by_a_table_of_offsets():
     class Levit(nn.Module):
         """Gathers its biases from a table by a buffer of offsets."""
 
@@ -107,7 +107,6 @@ def cached_attention_biases():
             self.qkv = nn.Linear(4, 12)
             self.biases = param(2, 6)
             self.register_buffer("offset", (torch.arange(6)[:, None] - torch.arange(6)).abs())
-            self.cache = {}
 
         def forward(self, x):
             q, k, v = self.qkv(x).unflatten(-1, (2, 6)).chunk(3, -1)
