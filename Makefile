@@ -2,6 +2,7 @@
 #   make demo   installs into .venv and runs the main job on a sample model
 #   make test   installs into .venv and runs every test
 # And `make bench` compares gradscope with the field's other tools, which it installs into .venv too;
+# `make zoo` builds all small models that ten libraries have and compares every answer with float64: hours;
 # `make browser` clicks through the page of `gradscope view` in headless Chromium, which must be there;
 # `make gpu` checks everything on a GPU, or on a device made of the CPU where there is none;
 # `make drill` kills runs, fills disks and damages files for 20 minutes. `make compat TORCH=2.15.0`
@@ -13,6 +14,8 @@ BIN := $(VENV)/bin
 DEMO ?= build/demo
 BENCH ?= build/bench
 BENCH_OPTIONS ?=
+ZOO ?= build/zoo.jsonl
+ZOO_OPTIONS ?=
 GPU ?= build/gpu.json
 GPU_OPTIONS ?=
 DRILL_OPTIONS ?=
@@ -20,7 +23,7 @@ TORCH ?= 2.15.0
 COMPAT := build/compat/$(TORCH)
 COMPAT_OPTIONS ?= -n auto
 
-.PHONY: demo test bench browser charts drill gpu compat lint format types check install install-dev install-bench clean
+.PHONY: demo test bench zoo browser charts drill gpu compat lint format types check install install-dev install-bench clean
 
 define demonstrate
 	mkdir -p $(2)
@@ -38,6 +41,9 @@ bench: install-bench
 	mkdir -p $(BENCH)
 	$(BIN)/python -m benchmarks --scratch $(BENCH) \
 		--json $(BENCH)/results.json --plot $(BENCH)/results.svg $(BENCH_OPTIONS)
+
+zoo: $(VENV)/installed-zoo
+	$(BIN)/python -m benchmarks.zoo --json $(ZOO) $(ZOO_OPTIONS)
 
 drill: install-dev
 	$(BIN)/python -m tests.drill $(DRILL_OPTIONS)
@@ -95,6 +101,11 @@ $(VENV)/installed-dev: $(VENV)/installed
 $(VENV)/installed-bench: $(VENV)/installed-dev benchmarks/requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt \
 		--requirement benchmarks/requirements.txt
+	touch $@
+
+$(VENV)/installed-zoo: $(VENV)/installed-bench benchmarks/zoo/requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt \
+		--requirement benchmarks/zoo/requirements.txt
 	touch $@
 
 clean:

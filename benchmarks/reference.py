@@ -90,13 +90,14 @@ def kept_rows(workload: Workload) -> Tensor:
     return torch.linspace(0, workload.n - 1, count).round().long()
 
 
-def error(found: Result, expected: Result, *, by_row: bool) -> float:
+def error(found: Result, expected: Result, *, by_row: bool, floor: float = _FLOOR) -> float:
     """Return the largest relative error over parameters (and rows); infinite if one is missing.
 
     Args:
         found: {name: array}.
         expected: Likewise, float64.
         by_row: The first axis counts samples, each of which must be right by itself.
+        floor: A parameter below this share of the whole gradient is measured by this share.
     """
     if set(found) != set(expected):
         return inf
@@ -107,7 +108,7 @@ def error(found: Result, expected: Result, *, by_row: bool) -> float:
         if tuple(found[name].shape) != tuple(expected[name].shape):
             return inf
         given = _matrix(found[name].detach().to(right), by_row)
-        scale = torch.maximum(right.norm(dim=1), _FLOOR * whole).clamp(min=1e-30)
+        scale = torch.maximum(right.norm(dim=1), floor * whole).clamp(min=1e-30)
         off = (given - right).norm(dim=1) / scale
         worst = max(worst, float(off.nan_to_num(nan=inf).max()))
     return worst

@@ -38,7 +38,7 @@ def _prepared(task: str, setting: Setting) -> Call:
 
     def gradients() -> dict[str, Tensor]:
         backward(BatchGrad())
-        return _saved(parameters, "grad_batch")
+        return saved(parameters, "grad_batch")
 
     def norms() -> Result:
         backward(BatchL2Grad())
@@ -47,7 +47,7 @@ def _prepared(task: str, setting: Setting) -> Call:
     def moments() -> Result:
         backward(SumGradSquared())
         mean = {name: _total(p) / n for name, p in parameters.items()}
-        squares = _saved(parameters, "sum_grad_squared")
+        squares = saved(parameters, "sum_grad_squared")
         return prefixed(mean=mean, second={k: v / n for k, v in squares.items()})
 
     def clipped() -> Result:
@@ -67,10 +67,11 @@ def _prepared(task: str, setting: Setting) -> Call:
 
 
 def _norms(parameters: Mapping[str, nn.Parameter]) -> Tensor:
-    return torch.stack(list(_saved(parameters, "batch_l2").values())).sum(0).sqrt()
+    return torch.stack(list(saved(parameters, "batch_l2").values())).sum(0).sqrt()
 
 
-def _saved(parameters: Mapping[str, nn.Parameter], field: str) -> dict[str, Tensor]:
+def saved(parameters: Mapping[str, nn.Parameter], field: str) -> dict[str, Tensor]:
+    """Return {name: what BackPACK saved in `field`}, or raise `DeclinedError` for lack of it."""
     missing = [name for name, p in parameters.items() if not hasattr(p, field)]
     if missing:
         more = ", ..." if len(missing) > 2 else ""

@@ -30,7 +30,7 @@ def _prepared(mode: str, task: str, setting: Setting) -> Call:
 
     def gradients() -> dict[str, Tensor]:
         setting.workload.losses(wrapped).sum().backward()  # type: ignore[no-untyped-call]
-        return {name: _of(name, p) for name, p in parameters.items()}
+        return {name: sample_gradient(name, p) for name, p in parameters.items()}
 
     if mode == "ew":  # whose backward pass leaves .grad alone
         return dense.call(task, setting, gradients, before=fresh)
@@ -64,7 +64,8 @@ def _options(mode: str, setting: Setting) -> dict[str, Any]:
     return {"max_grad_norm": setting.max_norm} if mode == "ghost" else {}
 
 
-def _of(name: str, parameter: Any) -> Tensor:
+def sample_gradient(name: str, parameter: Any) -> Tensor:
+    """Return the rows (n, *shape) that Opacus left at a parameter, or raise `DeclinedError`."""
     found = getattr(parameter, "grad_sample", None)
     if not isinstance(found, Tensor):
         raise DeclinedError(f"it has no gradient for {name}")

@@ -1,0 +1,1 @@
+"""The groups: each lists names, and builds what a name stands for."""
