@@ -216,16 +216,19 @@ def judged(
     noise = _noise(problem, sizes, right, {k: gaps[k] for k in doubtful}, other, small)
     doubtful = [k for k in doubtful if k not in noise]
     narrow = _narrowest(problem, objective.batches[0]) if doubtful else dtype
-    if doubtful and (dtype, narrow) != (torch.float64, torch.float64):
+    if doubtful:
         rounded = max(tolerance, TOLERANCES.get(narrow, tolerance))
         if dtype == torch.float32:
             rounded = max(rounded, TOLERANCES[products(problem.device)])
         if dtype == torch.float64:  # part of the model is less precise than its parameters
             allowed |= dict.fromkeys(doubtful, rounded)
             doubtful = [k for k in doubtful if not errors[k] <= rounded]
+    if doubtful and narrow != torch.float64:
         with suppress(RefusedError, ModelError):  # not every model can be copied, or be another one
-            truth, spread = _in_float64(problem, objective, doubtful, narrow)
-            dtype = torch.float64
+            truth: Mapping[str, Tensor] = right
+            with suppress(RefusedError, ModelError):  # nor does every model run in float64
+                truth, dtype = _in_float64(problem, objective, doubtful), torch.float64
+            spread = _spread(problem, objective, {k: truth[k] for k in doubtful}, narrow)
             for k in doubtful:
                 size = max(sizes[k], norm(truth[k]))
                 errors[k] = _relative(norm(claim.value(k).to(truth[k]) - truth[k]), size)
@@ -286,30 +289,31 @@ def _noise(
     return noise
 
 
-def _in_float64(
-    problem: Problem, objective: Objective, names: list[str], narrow: torch.dtype
-) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Return the gradient without rounding, and how far rounding can lead away from it.
-
-    Rounding is that of the parameters' last digits; in a float64 model that casts to a narrower
-    dtype, it is that of the narrower dtype.
-    """
-    spread = dict.fromkeys(names, 0.0)
-    if not names:
-        return {}, spread
+def _in_float64(problem: Problem, objective: Objective, names: Sequence[str]) -> dict[str, Tensor]:
+    """Return the gradient by some parameters without rounding."""
     casts = problem.precision == torch.float64
-    with double_precision():
+    with double_precision(), widened() if casts else nullcontext():
         wide = problem.converted(None if casts else torch.float64)
         batches = tuple(batch.in_double_precision() for batch in objective.batches)
-        with widened() if casts else nullcontext():
-            every = replace(objective, batches=batches).evaluated(wide)[1]
-    truth = {name: every[name] for name in names}
-    del wide, every  # a copy of the model in float64, and as much again
-    for near in nearby(problem, TRIALS, narrow if casts else None):
+        every = replace(objective, batches=batches).evaluated(wide)[1]
+    return {name: every[name] for name in names}
+
+
+def _spread(
+    problem: Problem, objective: Objective, truth: Mapping[str, Tensor], narrow: torch.dtype
+) -> dict[str, float]:
+    """Return how far rounding can lead away from the gradient by some parameters.
+
+    It is the rounding of the parameters' last digits; in a float64 model that casts to a narrower
+    dtype, of the narrower dtype.
+    """
+    spread = dict.fromkeys(truth, 0.0)
+    digits = narrow if problem.precision == torch.float64 else None
+    for near in nearby(problem, TRIALS if truth else 0, digits):
         found = objective.evaluated(near)[1]
-        for name in names:
-            spread[name] = max(spread[name], norm(found[name].to(truth[name]) - truth[name]))
-    return truth, spread
+        for name, value in truth.items():
+            spread[name] = max(spread[name], norm(found[name].to(value) - value))
+    return spread
 
 
 def _rank(error: float, allowed: float) -> float:
