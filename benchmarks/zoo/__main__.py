@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if left:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the child processes
         os.environ[GROUPS] = ",".join({case.partition("/")[0] for case in left})
-        append(options.json, {"run": _described()})
+        append(options.json, {"run": _described(options)})
         _sweep(left, tools, options)
     records = [r for r in written(options.json) if "case" in r]
     wanted = set(options.groups or NEEDS)
@@ -127,7 +127,7 @@ def _told(found: Record) -> str:
     return f"{found['case']}: {nature}; {answers}; {backend}"
 
 
-def _described() -> Record:
+def _described(options: argparse.Namespace) -> Record:
     now = datetime.now(UTC)
     described = machine.describe("cpu")
     place = f"{described['cpu']}, {described['cores']} cores"
@@ -135,7 +135,16 @@ def _described() -> Record:
         "date": f"{now.day} {now:%B %Y}",
         "versions": {"Python": described["python"], **versions()},
         "machine": place,
+        "selection": _selection(options),
     }
+
+
+def _selection(options: argparse.Namespace) -> str:
+    """Return which cases were selected, where these are not all cases of their groups."""
+    groups = ", ".join(options.groups) or "all groups"
+    only = f", only {options.only}" if options.only else ""
+    every = f", one case in {options.every}" if options.every > 1 else ""
+    return groups + only + every if only or every else ""
 
 
 def _wrong(record: Record) -> bool:

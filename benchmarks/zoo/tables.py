@@ -6,6 +6,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.zoo.libraries import NEEDS
+
 Record = dict[str, Any]
 OUTCOMES = ("right", "wrong", "refused", "raised")
 HEAD = (
@@ -25,7 +27,8 @@ def lines(records: Sequence[Record]) -> list[tuple[str, ...]]:
     Only cases with independent samples count. Costs are medians of a later call, as a multiple of
     a plain forward and backward pass.
     """
-    groups = list(dict.fromkeys(group(r) for r in records))
+    known = list(NEEDS)
+    groups = sorted({group(r) for r in records}, key=known.index)
     found = []
     for name in groups:
         judged = [r for r in records if group(r) == name and independent(r)]
@@ -73,12 +76,14 @@ def page(records: Sequence[Record], runs: Sequence[Record]) -> str:
     last = runs[-1]["run"] if runs else {}
     versions = ", ".join(f"{name} {version}" for name, version in last.get("versions", {}).items())
     dates = list(dict.fromkeys(r["run"]["date"] for r in runs))
+    selections = dict.fromkeys(r["run"]["selection"] for r in runs if r["run"].get("selection"))
     parts = [
         "# The zoo: every architecture, operator and module against a batch of one",
         "",
         _INTRODUCTION.read_text(encoding="utf-8").rstrip(),
         "",
         f"{', '.join(dates)}; {versions}; {last.get('machine', '')}.",
+        *[f"Selection: {said}." for said in selections],
         "",
         *markdown_table(records),
         "",

@@ -62,20 +62,17 @@ class Operator(nn.Module):
     def __init__(self, function: Any, first: Tensor, rest: list[Any], form: Any) -> None:
         super().__init__()
         self.function, self.form = function, form
-        self.start = nn.Buffer(first)
+        self.start = [first]  # no buffer, as Opacus refuses layers with parameters and buffers
         self.scale = nn.Parameter(torch.ones_like(first))
         self.rest = list(rest)
         for k, value in enumerate(rest):
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
                 self.rest[k] = None
-                if value.is_floating_point() or value.is_complex():
-                    self.register_parameter(f"other{k}", nn.Parameter(value))
-                else:
-                    self.register_buffer(f"other{k}", value)
+                self.register_parameter(f"other{k}", nn.Parameter(value))
 
     def scaled(self, x: Tensor) -> Tensor:
         """Return the operator's first tensor, of samples x (n, *shape)."""
-        return self.start * (0.95 + 0.05 * (x * self.scale).tanh())
+        return self.start[0].to(x.dtype) * (0.95 + 0.05 * (x * self.scale).tanh())
 
     def applied(self, first: Tensor) -> Any:
         """Return what the operator makes of it and the other arguments."""
@@ -93,7 +90,7 @@ class Alone(Operator):
         kept = [
             t for t in zip(*found, strict=True) if t[0].is_floating_point() or t[0].is_complex()
         ]
-        return tuple(torch.stack(t) for t in kept)
+        return _one_or_all([torch.stack(t) for t in kept])
 
 
 class Together(Operator):
@@ -101,7 +98,11 @@ class Together(Operator):
 
     def forward(self, x: Tensor) -> Any:
         """Map (n, *shape) to the outputs."""
-        return tuple(parts(self.applied(self.scaled(x))).values())
+        return _one_or_all(list(parts(self.applied(self.scaled(x))).values()))
+
+
+def _one_or_all(outputs: list[Tensor]) -> Any:
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 def build(name: str) -> Subject:
