@@ -24,6 +24,7 @@ from typing import Any
 from benchmarks.__main__ import parser
 from benchmarks.architectures.__main__ import parser as architectures
 from benchmarks.attribution.__main__ import parser as attributions
+from benchmarks.zoo.__main__ import parser as zoo
 from gradscope.cli.app import run as command_line
 from tests.drill.__main__ import parser as drills
 
@@ -35,6 +36,7 @@ SLOW: dict[str, Callable[[], ArgumentParser]] = {
     "python -m benchmarks": parser,
     "python -m benchmarks.architectures": architectures,
     "python -m benchmarks.attribution": attributions,
+    "python -m benchmarks.zoo": zoo,
     "python -m tests.drill": drills,
 }
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]\d+)?")
