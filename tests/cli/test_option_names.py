@@ -132,7 +132,7 @@ def test_the_same_refusal_in_python_and_on_the_command_line(tmp_path, gradscope,
     [
         ({"rows": "token"}, CoupledSamplesError, 'by coupling="own-loss"'),
         ({"model": nn.Dropout()}, UnsupportedError, 'Or use randomness="fixed"'),
-        ({"loss": "mse", "labels": "exact"}, SpecError, 'Or use labels="data"'),
+        ({"loss": "l1", "labels": "exact"}, SpecError, 'Or use labels="data"'),
     ],
 )
 def test_refusals_in_python_name_keywords(given, error, said):

@@ -178,7 +178,8 @@ def test_no_wait_and_no_operation_for_each_sample(report: dict[str, Any]) -> Non
     found = report["waits"]
     assert found["grows"] == []
     for task in ("norms", "gradients"):
-        assert [waits for waits, _ in found["dense"][task].values()] == [0, 0]
+        # the host asks whether losses and norms are finite, once each
+        assert [waits for waits, _ in found["dense"][task].values()] == [2, 2]
     for _, operations in found["dense"]["norms"].values():
         assert operations > 60  # a forward and a backward pass are seen, too
 

@@ -172,7 +172,7 @@ BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "its own source": ("o.h5", {"overwrite": True}, OutputError, "made from"),
     "no folder": ("nowhere/x.csv", {}, OutputError, "no folder"),
     "no folder for a folder": ("nowhere/x", {}, OutputError, "cannot be made"),
-    "a file there": ("there.csv", {}, OutputError, "--overwrite"),
+    "a file there": ("there.csv", {}, OutputError, "overwrite=True"),
     "a file of another kind": ("there.csv", {"overwrite": True}, OutputError, "no export to .csv"),
 }  # fmt: skip
 
