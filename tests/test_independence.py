@@ -199,6 +199,23 @@ def test_rounding_is_no_coupling(name: str, dtype: torch.dtype) -> None:
                     )
 
 
+def test_a_choice_that_rounding_decides_is_refused_as_such() -> None:
+    """Sums in another order differ in the last bit, on which a threshold depends."""
+
+    def forward(net: Net, h: Tensor) -> tuple[Tensor, float]:
+        terms = torch.tensor([1.0, 2.0**-24, 2.0**-24], dtype=h.dtype).expand(len(h), 3)
+        added = (terms if len(h) == 1 else terms.flip(1)).unbind(1)
+        large = added[0] + added[1] + added[2] > 1 + 2.0**-24
+        return net.out(h) * torch.where(large, 1.0, 2.0).unsqueeze(1), 0.0
+
+    torch.manual_seed(0)
+    batch = torch.randint(9, (N,)), torch.randint(3, (N,))
+    for backend in ("auto", "hooks", "loop"):
+        with pytest.raises(UnsupportedError, match="rounding changes the loss of sample"):
+            gradscope.norms(Net(forward), with_term, *batch, backend=backend)
+    assert len(gradscope.norms(Net(forward).double(), with_term, *batch)) == N
+
+
 def test_an_exact_count_in_float32_loosens_nothing() -> None:
     def forward(net: Net, h: Tensor) -> tuple[Tensor, float]:
         return net.out(h) * (h > 0).float().mean(1, keepdim=True), 0.0

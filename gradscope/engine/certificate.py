@@ -456,15 +456,28 @@ def _explain(answer: Answer, batch: Batch, found: Tensor, right: Tensor) -> None
     require_deterministic(answer.problem, batch)
     require_independent(answer.problem, batch)
     gap, size = (found - right).abs(), right.abs().max()
-    place = answer.problem.device
-    dtypes = (found.dtype, computed_in(answer.problem, batch), products(place))
+    narrow = computed_in(answer.problem, batch)
+    dtypes = (found.dtype, narrow, products(answer.problem.device))
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     if bool((gap <= eps**0.5 * size).all()):
         return
     worst = int(gap.nan_to_num().argmax())
+    sample = batch.one(worst)
+    place = answer.batch.index == sample.index
+    alone, whole = (answer.problem.losses(b).detach() for b in (sample, answer.batch))
+    here = whole[place.to(whole.device)][:1]
+    if not same(alone, here, whole, answer.problem.precision):
+        one, many = unequal(float(alone), float(here))
+        raise UnsupportedError(
+            f"rounding changes the loss of {sample.told} from {one} alone to {many} in a batch: a "
+            "choice of the model (top-k, argmax, a threshold) depends on the last digits",
+            where="the model or its loss",
+            remedy="Compute in float64, where values that nearly tie are told apart: "
+            'model.double(), or dtype = "float64" in a run file.',
+        )
     given, own = unequal(float(found[worst]), float(right[worst]))
     what = f"gives the loss {given}, the model by itself {own}"
-    raise wrong(answer.backend, what, batch.one(worst).told)
+    raise wrong(answer.backend, what, sample.told)
 
 
 def _require_sum_of_singles(answer: Answer, claim: Claim) -> None:
