@@ -220,11 +220,15 @@ def require_unaffected(
 
     Raises:
         CoupledSamplesError: A loss depends on the other samples.
+        UnsupportedError: The forward pass is random.
     """
     if len(batch) == 1:
         return True
     if not judged:
-        found = [*_replaced(problem, batch, seed)]
+        try:
+            found = [*_replaced(problem, batch, seed)]
+        except ModelError:  # it does not take copies
+            return False
         if _unchanged(losses, found):
             return True
         # a backend may add up its losses in another order than the model by itself
@@ -235,9 +239,10 @@ def require_unaffected(
     try:
         with all_in_float64(problem, batch) as (wide, cast):
             _require_unaffected_exactly(wide, cast, seed)
-    except CoupledSamplesError:
-        raise
-    except (ModelError, RefusedError):
+    except (ModelError, RefusedError) as error:
+        random = isinstance(error, UnsupportedError) and problem.state.fixed is None
+        if random or isinstance(error, CoupledSamplesError):
+            raise
         return False
     return True
 
