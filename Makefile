@@ -52,7 +52,7 @@ gpu: install-bench
 	$(BIN)/python -m tests.gpu --json $(GPU) $(GPU_OPTIONS)
 
 compat: $(COMPAT)/installed
-	$(COMPAT)/bin/python -m pytest tests/backends tests/sources tests/stages tests/core \
+	$(COMPAT)/bin/python -m pytest tests/backends tests/sources tests/stages tests/core tests/model tests/process \
 		tests/training tests/test_scope.py tests/test_certificate.py tests/test_randomness.py \
 		tests/test_ranks.py $(COMPAT_OPTIONS)
 	$(call demonstrate,$(COMPAT)/bin,$(COMPAT)/demo)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import gradscope
-from gradscope.core.cache import processor
+from gradscope.process.cache import processor
 
 _PEERS = ("opacus", "backpack-for-pytorch")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gradscope.core.memory import peak_memory, timed
+from gradscope.process.memory import peak_memory, timed
 
 BUDGET = 20.0  # seconds of repeats a cell
 _BUDGET_OF_FEW = 120.0  # likewise, at real sizes

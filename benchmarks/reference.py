@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.workloads import LOSS, Workload
 from gradscope.backends.loop import one_sample
 from gradscope.core.batch import Batch
-from gradscope.core.problem import Problem
+from gradscope.model.problem import Problem
 from gradscope.stages.losses import resolve
 
 _FLOOR = 1e-2  # a parameter below this share of the whole is rounding noise

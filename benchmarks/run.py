@@ -21,8 +21,8 @@ from benchmarks.methods import Call, DeclinedError, Method, Setting, plain
 from benchmarks.reference import Reference, Result, error
 from benchmarks.tasks import TASKS, Task
 from benchmarks.workloads import Workload
-from gradscope.core.locate import first_line
 from gradscope.errors import GradscopeError
+from gradscope.model.locate import first_line
 
 _REASON = 200  # characters of a reason that are shown
 _PATIENCE = 600.0  # seconds that another tool's first call may take at real sizes

@@ -7,12 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from gradscope.errors import GradscopeError
+from gradscope.version import VERSION
 
 if TYPE_CHECKING:
     from gradscope import derivatives, extend, training
     from gradscope.attribution import Scores, attribute
     from gradscope.comparison import Comparison, compare
-    from gradscope.core.problem import model_loss
+    from gradscope.model.problem import model_loss
     from gradscope.report import plot
     from gradscope.scope import Scope, expectation, norms, per_sample_gradients
     from gradscope.stages.declared import reducer, transform
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from gradscope.storage import GradientFile
     from gradscope.storage import open_file as open
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "Comparison",
@@ -54,7 +55,7 @@ _HOMES = {
     "Scope": ("gradscope.scope", "Scope"),
     "compare": ("gradscope.comparison", "compare"),
     "expectation": ("gradscope.scope", "expectation"),
-    "model_loss": ("gradscope.core.problem", "model_loss"),
+    "model_loss": ("gradscope.model.problem", "model_loss"),
     "norms": ("gradscope.scope", "norms"),
     "open": ("gradscope.storage", "open_file"),
     "per_sample_gradients": ("gradscope.scope", "per_sample_gradients"),

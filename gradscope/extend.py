@@ -33,7 +33,7 @@ from gradscope.blocks import (
     ScatterBlock,
     wide,
 )
-from gradscope.core.problem import Predictive, model_loss
+from gradscope.model.problem import Predictive, model_loss
 from gradscope.sources.data.columns import NumberColumn, SequenceColumn, StoredArrays, TextColumn
 from gradscope.sources.formats import Reader, checkpoint_readers, dataset_readers, matching
 from gradscope.stages.losses import Normaliser, loss, per_sample_loss

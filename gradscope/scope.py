@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from gradscope.backends.base import ROWS, Request
 from gradscope.blocks import Evaluation, Gradients
 from gradscope.core.batch import Batch, Tokens, is_empty
-from gradscope.core.problem import Problem, RowKind
-from gradscope.core.ranks import Ranks
 from gradscope.engine.audit import Auditor
 from gradscope.engine.certificate import Certificate
 from gradscope.engine.fold import fold, over_ranks, settled, state_of_none
@@ -21,6 +19,8 @@ from gradscope.engine.judge import require_norms
 from gradscope.engine.session import Coupling, NonFinite, Randomness, Session, Settings, Verify
 from gradscope.engine.sharded import require_divisible
 from gradscope.errors import CertificateError, SpecError
+from gradscope.model.problem import Problem, RowKind
+from gradscope.model.ranks import Ranks
 from gradscope.stages.chain import Chain, bind
 from gradscope.stages.labels import Mode
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradscope.core.problem import is_model_loss
+from gradscope.model.problem import is_model_loss
 
 
 def per_sample_gradients(

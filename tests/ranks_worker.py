@@ -31,10 +31,10 @@ from gradscope import scope as scope_module
 from gradscope.backends.base import Evaluate, backends
 from gradscope.backends.vmap import vmap
 from gradscope.core.batch import Batch
-from gradscope.core.problem import Problem
 from gradscope.engine import sharded
 from gradscope.engine.audit import drawn
 from gradscope.engine.session import Verify
+from gradscope.model.problem import Problem
 from gradscope.training import Monitor, MonitorWarning, TrainerMonitor
 from tests import oracle
 

@@ -11,9 +11,11 @@ PACKAGE = Path(__file__).parent.parent / "gradscope"
 
 # The layers, lowest first: a room imports only from rooms in lines above its own.
 LAYERS = (
-    ("errors",),
-    ("core", "derivatives"),
-    ("config",),
+    ("errors", "version"),
+    ("process",),
+    ("core",),
+    ("markup", "model"),
+    ("config", "derivatives"),
     ("blocks",),
     ("backends", "sources", "storage"),
     ("stages",),

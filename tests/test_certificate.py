@@ -14,10 +14,10 @@ from gradscope.backends.loop import loop
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.blocks.base import inner
 from gradscope.core.batch import Batch
-from gradscope.core.problem import Problem
 from gradscope.engine.certificate import certify
 from gradscope.engine.judge import Errors, sketch
 from gradscope.errors import CertificateError, RefusedError
+from gradscope.model.problem import Problem
 from gradscope.scope import Scope
 from gradscope.stages.losses import cross_entropy
 from tests import oracle

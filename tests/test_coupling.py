@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import gradscope
-from gradscope.core.problem import is_model_loss
 from gradscope.errors import CoupledSamplesError, SpecError
+from gradscope.model.problem import is_model_loss
 from tests.cases import COUPLED, INDEPENDENT
 from tests.oracle import per_sample_gradients
 

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from gradscope import derivatives, model_loss
 from gradscope.backends.base import backends
 from gradscope.core.batch import Batch
-from gradscope.core.problem import Problem
 from gradscope.errors import SpecError
+from gradscope.model.problem import Problem
 from tests.oracle import per_sample_gradients
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import gradscope
 from gradscope.core.batch import Batch
-from gradscope.core.randomness import Place
 from gradscope.errors import (
     CertificateError,
     CoupledSamplesError,
@@ -24,6 +23,7 @@ from gradscope.errors import (
     RefusedError,
     UnsupportedError,
 )
+from gradscope.model.randomness import Place
 
 BACKENDS = ("hooks", "vmap", "expand")
 N, T, I, O = 7, 5, 6, 8  # noqa: E741

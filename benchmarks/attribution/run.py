@@ -15,7 +15,7 @@ from benchmarks.attribution.methods import METHODS, checkpoints
 from benchmarks.attribution.tasks import TASKS, Task
 from benchmarks.attribution.truth import FOLDER, Truth, load
 from gradscope.attribution.lds import Lds, lds
-from gradscope.core.memory import peak_memory
+from gradscope.process.memory import peak_memory
 
 _LIMIT = 900.0  # seconds of a process
 

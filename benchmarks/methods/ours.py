@@ -33,7 +33,7 @@ from gradscope.backends.loop import one_sample
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.config import resolve
 from gradscope.core.batch import Batch
-from gradscope.core.libc import keep_pages
+from gradscope.process.libc import keep_pages
 from gradscope.run import compute, prepare
 from gradscope.stages.chain import Chain, bind
 

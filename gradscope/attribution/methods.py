@@ -27,9 +27,9 @@ from gradscope.attribution.products import Groups, Part, Tile, tiles
 from gradscope.attribution.sides import Side, stored_aggregate, sum_squares
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.blocks.layers import bias_of
-from gradscope.core.memory import available
 from gradscope.core.registry import suggestion
 from gradscope.errors import GradscopeError, SpecError
+from gradscope.process.memory import available
 
 Method = Literal[
     "auto", "shrunk", "fisher", "blockfisher", "ekfac", "kfac", "diagonal", "adam", "identity"

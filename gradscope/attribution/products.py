@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import Block, Gradients
-from gradscope.core.memory import slices
+from gradscope.process.memory import slices
 
 Groups = Mapping[str, str]  # {parameter: the group whose products it is counted in}
 

@@ -28,7 +28,6 @@ from torch import nn
 from gradscope.attribution.scores import Scores, open_scores
 from gradscope.attribution.sides import recorded_run
 from gradscope.config import split_reference
-from gradscope.core.problem import Problem
 from gradscope.errors import (
     GradscopeError,
     ModelError,
@@ -36,6 +35,7 @@ from gradscope.errors import (
     OutputError,
     ResultFileError,
 )
+from gradscope.model.problem import Problem
 from gradscope.run import prepare
 from gradscope.run.job import read
 from gradscope.run.overlap import BatchSize

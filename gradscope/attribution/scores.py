@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gradscope import markup
 from gradscope.attribution.scoring import Scoring
 from gradscope.attribution.sides import COLUMNS, Facts, Table
 from gradscope.blocks import DenseBlock, Gradients
-from gradscope.core import texts
 from gradscope.errors import ResultFileError, SpecError
 from gradscope.sources.formats import sha256
 from gradscope.storage import (
@@ -75,7 +75,7 @@ class Scores:
             ("curvature", ", ".join(f"{k} = {v}" for k, v in chosen.items())),
             ("unit", str(self.record.get("unit"))),
         ]
-        return texts.document("gradscope.Scores", texts.facts(rows))
+        return markup.document("gradscope.Scores", markup.facts(rows))
 
     @property
     def noun(self) -> str:

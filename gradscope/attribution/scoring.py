@@ -29,8 +29,8 @@ from gradscope.attribution.sides import (
     some_of,
 )
 from gradscope.core.grammar import parse
-from gradscope.core.memory import slices
 from gradscope.errors import SpecError
+from gradscope.process.memory import slices
 from gradscope.run import Job, prepare
 from gradscope.stats.sections import told_of
 

@@ -23,11 +23,11 @@ from gradscope.blocks import DenseBlock, Gradients, wide
 from gradscope.config import RunSpec, load, resolve
 from gradscope.core.batch import Batch, Tokens
 from gradscope.core.grammar import parse
-from gradscope.core.memory import slices
-from gradscope.core.problem import RowKind
 from gradscope.engine.fold import fold, settled, usable
 from gradscope.engine.session import Session
 from gradscope.errors import ResultFileError, SpecError
+from gradscope.model.problem import RowKind
+from gradscope.process.memory import slices
 from gradscope.run import Job, plan, prepare
 from gradscope.run.execute import batches, samples_of, table_of
 from gradscope.run.overlap import BatchSize

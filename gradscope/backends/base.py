@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.core.batch import Batch, Tokens
-from gradscope.core.locate import unsupported
-from gradscope.core.problem import Problem, RowKind
 from gradscope.core.registry import Registry, suggestion
 from gradscope.errors import SpecError, UnsupportedError
+from gradscope.model.locate import unsupported
+from gradscope.model.problem import Problem, RowKind
 
 AUTO = "auto"
 

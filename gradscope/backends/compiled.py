@@ -34,13 +34,13 @@ from gradscope.backends.vmap import per_sample, untouched
 from gradscope.blocks import Block, DenseBlock, Evaluation, Gradients
 from gradscope.blocks.base import precise, squares
 from gradscope.core.batch import Batch, map_tensors, tensors
-from gradscope.core.kernels import as_torch_has_them
-from gradscope.core.locate import first_line
-from gradscope.core.memory import timed
 from gradscope.core.precision import doubled
-from gradscope.core.problem import Problem
-from gradscope.core.shortage import is_outer
 from gradscope.errors import CertificateError, UnsupportedError
+from gradscope.model.kernels import as_torch_has_them
+from gradscope.model.locate import first_line
+from gradscope.model.problem import Problem
+from gradscope.process.memory import timed
+from gradscope.process.shortage import is_outer
 
 _compile = torch.compile  # as it is before a state takes its place
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}

@@ -27,7 +27,7 @@ from gradscope.backends.base import (
 )
 from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch, Tokens
-from gradscope.core.problem import Problem, slopes
+from gradscope.model.problem import Problem, slopes
 
 _CACHED = 2**23  # bytes of dense gradients that a processor still has at hand to store them
 

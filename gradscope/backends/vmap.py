@@ -37,8 +37,8 @@ from gradscope.backends.base import (
 )
 from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch, map_tensors, tensors
-from gradscope.core.problem import Problem
 from gradscope.errors import UnsupportedError
+from gradscope.model.problem import Problem
 
 Step = Callable[..., tuple[Tensor, ...]]
 

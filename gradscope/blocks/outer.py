@@ -37,7 +37,7 @@ from gradscope.blocks.base import (
     times,
 )
 from gradscope.blocks.variants import Variant, fastest, seconds
-from gradscope.core.memory import slices
+from gradscope.process.memory import slices
 
 _READ_AGAIN = 2**19  # bytes formed and read twice, beside two sums: 1.5 MiB, a core's own cache
 KEPT = 2**24  # bytes of dense gradients that are worth keeping from their norms to their sum

@@ -19,7 +19,7 @@ from gradscope.blocks.base import (
     squares,
     times,
 )
-from gradscope.core.memory import slices
+from gradscope.process.memory import slices
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradscope.blocks.base import TILE_BYTES, Block, Factors, TensorBlock, precise, size, times
 from gradscope.blocks.outer import OuterBlock, contracted, nonzero_gradients
-from gradscope.core.memory import slices
+from gradscope.process.memory import slices
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradscope.core.cache import Cache
-from gradscope.core.memory import timed
 from gradscope.core.precision import dtype_name
+from gradscope.process.cache import Cache
+from gradscope.process.memory import timed
 
 FASTER = 0.9  # times what the default takes: a variant that takes more does not replace it
 _WORTH_MEASURING = 2e-4  # predicted seconds; below, trying costs more than it can save

@@ -3,8 +3,8 @@
 import os
 import sys
 
-from gradscope.core import stops, streams
-from gradscope.core.libc import keep_pages
+from gradscope.process import stops, streams
+from gradscope.process.libc import keep_pages
 
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 

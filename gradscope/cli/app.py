@@ -19,9 +19,9 @@ from gradscope.cli.before import check, init, list_
 from gradscope.cli.compare import compare
 from gradscope.cli.compute import compute, merge
 from gradscope.cli.results import export, stats, view
-from gradscope.core import stops, streams
-from gradscope.core.stops import Stopped
 from gradscope.errors import GradscopeError
+from gradscope.process import stops, streams
+from gradscope.process.stops import Stopped
 
 
 class Command(TyperCommand):
@@ -113,7 +113,7 @@ def _code(error: BaseException, flags: Mapping[str, str]) -> int:
         return show_error(options.told(error, flags))
     found: GradscopeError | None = None
     with suppress(ImportError):  # another torch may lack what these import
-        from gradscope.core.releases import lost, untested
+        from gradscope.model.releases import lost, untested
 
         for note in filter(None, [untested()]):
             error.add_note(note)
@@ -145,9 +145,9 @@ def _no_silent_exit() -> Iterator[None]:
 
 def _version(asked: bool) -> None:
     if asked:
-        from gradscope import __version__
+        from gradscope.version import VERSION
 
-        typer.echo(f"gradscope {__version__}")
+        typer.echo(f"gradscope {VERSION}")
         raise typer.Exit
 
 

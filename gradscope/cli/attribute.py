@@ -12,8 +12,8 @@ import typer
 
 from gradscope.cli import options
 from gradscope.cli.options import option
-from gradscope.core import stops
 from gradscope.errors import SpecError
+from gradscope.process import stops
 
 _CURVATURES = "auto|shrunk|fisher|blockfisher|ekfac|kfac|diagonal|adam|identity"
 

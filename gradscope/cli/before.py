@@ -11,7 +11,7 @@ import typer
 from gradscope.cli import options
 from gradscope.cli.options import option
 from gradscope.config import HELD, RunSpec
-from gradscope.core import stops, streams
+from gradscope.process import stops, streams
 
 if TYPE_CHECKING:
     from gradscope.core.registry import Registry

@@ -9,13 +9,13 @@ import typer
 from gradscope.cli import options
 from gradscope.cli.options import option
 from gradscope.config import RunSpec
-from gradscope.core import stops, streams
 from gradscope.core.texts import count
 from gradscope.errors import RefusedError, ResultFileError, SpecError
+from gradscope.process import stops, streams
 
 if TYPE_CHECKING:
     from gradscope.comparison import Comparison
-    from gradscope.core.problem import RowKind
+    from gradscope.model.problem import RowKind
     from gradscope.run import Job
 
 DISAGREEMENT = 5

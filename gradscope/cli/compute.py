@@ -13,8 +13,8 @@ import typer
 from gradscope.cli import options
 from gradscope.cli.options import option
 from gradscope.config import RunSpec, this_worker
-from gradscope.core import stops, streams
 from gradscope.errors import ResultFileError, SpecError
+from gradscope.process import stops, streams
 
 if TYPE_CHECKING:
     from gradscope.run import Job, Run, RunReport

@@ -13,9 +13,9 @@ from typing import Annotated, Any, get_origin
 import typer
 
 from gradscope.config import RunSpec, Setting, resolve, settings
-from gradscope.core import streams
 from gradscope.core.texts import printable
 from gradscope.errors import GradscopeError, SpecError
+from gradscope.process import streams
 
 _CODE = '\n  File "'  # where lines of a traceback begin
 _OPTION = re.compile(r'(?<![\w.:,])(?P<name>[a-z_]+)=(?P<value>"[^"]*"|True)|`(?P<bare>[a-z_]+)`')

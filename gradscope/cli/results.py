@@ -10,8 +10,8 @@ import typer
 from gradscope.cli import options
 from gradscope.cli.options import option
 from gradscope.config import parse_samples
-from gradscope.core import stops, streams
 from gradscope.errors import SpecError
+from gradscope.process import stops, streams
 
 if TYPE_CHECKING:
     from gradscope.attribution import ScoreSummary

@@ -17,11 +17,11 @@ from torch import Tensor
 from gradscope.backends.base import backends
 from gradscope.blocks.base import as_rows
 from gradscope.core.batch import Batch
-from gradscope.core.independence import coupled_remedy
-from gradscope.core.locate import alone_remedy
-from gradscope.core.problem import Problem
-from gradscope.core.rounding import same
 from gradscope.errors import CoupledSamplesError, ModelError
+from gradscope.model.independence import coupled_remedy
+from gradscope.model.locate import alone_remedy
+from gradscope.model.problem import Problem
+from gradscope.model.rounding import same
 
 
 class Mistake(NamedTuple):

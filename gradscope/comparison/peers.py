@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from gradscope.comparison.run import Implementation
 from gradscope.core.batch import call
-from gradscope.core.locate import layer_of
-from gradscope.core.problem import Loss, RowKind, is_model_loss
 from gradscope.errors import SpecError, UnsupportedError
+from gradscope.model.locate import layer_of
+from gradscope.model.problem import Loss, RowKind, is_model_loss
 
 
 class Peer(NamedTuple):

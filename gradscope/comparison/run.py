@@ -12,17 +12,12 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 
+from gradscope import markup
 from gradscope.backends.base import Backend, Evaluate, backend_of, backends
 from gradscope.blocks import Chosen, Tuner
 from gradscope.comparison.agreement import Oracle, ParameterAgreement, agreements
-from gradscope.core import texts
 from gradscope.core.batch import Batch, Tokens, map_tensors
-from gradscope.core.locate import first_line, layer_of
-from gradscope.core.memory import peak_memory, timed
 from gradscope.core.precision import dtype_name
-from gradscope.core.problem import Loss, Problem, RowKind, double_precision
-from gradscope.core.randomness import Fixed, forked
-from gradscope.core.stops import is_stop
 from gradscope.engine.certificate import Answer, glimpsed
 from gradscope.engine.session import Randomness
 from gradscope.errors import (
@@ -32,6 +27,11 @@ from gradscope.errors import (
     SpecError,
     UnsupportedError,
 )
+from gradscope.model.locate import first_line, layer_of
+from gradscope.model.problem import Loss, Problem, RowKind, double_precision
+from gradscope.model.randomness import Fixed, forked
+from gradscope.process.memory import peak_memory, timed
+from gradscope.process.stops import is_stop
 from gradscope.scope import Scope
 from gradscope.stages.losses import of_tokens, resolve
 
@@ -104,7 +104,7 @@ class Comparison:
         ]
         heads = ("backend", "status", "x plain backward", "worst relative error", "reason")
         title = f"{self.samples:,} {self.noun}s: {'agrees' if self.agrees else 'DISAGREES'}"
-        return texts.document(title, texts.table(heads, rows))
+        return markup.document(title, markup.table(heads, rows))
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""What a problem, a batch and a chain are, and how names are looked up."""
+"""Batches, chains, dtypes and registries: what every other room refers to."""

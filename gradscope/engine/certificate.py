@@ -26,18 +26,7 @@ from gradscope.backends.hooks.graph.trace import trace
 from gradscope.backends.loop import one_sample, own_gradient
 from gradscope.blocks import Evaluation, unmeasured
 from gradscope.core.batch import Batch
-from gradscope.core.independence import (
-    coupled_remedy,
-    other_random_numbers,
-    regrouped,
-    require_deterministic,
-    require_independent,
-    require_own_gradients,
-    require_unaffected,
-)
 from gradscope.core.precision import products
-from gradscope.core.problem import Problem
-from gradscope.core.rounding import all_in_float64, computed_in, fits_in_float64, same
 from gradscope.core.texts import count, unequal
 from gradscope.engine.judge import (
     NOTHING,
@@ -58,6 +47,17 @@ from gradscope.errors import (
     RefusedError,
     UnsupportedError,
 )
+from gradscope.model.independence import (
+    coupled_remedy,
+    other_random_numbers,
+    regrouped,
+    require_deterministic,
+    require_independent,
+    require_own_gradients,
+    require_unaffected,
+)
+from gradscope.model.problem import Problem
+from gradscope.model.rounding import all_in_float64, computed_in, fits_in_float64, same
 
 _PARTS = 8  # other batches of a first proof, besides single samples; an audit takes two
 _ALONE = 3  # samples that a first proof compares with a batch of one; an audit takes one

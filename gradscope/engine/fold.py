@@ -13,10 +13,10 @@ from torch import Tensor
 from gradscope.backends.base import Request
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.core.batch import Batch, is_empty
-from gradscope.core.problem import Problem
 from gradscope.engine.certificate import finite_samples
 from gradscope.engine.session import Session
 from gradscope.errors import CertificateError, DatasetError, NonFiniteError, SpecError
+from gradscope.model.problem import Problem
 from gradscope.stages.chain import Chain
 from gradscope.stages.labels import Expanded, chosen, over_labels, samples
 from gradscope.stages.reducers.base import (

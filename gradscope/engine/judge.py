@@ -25,10 +25,10 @@ from gradscope.blocks import Block, Gradients
 from gradscope.blocks.base import PIECE_BYTES, as_rows, inner, precise, squared_sizes, squares
 from gradscope.core.batch import Batch
 from gradscope.core.precision import doubled, dtype_name, on_host, products
-from gradscope.core.problem import Problem, double_precision
-from gradscope.core.rounding import computed_in, nearby, widened
-from gradscope.core.stops import timely
 from gradscope.errors import CertificateError, ModelError, RefusedError
+from gradscope.model.problem import Problem, double_precision
+from gradscope.model.rounding import computed_in, nearby, widened
+from gradscope.process.stops import timely
 
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _NOISE = 1e3  # roundings, relative to the whole gradient, that may be all there is of a parameter's

@@ -21,15 +21,8 @@ from gradscope.backends.base import (
 from gradscope.backends.compiled import Compiled, not_compiled
 from gradscope.blocks import Evaluation, Gradients, Tuner
 from gradscope.core.batch import Batch, Tokens, is_empty, require_counted, tensors
-from gradscope.core.kernels import MISTAKEN
-from gradscope.core.locate import stopped
 from gradscope.core.precision import double
-from gradscope.core.problem import Problem, RowKind, require_module
-from gradscope.core.randomness import Fixed, probe
 from gradscope.core.registry import suggestion
-from gradscope.core.releases import require, untested
-from gradscope.core.rounding import computed_in, same
-from gradscope.core.state import compiled_part, facts
 from gradscope.engine.audit import Auditor, Look, drawn
 from gradscope.engine.certificate import Answer, Certificate, certify, examined, glimpsed
 from gradscope.engine.sharded import Lockstep
@@ -41,6 +34,13 @@ from gradscope.errors import (
     RefusedError,
     SpecError,
 )
+from gradscope.model.kernels import MISTAKEN
+from gradscope.model.locate import stopped
+from gradscope.model.problem import Problem, RowKind, require_module
+from gradscope.model.randomness import Fixed, probe
+from gradscope.model.releases import require, untested
+from gradscope.model.rounding import computed_in, same
+from gradscope.model.state import compiled_part, facts
 from gradscope.stages.labels import Labels, Mode
 from gradscope.stages.losses import of_tokens, resolve
 from gradscope.stages.positions import by_position

@@ -22,12 +22,7 @@ from torch import Tensor
 from gradscope.backends.base import ROWS, Evaluate, Request, backends
 from gradscope.blocks import Evaluation, Gradients, unmeasured
 from gradscope.core.batch import Batch
-from gradscope.core.independence import other_random_numbers
 from gradscope.core.precision import products
-from gradscope.core.problem import Problem, summed
-from gradscope.core.ranks import Sharding
-from gradscope.core.rounding import UNITS, computed_in, same
-from gradscope.core.stops import within
 from gradscope.engine.audit import Auditor, Look, drawn
 from gradscope.engine.certificate import Certificate, finite_samples
 from gradscope.engine.judge import (
@@ -40,6 +35,11 @@ from gradscope.engine.judge import (
     sketch,
 )
 from gradscope.errors import CertificateError, CoupledSamplesError, SpecError, UnsupportedError
+from gradscope.model.independence import other_random_numbers
+from gradscope.model.problem import Problem, summed
+from gradscope.model.ranks import Sharding
+from gradscope.model.rounding import UNITS, computed_in, same
+from gradscope.process.stops import within
 from gradscope.sources.code import load_function
 from gradscope.stages.chain import Chain
 from gradscope.stages.reducers.base import State, carried_state, joined, parts

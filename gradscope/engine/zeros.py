@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from gradscope.core.batch import Batch, whole_of
-from gradscope.core.problem import Problem
 from gradscope.core.texts import listed
 from gradscope.engine.certificate import Certificate
+from gradscope.model.problem import Problem
 
 NOTHING = "nothing is proved: every gradient is zero"
 

@@ -7,9 +7,9 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from gradscope.core import streams
 from gradscope.core.texts import visible
 from gradscope.errors import GradscopeError
+from gradscope.process import streams
 
 _LONGEST, _MOST = 5000, 60  # characters of a line of an error, and lines
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from gradscope.core import texts
+from gradscope import markup
 from gradscope.report import plots
 from gradscope.report.terminal import bins
 from gradscope.stats.sections import (
@@ -165,7 +165,7 @@ def _page(found: Overview) -> str:
 
 
 def _safe(text: Line, keep: str = "") -> str:
-    return texts.safe(text_of(text), keep)
+    return markup.safe(text_of(text), keep)
 
 
 def _titled(title: str, content: str) -> str:

@@ -25,14 +25,14 @@ from torch import Tensor
 from gradscope.blocks import unmeasured
 from gradscope.config import memory_text, parse_memory
 from gradscope.core.batch import Batch
-from gradscope.core.independence import require_independent, require_unaffected
-from gradscope.core.memory import available, peak_memory, release_freed_memory, slices, taken
-from gradscope.core.problem import Problem
-from gradscope.core.shortage import is_shortage
 from gradscope.core.texts import count
 from gradscope.engine.fold import settled
 from gradscope.engine.session import Verify
 from gradscope.errors import ModelError, SpecError
+from gradscope.model.independence import require_independent, require_unaffected
+from gradscope.model.problem import Problem
+from gradscope.process.memory import available, peak_memory, release_freed_memory, slices, taken
+from gradscope.process.shortage import is_shortage
 from gradscope.run.execute import Run
 from gradscope.run.job import Job, held_densely
 from gradscope.run.overlap import BatchSize

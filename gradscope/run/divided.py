@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from gradscope.config import RunSpec
-from gradscope.core import stops
-from gradscope.core.locate import first_line
-from gradscope.core.ranks import PartedError, Ranks
 from gradscope.errors import RefusedError, SpecError
+from gradscope.model.locate import first_line
+from gradscope.model.ranks import PartedError, Ranks
+from gradscope.process import stops
 from gradscope.run.job import Job, prepare, require_usable
 from gradscope.run.merging import MergeReport, merging
 from gradscope.run.start import start

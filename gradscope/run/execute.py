@@ -14,7 +14,6 @@ from torch import Tensor
 
 from gradscope.blocks import Evaluation, Tuner
 from gradscope.core.batch import Batch, Tokens
-from gradscope.core.ranks import ElsewhereError
 from gradscope.engine.audit import Audits
 from gradscope.engine.certificate import finite_samples
 from gradscope.engine.fold import fold
@@ -26,6 +25,7 @@ from gradscope.errors import (
     RefusedError,
     ResultFileError,
 )
+from gradscope.model.ranks import ElsewhereError
 from gradscope.run.job import Job
 from gradscope.run.outcome import (
     MEAN_GRADIENT,

@@ -18,12 +18,12 @@ from torch import Tensor
 from gradscope.blocks import Chosen, Evaluation
 from gradscope.config import memory_text
 from gradscope.core.batch import Batch
-from gradscope.core.memory import timed
 from gradscope.core.precision import dtype_name
-from gradscope.core.problem import slopes
 from gradscope.engine.certificate import finite_samples
 from gradscope.engine.fold import settled, usable
 from gradscope.errors import OutputError
+from gradscope.model.problem import slopes
+from gradscope.process.memory import timed
 from gradscope.run.budget import Sizes, plan, rehearsal
 from gradscope.run.execute import keeps_states, rows_of
 from gradscope.run.job import Job, file_plan, held_densely

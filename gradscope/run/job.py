@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import gradscope
 from gradscope.backends.base import Request, backends, candidates
 from gradscope.blocks import Tuner
 from gradscope.blocks.variants import known_of
@@ -30,14 +29,14 @@ from gradscope.config import (
 )
 from gradscope.core.batch import Batch, Tokens, require_counted
 from gradscope.core.grammar import parse
-from gradscope.core.locate import first_line
 from gradscope.core.precision import cast, dtype_name
-from gradscope.core.problem import Loss, Problem, is_model_loss
-from gradscope.core.ranks import Ranks, divided
-from gradscope.core.shortage import is_shortage
 from gradscope.engine.fold import request_of
 from gradscope.engine.session import Session, Settings
 from gradscope.errors import RefusedError, SpecError
+from gradscope.model.locate import first_line
+from gradscope.model.problem import Loss, Problem, is_model_loss
+from gradscope.model.ranks import Ranks, divided
+from gradscope.process.shortage import is_shortage
 from gradscope.run.overlap import to_device
 from gradscope.sources import code
 from gradscope.sources.code import load_function
@@ -51,6 +50,7 @@ from gradscope.stages.chain import Chain, bind
 from gradscope.stages.losses import bound as bound_loss
 from gradscope.stages.losses import losses, options
 from gradscope.storage import ChainPlan, FilePlan, require_compression
+from gradscope.version import VERSION
 
 _SAME = {
     *("backend", "coupling", "labels", "nonfinite", "layout", "seed", "predictions"),
@@ -187,7 +187,7 @@ class Job:
             "batch_size": self.batch_size,
             "samples": [self.rows.start, self.rows.stop],
             "digests": self.digests,
-            "versions": {"gradscope": gradscope.__version__, "torch": torch.__version__},
+            "versions": {"gradscope": VERSION, "torch": torch.__version__},
             "device": str(problem.device),
             "dtype": dtype_name(problem.dtype),
             "threads": torch.get_num_threads(),

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from gradscope.blocks import DerivedBlock, Gradients
 from gradscope.core.batch import Batch, map_tensors, tensors
-from gradscope.core.locate import first_line
-from gradscope.core.memory import beside_host, release_freed_memory
-from gradscope.core.shortage import is_shortage, started
 from gradscope.errors import OutputError, RefusedError
+from gradscope.model.locate import first_line
+from gradscope.process.memory import beside_host, release_freed_memory
+from gradscope.process.shortage import is_shortage, started
 from gradscope.storage import Rows, States, Writer, deferred
 
 T = TypeVar("T")

@@ -23,12 +23,12 @@ from types import ModuleType
 from typing import Any
 
 from gradscope.config import split_reference
-from gradscope.core.locate import first_line, is_installed, is_users, own_lines, raised, stopped
 from gradscope.core.registry import suggestion
-from gradscope.core.shortage import is_shortage
-from gradscope.core.stops import is_stop
 from gradscope.core.texts import article
 from gradscope.errors import GradscopeError, ModelError, RefusedError
+from gradscope.model.locate import first_line, is_installed, is_users, own_lines, raised, stopped
+from gradscope.process.shortage import is_shortage
+from gradscope.process.stops import is_stop
 
 _PRIVATE = "_gradscope_"  # what names of files that are imported begin with
 _IMPORTERS = {"import_module", "__import__"}

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from gradscope.core.locate import first_line
 from gradscope.core.registry import Registry
-from gradscope.core.shortage import is_shortage
 from gradscope.errors import DatasetError, GradscopeError, InputError
+from gradscope.model.locate import first_line
+from gradscope.process.shortage import is_shortage
 
 if TYPE_CHECKING:
     from gradscope.sources.data.columns import StoredArrays

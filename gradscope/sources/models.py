@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gradscope.config import HELD, CheckpointSpec, ModelSpec, is_folder
-from gradscope.core.locate import first_line
 from gradscope.core.precision import cast
-from gradscope.core.randomness import random_numbers_kept
 from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError, ModelError, SpecError
+from gradscope.model.locate import first_line
+from gradscope.model.randomness import random_numbers_kept
 from gradscope.sources.code import class_digests, code_digests, load_function, loading, user_file
 from gradscope.sources.formats import located, sha256, sha256_of_list
 from gradscope.sources.weights import CheckpointReport, load_into, read

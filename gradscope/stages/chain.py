@@ -19,9 +19,9 @@ from torch import Tensor
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.grammar import Stage, StageFactory, parse
-from gradscope.core.problem import Problem
 from gradscope.core.registry import suggestion
 from gradscope.errors import SpecError
+from gradscope.model.problem import Problem
 from gradscope.sources.code import load_function
 from gradscope.stages.reducers.base import (
     Reducer,

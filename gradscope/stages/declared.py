@@ -27,9 +27,9 @@ from torch import Tensor
 
 from gradscope.blocks import DenseBlock, Gradients, MappedBlock
 from gradscope.core.grammar import StageFactory, signature
-from gradscope.core.locate import own_stage
 from gradscope.core.texts import unequal
 from gradscope.errors import ModelError, SpecError
+from gradscope.model.locate import own_stage
 from gradscope.stages.reducers.base import Reducer, State
 from gradscope.stages.transforms.base import (
     Transform,

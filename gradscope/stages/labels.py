@@ -26,9 +26,9 @@ from torch import Tensor
 
 from gradscope.blocks import ExpectedBlock, Gradients
 from gradscope.core.batch import Batch, map_tensors, output, tensors
-from gradscope.core.problem import BoundLoss, Gaussian, Loss, Predictive, Problem
 from gradscope.core.texts import count
 from gradscope.errors import ModelError, SpecError
+from gradscope.model.problem import BoundLoss, Gaussian, Loss, Predictive, Problem
 from gradscope.stages import positions
 from gradscope.stages.chain import Chain
 from gradscope.stages.losses import losses, options

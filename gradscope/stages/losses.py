@@ -23,12 +23,12 @@ from torch import Tensor
 from gradscope.config import parse_loss
 from gradscope.core.batch import output
 from gradscope.core.grammar import Stage, entries, signature
-from gradscope.core.locate import PACKED
 from gradscope.core.precision import doubled
-from gradscope.core.problem import BoundLoss, Gaussian, Loss, Predictive, is_model_loss
 from gradscope.core.registry import Registry
 from gradscope.core.texts import count
 from gradscope.errors import ModelError, SpecError
+from gradscope.model.locate import PACKED
+from gradscope.model.problem import BoundLoss, Gaussian, Loss, Predictive, is_model_loss
 
 Normaliser = Literal["mean", "sum"]
 Fraction = NewType("Fraction", float)

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from gradscope.core.batch import map_tensors, output
 from gradscope.core.precision import doubled
-from gradscope.core.problem import BoundLoss, Gaussian, Loss, Predictive
 from gradscope.errors import SpecError
+from gradscope.model.problem import BoundLoss, Gaussian, Loss, Predictive
 from gradscope.stages.losses import options, reduces
 
 _SCORE = 1e-9  # in float64: a mean gradient below this share of its terms is rounding

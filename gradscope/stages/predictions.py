@@ -19,9 +19,9 @@ from torch import Tensor
 
 from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch
-from gradscope.core.problem import BoundLoss, Loss, Predictive, Problem
-from gradscope.core.rounding import same
-from gradscope.core.shortage import is_outer
+from gradscope.model.problem import BoundLoss, Loss, Predictive, Problem
+from gradscope.model.rounding import same
+from gradscope.process.shortage import is_outer
 from gradscope.stages.labels import Labels
 
 Columns = dict[str, Tensor]  # prediction (n,), margin (n,)

@@ -17,8 +17,8 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from gradscope.core.memory import slices
-from gradscope.core.shortage import started
+from gradscope.process.memory import slices
+from gradscope.process.shortage import started
 from gradscope.stats.records import Floats, Mask, Positions, number, spread, wide
 from gradscope.stats.source import (
     Arrays,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from gradscope.core import texts
+from gradscope import markup
 from gradscope.stats.records import Histogram, Interval, Plain
 
 T = TypeVar("T")
@@ -182,19 +182,19 @@ class Shown(ABC):
         """Return what fits one screen, else all: facts, what is wrong, sections."""
         found = self.overview()
         shown = found.brief or found
-        parts = [texts.facts(written(shown.facts))]
-        parts += [f"<p><em>{texts.safe(line)}</em></p>" for line in found.warnings]
+        parts = [markup.facts(written(shown.facts))]
+        parts += [f"<p><em>{markup.safe(line)}</em></p>" for line in found.warnings]
         for section in shown.sections:
-            parts.append(f"<p><strong>{texts.safe(section.title)}</strong></p>")
-            parts.append(texts.facts([*written(section.facts), *section.pairs]))
+            parts.append(f"<p><strong>{markup.safe(section.title)}</strong></p>")
+            parts.append(markup.facts([*written(section.facts), *section.pairs]))
             if section.table is not None:
                 columns, names = section.table.columns, section.table.names
                 first = [] if names is None else [(section.table.title, names)]
                 every = [*first, *((c.title, [*map(text_of, c.cells)]) for c in columns)]
                 heads, cells = zip(*every, strict=True)
-                parts.append(texts.table(heads, zip(*cells, strict=True)))
-            parts += [f"<p>{texts.safe(text_of(note))}</p>" for note in section.notes]
-        return texts.document(", ".join(found.paths), *parts)
+                parts.append(markup.table(heads, zip(*cells, strict=True)))
+            parts += [f"<p>{markup.safe(text_of(note))}</p>" for note in section.notes]
+        return markup.document(", ".join(found.paths), *parts)
 
 
 @dataclass(frozen=True)

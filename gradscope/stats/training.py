@@ -16,10 +16,10 @@ from torch import Tensor
 from gradscope.blocks import Evaluation
 from gradscope.blocks.base import size
 from gradscope.core.batch import Batch
-from gradscope.core.ranks import Ranks
 from gradscope.core.texts import count
 from gradscope.engine.certificate import finite_samples
 from gradscope.errors import OutputError, ResultFileError
+from gradscope.model.ranks import Ranks
 from gradscope.scope import Scope
 from gradscope.stats.builtin.batch import NoiseScale
 from gradscope.stats.builtin.norms import Clip

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradscope.core.randomness import forked, random_numbers_kept
-from gradscope.core.ranks import Sharding, ranks_of
 from gradscope.errors import SpecError
+from gradscope.model.randomness import forked, random_numbers_kept
+from gradscope.model.ranks import Sharding, ranks_of
 from gradscope.stages.losses import resolve
 from gradscope.training.monitor import Monitor, within
 

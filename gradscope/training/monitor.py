@@ -33,13 +33,13 @@ import numpy.ma  # noqa: F401  # percentiles load it: not while a training waits
 import torch
 from torch import Tensor, nn
 
-from gradscope.core import stops
 from gradscope.core.batch import Batch
-from gradscope.core.libc import keep_pages
-from gradscope.core.memory import settle
-from gradscope.core.randomness import forked, random_numbers_kept
-from gradscope.core.ranks import PartedError
 from gradscope.errors import GradscopeError, SpecError
+from gradscope.model.randomness import forked, random_numbers_kept
+from gradscope.model.ranks import PartedError
+from gradscope.process import stops
+from gradscope.process.libc import keep_pages
+from gradscope.process.memory import settle
 from gradscope.scope import Held, Scope
 from gradscope.stats.summary import in_place
 from gradscope.stats.training import CURVES, Cost, End, Step, append, measure

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradscope.attribution import Scores
-from gradscope.core.memory import slices
 from gradscope.core.texts import visible
 from gradscope.errors import SpecError
+from gradscope.process.memory import slices
 from gradscope.sources.opened import Content, Opened
 from gradscope.stats import Options
 from gradscope.stats.certificate import FileFacts

@@ -20,8 +20,8 @@ from urllib.parse import parse_qs, urlsplit
 import numpy as np
 
 from gradscope import storage
-from gradscope.core.texts import safe
 from gradscope.errors import OutputError
+from gradscope.markup import safe
 from gradscope.view.document import View
 
 _POLICY = (

@@ -8,7 +8,7 @@ from torch import Tensor
 from gradscope.backends.base import Backend, backends
 from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch, tensors
-from gradscope.core.problem import Problem
+from gradscope.model.problem import Problem
 from tests.cases import Setup
 
 TOLERANCE = 1e-8

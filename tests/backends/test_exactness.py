@@ -8,8 +8,8 @@ import torch
 from gradscope.backends.base import Request, backends
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.core.batch import Batch
-from gradscope.core.problem import Problem
 from gradscope.errors import GradscopeError, RefusedError
+from gradscope.model.problem import Problem
 from tests import oracle
 from tests.backends.outcomes import differences, fingerprint, mistakes, run
 from tests.cases import CASES, COUPLED, INDEPENDENT

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from gradscope.core.problem import model_loss
 from gradscope.errors import SpecError, UnsupportedError
+from gradscope.model.problem import model_loss
 from tests import oracle
 from tests.backends.outcomes import differences, fingerprint, mistakes, run
 from tests.cases import Setup

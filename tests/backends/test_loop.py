@@ -7,8 +7,8 @@ from torch import nn
 
 from gradscope.backends.base import backends
 from gradscope.core.batch import Batch
-from gradscope.core.problem import Problem
 from gradscope.errors import UnsupportedError
+from gradscope.model.problem import Problem
 
 
 def squared(outputs, targets):

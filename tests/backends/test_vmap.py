@@ -10,8 +10,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from gradscope.backends.expand import expand
 from gradscope.backends.vmap import STEPS, recurrent, vmap
 from gradscope.core.batch import Batch
-from gradscope.core.problem import Problem, model_loss
 from gradscope.errors import UnsupportedError
+from gradscope.model.problem import Problem, model_loss
 from tests.backends.outcomes import mistakes, run
 from tests.cases import CASES, Setup
 from tests.oracle import per_sample_gradients

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradscope.blocks import OuterBlock, Tuner, outer, unmeasured
 from gradscope.blocks.variants import Variant, fastest
-from gradscope.core.cache import Cache
+from gradscope.process.cache import Cache
 
 
 class Clock:

@@ -22,9 +22,9 @@ from gradscope.backends.hooks.rules import Site, masked, node_rules
 from gradscope.blocks import Block
 from gradscope.config import resolve
 from gradscope.core.batch import Batch, map_tensors
-from gradscope.core.memory import peak_memory
-from gradscope.core.problem import Problem
 from gradscope.errors import GradscopeError
+from gradscope.model.problem import Problem
+from gradscope.process.memory import peak_memory
 from gradscope.run import compute, prepare
 from tests import oracle
 from tests.cases import CASES, COUPLED, INDEPENDENT, Setup

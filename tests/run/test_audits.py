@@ -18,10 +18,10 @@ from gradscope.backends.base import Evaluate, backends
 from gradscope.backends.vmap import vmap
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.core.batch import Batch
-from gradscope.core.problem import Problem
-from gradscope.core.ranks import ElsewhereError
 from gradscope.engine.audit import Auditor
 from gradscope.errors import CertificateError
+from gradscope.model.problem import Problem
+from gradscope.model.ranks import ElsewhereError
 from gradscope.run import compute, prepare, start
 from gradscope.storage import open_file
 from tests.run import project

@@ -21,8 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradscope import Scope
 from gradscope.config import memory_text, parse_memory, resolve
-from gradscope.core.memory import available, peak_memory, release_freed_memory, taken
 from gradscope.errors import CoupledSamplesError, SpecError
+from gradscope.process.memory import available, peak_memory, release_freed_memory, taken
 from gradscope.run import compute, estimate, plan, prepare
 from gradscope.run.budget import Footprint, Rehearsals, Sizes, recorded
 from gradscope.storage import open_file
@@ -211,7 +211,7 @@ def test_a_run_of_few_samples_has_few_trials(
 PROGRAM = """
 import json, sys, torch
 from pathlib import Path
-from gradscope.core.memory import peak_memory
+from gradscope.process.memory import peak_memory
 from gradscope.run import compute, estimate, prepare
 from tests.run.project import spec
 
@@ -424,7 +424,7 @@ def loss(outputs, targets):
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count what grows with a model: of what is large, no copies are kept for a proof or a stop."""
-    monkeypatch.setattr("gradscope.core.state._COPIED", 0)
+    monkeypatch.setattr("gradscope.model.state._COPIED", 0)
     monkeypatch.setattr("gradscope.engine.certificate._COPIED", 0)
     monkeypatch.setattr("gradscope.scope._STREAMED", 4)
     monkeypatch.setattr("gradscope.storage.write.writer.KEEP_BYTES", 0)

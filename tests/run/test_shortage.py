@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gradscope.core.shortage import is_shortage
 from gradscope.errors import GradscopeError, RefusedError, SpecError
+from gradscope.process.shortage import is_shortage
 from gradscope.run import compute, prepare, start
 from gradscope.run.overlap import BatchSize
 from gradscope.storage import open_file

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from gradscope.config import DatasetSpec
-from gradscope.core.memory import release_freed_memory
+from gradscope.process.memory import release_freed_memory
 from gradscope.sources.data import open_dataset
 import pyarrow.compute, pyarrow.parquet  # the libraries themselves are not data
 

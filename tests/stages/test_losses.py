@@ -19,8 +19,8 @@ from torch import nn
 import gradscope
 from gradscope.cli.app import run as command_line
 from gradscope.config import parse_loss
-from gradscope.core.problem import model_loss
 from gradscope.errors import CoupledSamplesError, ModelError, SpecError
+from gradscope.model.problem import model_loss
 from gradscope.stages.losses import bound, losses, options, resolve
 from tests import oracle
 from tests.oracle import per_sample_gradients

@@ -14,8 +14,8 @@ from gradscope.backends.base import backends
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.config import load
 from gradscope.core.batch import Batch
-from gradscope.core.problem import Predictive
 from gradscope.errors import ModelError, SpecError
+from gradscope.model.problem import Predictive
 from gradscope.run import compute, prepare
 from gradscope.scope import NonFiniteWarning
 from gradscope.stages.chain import bind

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from gradscope.core.problem import Problem
 from gradscope.errors import CoupledSamplesError, SpecError
+from gradscope.model.problem import Problem
 from gradscope.stats import read_history
 from gradscope.stats.training import HistoryReader
 from gradscope.training import Monitor, MonitorWarning, to_mlflow, to_tensorboard, to_wandb

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from gradscope.core.problem import model_loss
+from gradscope.model.problem import model_loss
 from tests.zoo.base import N, Net, Setup, case, smooth
 
 

@@ -40,9 +40,9 @@ from gradscope.backends.expand.mode import Interpreter, probe
 from gradscope.backends.expand.tensor import TEXT, Differ, Own, PerSample, SharedWrite
 from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch, call, map_tensors
-from gradscope.core.problem import Problem, is_model_loss, model_loss
-from gradscope.core.randomness import forked
-from gradscope.core.releases import require
+from gradscope.model.problem import Problem, is_model_loss, model_loss
+from gradscope.model.randomness import forked
+from gradscope.model.releases import require
 
 __all__ = ["expand", "rules"]
 

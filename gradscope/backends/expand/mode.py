@@ -21,9 +21,9 @@ from gradscope.backends.expand.tensor import (
     same_as,
     tensors_of,
 )
-from gradscope.core.randomness import Fixed, states
-from gradscope.core.releases import expect
 from gradscope.errors import UnsupportedError
+from gradscope.model.randomness import Fixed, states
+from gradscope.model.releases import expect
 
 _INTEGERS = frozenset((torch.int64, torch.int32))
 

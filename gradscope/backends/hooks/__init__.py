@@ -37,16 +37,16 @@ from gradscope.backends.hooks.rules import Site, masked, node_rules
 from gradscope.backends.loop import one_graph, one_sample
 from gradscope.blocks import Block, DenseBlock, Evaluation, Gradients, total
 from gradscope.core.batch import Batch, Tokens
-from gradscope.core.independence import (
+from gradscope.core.texts import listed
+from gradscope.errors import CoupledSamplesError, ModelError, UnsupportedError
+from gradscope.model.independence import (
     coupled_remedy,
     mixing_layer,
     require_independent,
     require_unaffected,
 )
-from gradscope.core.problem import Problem, differentiable_inputs, unfused
-from gradscope.core.releases import require
-from gradscope.core.texts import listed
-from gradscope.errors import CoupledSamplesError, ModelError, UnsupportedError
+from gradscope.model.problem import Problem, differentiable_inputs, unfused
+from gradscope.model.releases import require
 
 __all__ = ["hooks"]
 

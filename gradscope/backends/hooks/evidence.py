@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from gradscope.core.batch import Batch
-from gradscope.core.independence import regrouped, require_unaffected
-from gradscope.core.problem import Problem, slopes
-from gradscope.core.rounding import all_in_float64, nearby
 from gradscope.errors import ModelError, RefusedError
+from gradscope.model.independence import regrouped, require_unaffected
+from gradscope.model.problem import Problem, slopes
+from gradscope.model.rounding import all_in_float64, nearby
 
 _ALL = 8  # samples, at most, of which each is evaluated alone
 _TRIALS, _LUCK = 4, 100.0  # other last digits, and how many times more two gradients may differ

@@ -13,8 +13,8 @@ from torch import Tensor
 from gradscope.backends.hooks.graph.axes import SpreadError
 from gradscope.blocks import Evaluation, Gradients, joined
 from gradscope.core.batch import Batch, samples_of
-from gradscope.core.problem import Problem
 from gradscope.errors import UnsupportedError
+from gradscope.model.problem import Problem
 
 
 def isolating(

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from gradscope.config import memory_text
-from gradscope.core.memory import available
 from gradscope.core.texts import listed
 from gradscope.errors import DatasetError
+from gradscope.process.memory import available
 from gradscope.sources.formats import reading
 
 # of sequences: lengths (N,) int64, shape of an entry

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from gradscope.config import DatasetSpec
-from gradscope.core.memory import available
 from gradscope.core.precision import dtype_name
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import listed
 from gradscope.errors import DatasetError
+from gradscope.process.memory import available
 from gradscope.sources.data import text  # noqa: F401 (it registers its readers)
 from gradscope.sources.data.arrays import open_npy_folder
 from gradscope.sources.data.arrow import (

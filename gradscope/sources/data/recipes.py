@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from gradscope.config import DatasetSpec
-from gradscope.core.locate import first_line
 from gradscope.core.precision import dtype_name
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import count
 from gradscope.errors import DatasetError
+from gradscope.model.locate import first_line
 from gradscope.sources.data.columns import (
     NumberColumn,
     Numbers,

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradscope.core.locate import first_line
 from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError, ModelError
+from gradscope.model.locate import first_line
 from gradscope.sources.formats import located, need, reachable
 from gradscope.sources.weights.fit import check_finite
 from gradscope.sources.weights.readers import ADAPTER, ADAPTER_WEIGHTS, table, weights_in

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradscope.core.locate import first_line
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError, ModelError
+from gradscope.model.locate import first_line
 from gradscope.sources.formats import located, need
 from gradscope.sources.weights.fit import changed_dtypes
 from gradscope.sources.weights.readers import table

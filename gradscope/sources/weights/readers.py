@@ -24,10 +24,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from gradscope.core.locate import first_line
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError, InputError
+from gradscope.model.locate import first_line
 from gradscope.sources.code import importable
 from gradscope.sources.formats import (
     AGAIN,

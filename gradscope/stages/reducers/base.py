@@ -20,10 +20,10 @@ from torch import Tensor
 from gradscope.blocks import Block, DenseBlock, Gradients, OuterBlock
 from gradscope.blocks.base import wide
 from gradscope.core.grammar import Stage
-from gradscope.core.memory import slices
 from gradscope.core.precision import double, wider
 from gradscope.core.registry import Registry
 from gradscope.errors import SpecError
+from gradscope.process.memory import slices
 
 State = dict[str, Tensor]
 Merge = Callable[[State, State], State]

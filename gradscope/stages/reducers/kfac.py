@@ -39,9 +39,9 @@ from gradscope.blocks import (
 )
 from gradscope.blocks.base import as_rows, precise, times
 from gradscope.core.grammar import Stage
-from gradscope.core.memory import slices
 from gradscope.core.precision import double, wider
 from gradscope.errors import InputError, SpecError, UnsupportedError
+from gradscope.process.memory import slices
 from gradscope.stages.reducers.base import (
     TILE_BYTES,
     Earlier,

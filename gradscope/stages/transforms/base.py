@@ -11,9 +11,9 @@ from torch import Tensor
 from gradscope.blocks import Block, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.grammar import StageFactory
-from gradscope.core.problem import Problem
 from gradscope.core.registry import Registry
 from gradscope.errors import SpecError
+from gradscope.model.problem import Problem
 
 Transform = Callable[[Gradients], Gradients]
 

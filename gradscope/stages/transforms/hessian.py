@@ -17,12 +17,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gradscope.backends.hooks.graph import internals
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.core.batch import Batch
-from gradscope.core.independence import require_independent
-from gradscope.core.locate import unsupported
 from gradscope.core.precision import wider
-from gradscope.core.problem import Problem, unfused
-from gradscope.core.releases import require
 from gradscope.errors import CoupledSamplesError, SpecError, UnsupportedError
+from gradscope.model.independence import require_independent
+from gradscope.model.locate import unsupported
+from gradscope.model.problem import Problem, unfused
+from gradscope.model.releases import require
 from gradscope.stages.transforms.base import (
     NeedsProblem,
     Transform,

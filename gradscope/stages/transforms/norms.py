@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradscope.blocks import DenseBlock, Gradients, SparseBlock
 from gradscope.blocks.base import TILE_BYTES, as_rows, p_norms
-from gradscope.core.memory import slices
+from gradscope.process.memory import slices
 from gradscope.stages.transforms.base import (
     ReadsNorms,
     Transform,

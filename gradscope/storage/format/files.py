@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from gradscope.core.libc import function
-from gradscope.core.shortage import is_shortage
 from gradscope.errors import OutputError, ResultFileError
+from gradscope.process.libc import function
+from gradscope.process.shortage import is_shortage
 
 if sys.platform != "win32":
     import fcntl

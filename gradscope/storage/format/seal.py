@@ -31,8 +31,8 @@ import torch
 from crc32c import crc32c
 
 from gradscope.blocks import from_factors
-from gradscope.core.shortage import require_memory, started
 from gradscope.errors import ResultFileError
+from gradscope.process.shortage import require_memory, started
 from gradscope.storage.format.files import read, read_into, write
 from gradscope.storage.format.layout import KINDS, RECORD, ChunkOffsets, datasets
 from gradscope.storage.format.numbers import as_numpy, format_of, h5_type, named, read_rows

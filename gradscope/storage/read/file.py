@@ -18,7 +18,7 @@ from typing import Self, TypeVar
 import h5py
 import numpy as np
 
-from gradscope.core import texts
+from gradscope import markup
 from gradscope.core.texts import count
 from gradscope.errors import ResultFileError, SpecError
 from gradscope.storage.format.files import reading
@@ -327,7 +327,7 @@ class GradientFile:
             ("certificate", str(self.certificate.get("verdict", "not recorded"))),
             *((f"chain {k}", chain.text) for k, chain in enumerate(self.chains)),
         ]
-        return texts.document(str(self.path), texts.facts(rows))
+        return markup.document(str(self.path), markup.facts(rows))
 
     def close(self) -> None:
         """Close the file; what was read stays valid."""

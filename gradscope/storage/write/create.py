@@ -12,7 +12,6 @@ import torch
 from h5py import h5r
 from torch import Tensor
 
-import gradscope
 from gradscope.core.precision import dtype_name
 from gradscope.errors import OutputError, ResultFileError
 from gradscope.storage.format.files import secure_space, sync_folder
@@ -41,6 +40,7 @@ from gradscope.storage.read.file import GradientFile, open_file
 from gradscope.storage.write.journal import Paths, require_intact
 from gradscope.storage.write.region import ASIDE, Region, Regions
 from gradscope.storage.write.target import Target
+from gradscope.version import VERSION
 
 Look = Callable[[GradientFile], None]
 Shapes = Mapping[str, tuple[Shape, torch.dtype]]
@@ -73,7 +73,7 @@ def lay_out(
         file.attrs["format"] = FORMAT
         file.attrs["format_version"] = FORMAT_VERSION
         file.attrs["status"] = "incomplete"
-        file.attrs["gradscope_version"] = gradscope.__version__
+        file.attrs["gradscope_version"] = VERSION
         for key, text in plan.attributes.items():
             file.attrs[key] = text
         file.attrs["run"] = to_json(plan.run)

@@ -20,8 +20,8 @@ import h5py
 import numpy as np
 import torch
 
-from gradscope.core.shortage import is_shortage
 from gradscope.errors import OutputError
+from gradscope.process.shortage import is_shortage
 from gradscope.storage.format.files import read, require_free, sync_folder, write, writing
 from gradscope.storage.format.numbers import as_numpy
 from gradscope.storage.format.seal import damage_text, damaged, gaps, joined

@@ -24,7 +24,7 @@ from crc32c import crc32c
 from h5py import h5f, h5p, h5s
 from h5py.h5fd import fileobj_driver
 
-from gradscope.core.shortage import RESERVE, require_memory, started
+from gradscope.process.shortage import RESERVE, require_memory, started
 from gradscope.storage.format.files import begin_writeback, read_into, write
 from gradscope.storage.format.layout import CHECKSUM_BYTES
 

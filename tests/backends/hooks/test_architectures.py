@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradscope.backends.hooks import hooks
 from gradscope.core.batch import Batch
-from gradscope.core.problem import Problem
+from gradscope.model.problem import Problem
 from tests.oracle import per_sample_gradients
 from tests.zoo.base import seeded
 

@@ -12,7 +12,7 @@ from gradscope.backends.hooks.graph.trace import Trace
 from gradscope.backends.hooks.rules import Site
 from gradscope.blocks import Block, SegmentBlock
 from gradscope.core.batch import Batch
-from gradscope.core.problem import Problem
+from gradscope.model.problem import Problem
 
 EXPERTS, WIDTH, N, T = 4, 8, 4, 6
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -15,7 +15,7 @@ from gradscope.backends.hooks.rules import Site
 from gradscope.backends.loop import one_sample
 from gradscope.blocks import Block
 from gradscope.core.batch import Batch
-from gradscope.core.problem import Problem
+from gradscope.model.problem import Problem
 
 N, T, IN, H = 4, 6, 3, 5
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from gradscope.backends.hooks import hooks
 from gradscope.backends.hooks.graph.trace import Trace
 from gradscope.core.batch import Batch
-from gradscope.core.problem import Problem
 from gradscope.errors import RefusedError
+from gradscope.model.problem import Problem
 from gradscope.scope import Scope
 from tests.oracle import per_sample_gradients
 from tests.zoo.base import Net, param, seeded, smooth

@@ -31,8 +31,8 @@ from gradscope.backends.hooks.graph.axes import (
 )
 from gradscope.backends.hooks.graph.movement import Followed, Known, Owners, Way, ways
 from gradscope.backends.hooks.graph.trace import Output, RecordedProgram, Trace
-from gradscope.core.problem import summed
 from gradscope.errors import CoupledSamplesError, UnsupportedError
+from gradscope.model.problem import summed
 
 OTHERS = (
     'Use backend="auto": it takes the first backend that runs this model and is proved. Of what '

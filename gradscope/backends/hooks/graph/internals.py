@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradscope.core.releases import changed, expect
+from gradscope.model.releases import changed, expect
 
 FUSED_RECURRENT = frozenset({"MkldnnRnnLayerBackward0", "CudnnRnnBackward0", "MiopenRnnBackward0"})
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradscope.backends.hooks.graph import internals
-from gradscope.core.problem import summed
+from gradscope.model.problem import summed
 
 Output = tuple[int, int]  # (index of a node in its trace, which of its outputs)
 Listener = Callable[[int, Sequence[Tensor | None]], None]

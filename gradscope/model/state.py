@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
 from gradscope.core.batch import tensors
-from gradscope.core.control import step_by_step
-from gradscope.core.kernels import mended
 from gradscope.core.precision import doubled
-from gradscope.core.randomness import Fixed, random_numbers_kept, states
-from gradscope.core.reach import PLAIN, Items, StateTable, reachable
-from gradscope.core.stops import timely
 from gradscope.errors import GradscopeError, UnsupportedError
+from gradscope.model.control import step_by_step
+from gradscope.model.kernels import mended
+from gradscope.model.randomness import Fixed, random_numbers_kept, states
+from gradscope.model.reach import PLAIN, Items, StateTable, reachable
+from gradscope.process.stops import timely
 
 _Part = Generator[None, None, None]  # of a model, which is checkpointed
 _COPIED = 2**24  # bytes of a value of which a copy is kept
@@ -96,7 +96,7 @@ class State:
     `fixed` draws its random numbers, where these are fixed for each sample; `drew` says whether a
     forward pass has asked torch's generators for others, `untrained` whether a part of it is
     checkpointed in such a way that training gives its parameters no gradient, `mistaken` whether
-    torch alone would have taken a gradient for another (see `gradscope.core.kernels`).
+    torch alone would have taken a gradient for another (see `gradscope.model.kernels`).
     """
 
     def __init__(self, model: nn.Module, loss: Any, fixed: Fixed | None = None) -> None:

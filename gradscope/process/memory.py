@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from gradscope.core.libc import function
+from gradscope.process.libc import function
 
 if sys.platform != "win32":
     import resource

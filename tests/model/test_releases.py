@@ -14,8 +14,8 @@ import gradscope
 from gradscope.backends import compiled
 from gradscope.backends.hooks.graph import internals
 from gradscope.cli.app import _code
-from gradscope.core import releases
 from gradscope.errors import ModelError, UnsupportedError
+from gradscope.model import releases
 from gradscope.sources.code import blamed
 from tests import oracle
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import gradscope
 from gradscope.core.batch import Batch
-from gradscope.core.problem import Problem, double_precision, model_loss
 from gradscope.errors import RefusedError
+from gradscope.model.problem import Problem, double_precision, model_loss
 
 F = nn.functional
 Pair = namedtuple("Pair", "first second")

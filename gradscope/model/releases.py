@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from gradscope.core.shortage import is_outer
 from gradscope.errors import UnsupportedError
+from gradscope.process.shortage import is_outer
 
 OLDEST, NEWEST = (2, 8), (2, 15)
 _OURS = str(Path(__file__).parents[1])
@@ -85,7 +85,7 @@ def _failure(probe: Callable[[], None]) -> str | None:
     except Exception as error:  # whatever another torch raises
         if is_outer(error):
             raise
-        from gradscope.core.locate import first_line  # needs more of torch than this file does
+        from gradscope.model.locate import first_line  # needs more of torch than this file does
 
         return first_line(error)
     return None

@@ -32,10 +32,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradscope.core.batch import Batch
-from gradscope.core.draws import EVAL, draw, is_random, kind_of
-from gradscope.core.memory import beside_host
 from gradscope.core.precision import doubled
 from gradscope.errors import ModelError, UnsupportedError
+from gradscope.model.draws import EVAL, draw, is_random, kind_of
+from gradscope.process.memory import beside_host
 
 T = TypeVar("T")
 _NUMBER = torch.ops.aten._local_scalar_dense.default

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from gradscope.core.batch import Batch
-from gradscope.core.problem import Problem, differentiable_inputs, is_model_loss, model_loss
 from gradscope.errors import ModelError, RefusedError, SpecError
+from gradscope.model.problem import Problem, differentiable_inputs, is_model_loss, model_loss
 from tests.cases import CASES
 from tests.zoo.base import Net, smooth
 

@@ -22,8 +22,8 @@ from torch.utils import checkpoint as checkpointing
 
 from gradscope.core.batch import Batch
 from gradscope.core.precision import on_host, perturbed
-from gradscope.core.shortage import is_outer
 from gradscope.errors import GradscopeError, RefusedError, SpecError, UnsupportedError
+from gradscope.process.shortage import is_outer
 
 T = TypeVar("T")
 

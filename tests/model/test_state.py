@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradscope
-from gradscope.core.state import State
 from gradscope.errors import UnsupportedError
+from gradscope.model.state import State
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_parameters_beyond_the_room_are_not_copied_and_still_refused(
             return super().forward(x)
 
     for room, left in ((2**20, 0.0), (3, None)):
-        monkeypatch.setattr("gradscope.core.state._ROOM", room)
+        monkeypatch.setattr("gradscope.model.state._ROOM", room)
         model = Grows(3, 2)
         before = model.weight.detach().clone()
         with pytest.raises(UnsupportedError, match="weight"):

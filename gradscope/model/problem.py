@@ -18,17 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.core.batch import Batch, Tokens, call, map_tensors, output, token_losses, whole_of
-from gradscope.core.copies import copied, reached
-from gradscope.core.locate import PACKED, shapes_of, user_code
 from gradscope.core.precision import cast, double
-from gradscope.core.randomness import Fixed, forked, switched_off
-from gradscope.core.ranks import Ranks, Sharding, alone, ranks_of
-from gradscope.core.reach import reachable
-from gradscope.core.shortage import is_outer
-from gradscope.core.state import State
-from gradscope.core.stops import require_time
 from gradscope.core.texts import listed
 from gradscope.errors import ModelError, RefusedError, SpecError, UnsupportedError
+from gradscope.model.copies import copied, reached
+from gradscope.model.locate import PACKED, shapes_of, user_code
+from gradscope.model.randomness import Fixed, forked, switched_off
+from gradscope.model.ranks import Ranks, Sharding, alone, ranks_of
+from gradscope.model.reach import reachable
+from gradscope.model.state import State
+from gradscope.process.shortage import is_outer
+from gradscope.process.stops import require_time
 
 T = TypeVar("T")
 Loss = Callable[..., Tensor]

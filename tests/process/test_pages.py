@@ -5,7 +5,7 @@ import platform
 import subprocess
 import sys
 
-KEPT = "from gradscope.core.libc import keep_pages; print(keep_pages())"
+KEPT = "from gradscope.process.libc import keep_pages; print(keep_pages())"
 FAULTS = """
 import resource, torch
 def faults():
@@ -20,7 +20,7 @@ print((faults() - before) // 5)
 """
 MEASURED = """
 import torch
-from gradscope.core.libc import keep_pages
+from gradscope.process.libc import keep_pages
 from gradscope.training import Monitor
 batch = torch.ones(8, 3), torch.ones(8, 1)
 monitor = Monitor(torch.nn.Linear(3, 1), "mse", every=2, samples=8, overhead=None)

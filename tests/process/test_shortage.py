@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from gradscope.core.shortage import InPlace, started
+from gradscope.process.shortage import InPlace, started
 
 
 def test_all_threads_run_and_each_can_wait_for_the_others() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import platformdirs
 import torch
 
-from gradscope.core.memory import beside_host
+from gradscope.process.memory import beside_host
 
 _VARIABLE = "GRADSCOPE_CACHE"
 _OFF = ("", "0", "off", "no", "none")

@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradscope.core.batch import Batch, tensors
-from gradscope.core.memory import available
 from gradscope.core.precision import on_host, perturbed
-from gradscope.core.problem import Problem, double_precision
+from gradscope.model.problem import Problem, double_precision
+from gradscope.process.memory import available
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 3e-5}  # between batches of other sizes
 _COPIES = 4  # sizes of a model that a copy in float64 takes, with what it computes

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import gradscope
-from gradscope.core.kernels import mended, takes_layouts_for_others
+from gradscope.model.kernels import mended, takes_layouts_for_others
 from tests.backends.hooks.test_experts import GROUPED
 
 

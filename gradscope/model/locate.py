@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.core.batch import Batch, tensors, whole_of
-from gradscope.core.randomness import Unplanned
-from gradscope.core.shortage import is_lost, is_outer
-from gradscope.core.stops import is_stop
 from gradscope.core.texts import count
 from gradscope.errors import GradscopeError, ModelError, UnsupportedError
+from gradscope.model.randomness import Unplanned
+from gradscope.process.shortage import is_lost, is_outer
+from gradscope.process.stops import is_stop
 
 _OURS = Path(__file__).parents[1]
 _PACKAGES = (_OURS, Path(torch.__file__).parent)

@@ -16,18 +16,20 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from gradscope.core.batch import Batch, Tokens, samples_of, tensors, whole_of, with_samples
-from gradscope.core.draws import EVAL
-from gradscope.core.locate import alone_remedy
 from gradscope.core.precision import doubled
-from gradscope.core.problem import Problem, differentiable_inputs, slopes
-from gradscope.core.randomness import (
+from gradscope.core.texts import unequal
+from gradscope.errors import CoupledSamplesError, ModelError, RefusedError, UnsupportedError
+from gradscope.model.draws import EVAL
+from gradscope.model.locate import alone_remedy
+from gradscope.model.problem import Problem, differentiable_inputs, slopes
+from gradscope.model.randomness import (
     Extreme,
     extreme_numbers,
     forked,
     random_numbers_kept,
     seed_all,
 )
-from gradscope.core.rounding import (
+from gradscope.model.rounding import (
     all_in_float64,
     computed_in,
     fits_in_float64,
@@ -35,9 +37,7 @@ from gradscope.core.rounding import (
     same,
     within,
 )
-from gradscope.core.shortage import is_outer
-from gradscope.core.texts import unequal
-from gradscope.errors import CoupledSamplesError, ModelError, RefusedError, UnsupportedError
+from gradscope.process.shortage import is_outer
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradscope.core.cache import Cache, machine
+from gradscope.process.cache import Cache, machine
 
 CPU = torch.device("cpu")
 

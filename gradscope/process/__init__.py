@@ -1,0 +1,1 @@
+"""The process gradscope runs in: its streams, signals, memory, threads and cache folder."""
