@@ -17,6 +17,9 @@ GradscopeError                      1   a bug in gradscope, when nothing below f
 The inner raise states the fact and the remedy; a boundary adds where it happened with `at`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import ClassVar, Self
 
 
@@ -108,3 +111,13 @@ class NonFiniteError(GradscopeError):
     """A gradient, or what a chain made of it, is not finite, and the run was told to fail then."""
 
     exit_code = 7
+
+
+@contextmanager
+def located(where: Path | str) -> Iterator[None]:
+    """Add a place to errors of gradscope that have none."""
+    try:
+        yield
+    except GradscopeError as error:
+        error.where = error.where or str(where)
+        raise

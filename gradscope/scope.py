@@ -14,6 +14,7 @@ from gradscope.blocks import Evaluation, Gradients
 from gradscope.core.batch import Batch, Tokens, is_empty
 from gradscope.engine.audit import Auditor
 from gradscope.engine.certificate import Certificate
+from gradscope.engine.chains import bind
 from gradscope.engine.fold import fold, over_ranks, settled, state_of_none
 from gradscope.engine.judge import require_norms
 from gradscope.engine.session import Coupling, NonFinite, Randomness, Session, Settings, Verify
@@ -21,7 +22,7 @@ from gradscope.engine.sharded import require_divisible
 from gradscope.errors import CertificateError, SpecError
 from gradscope.model.problem import Problem, RowKind
 from gradscope.model.ranks import Ranks
-from gradscope.stages.chain import Chain, bind
+from gradscope.stages.chain import Chain
 from gradscope.stages.labels import Mode
 
 _STREAMED = 512  # samples held at a time where only a summary is asked for

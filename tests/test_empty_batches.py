@@ -12,9 +12,9 @@ import gradscope
 from gradscope.backends.base import backends
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.core.batch import Batch
+from gradscope.engine.chains import bind
 from gradscope.engine.fold import fold
 from gradscope.errors import DatasetError, GradscopeError, SpecError
-from gradscope.stages.chain import bind
 
 NOBODY = torch.zeros(0, dtype=torch.int64)
 SHAPES = {"0.weight": (0, 4, 3), "0.bias": (0, 4), "2.weight": (0, 2, 4), "2.bias": (0, 2)}

@@ -12,9 +12,9 @@ from torch import nn
 import gradscope
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.config import resolve
+from gradscope.engine.chains import bind
 from gradscope.errors import GradscopeError, ModelError, SpecError
 from gradscope.run import prepare
-from gradscope.stages.chain import bind
 from gradscope.stages.transforms.base import transforms
 from tests.cli.conftest import gradscope as cli  # noqa: F401
 

@@ -33,9 +33,10 @@ from gradscope.backends.loop import one_sample
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.config import resolve
 from gradscope.core.batch import Batch
+from gradscope.engine.chains import bind
 from gradscope.process.libc import keep_pages
 from gradscope.run import compute, prepare
-from gradscope.stages.chain import Chain, bind
+from gradscope.stages.chain import Chain
 
 _AFFORDABLE = 10.0  # seconds a call of the loop
 _PROJECT = f"project:dim={DIMENSIONS},kind=rademacher"  # random signs, as the other tools'

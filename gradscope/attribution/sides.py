@@ -23,6 +23,7 @@ from gradscope.blocks import DenseBlock, Gradients, wide
 from gradscope.config import RunSpec, load, resolve
 from gradscope.core.batch import Batch, Tokens
 from gradscope.core.grammar import parse
+from gradscope.engine.chains import bind
 from gradscope.engine.fold import fold, settled, usable
 from gradscope.engine.session import Session
 from gradscope.errors import ResultFileError, SpecError
@@ -32,7 +33,7 @@ from gradscope.run import Job, plan, prepare
 from gradscope.run.execute import batches, samples_of, table_of
 from gradscope.run.overlap import BatchSize
 from gradscope.scope import Scope
-from gradscope.stages.chain import Chain, bind
+from gradscope.stages.chain import Chain
 from gradscope.storage import GradientFile, StoredChain, chain_called, open_file
 
 _SAME = {

@@ -111,12 +111,15 @@ class Stage:
         known = {p.name.rstrip("_"): p for p in every if p.kind not in _REST}
         takes_any = any(p.kind is p.VAR_KEYWORD for p in every)
         values: dict[str, Any] = {}
-        for key, text in self.arguments.items():
+        own = converters or {}
+        kinds = {key: _kind(known[key]) if key in known else Any for key in self.arguments}
+        for key, kind in kinds.items():
             if key not in known and not takes_any:
                 hint = suggestion(key, list(known)) if known else "It takes no arguments."
                 raise self.error(f"{self.name!r} has no argument {key!r}", hint)
-            name, kind = (known[key].name, _kind(known[key])) if key in known else (key, Any)
-            values[name] = self._converted(key, text, kind, converters or {})
+        for key in sorted(kinds, key=lambda key: any(k in own for k in _alternatives(kinds[key]))):
+            name = known[key].name if key in known else key  # words are checked before files
+            values[name] = self._converted(key, self.arguments[key], kinds[key], own)
         missing = [k for k, p in known.items() if p.default is p.empty and p.name not in values]
         if missing:
             example = ",".join(f"{k}=..." for k in missing)
@@ -131,9 +134,7 @@ class Stage:
     def _converted(
         self, key: str, text: str, kind: Any, own: Mapping[Any, Callable[[str], Any]]
     ) -> Any:
-        union = get_origin(kind) in (Union, UnionType)
-        kinds = [k for k in (get_args(kind) if union else (kind,)) if k is not type(None)]
-        kinds.sort(key=lambda k: k is str)  # every text is one
+        kinds = sorted(_alternatives(kind), key=lambda k: k is str)  # every text is one
         known = [(k, convert) for k in kinds if (convert := _converter(k, own)) is not None]
         for _, convert in known:
             try:
@@ -185,6 +186,12 @@ def _kind(option: inspect.Parameter) -> Any:
     if option.annotation is not option.empty:
         return _evaluated(option.annotation, {})  # a text within the text, as of x: "float"
     return type(option.default) if isinstance(option.default, _SIMPLE) else Any
+
+
+def _alternatives(kind: Any) -> list[Any]:
+    """Return the types of a union without None, or the type itself."""
+    union = get_origin(kind) in (Union, UnionType)
+    return [k for k in (get_args(kind) if union else (kind,)) if k is not type(None)]
 
 
 def _converter(kind: Any, own: Mapping[Any, Callable[[str], Any]]) -> Callable[[str], Any] | None:

@@ -16,6 +16,7 @@ from gradscope.blocks import Evaluation, Tuner
 from gradscope.core.batch import Batch, Tokens
 from gradscope.engine.audit import Audits
 from gradscope.engine.certificate import finite_samples
+from gradscope.engine.chains import bind
 from gradscope.engine.fold import fold
 from gradscope.engine.session import Session
 from gradscope.errors import (
@@ -38,7 +39,7 @@ from gradscope.run.outcome import (
     results_of,
 )
 from gradscope.run.overlap import BatchSize, ahead
-from gradscope.stages.chain import Chain, bind
+from gradscope.stages.chain import Chain
 from gradscope.stages.labels import mean_loss, mean_norm
 from gradscope.stages.reducers.base import State, add_in_place, carried_state, taken_over
 from gradscope.stats import parameter_rows, require_consistent

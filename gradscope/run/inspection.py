@@ -20,6 +20,7 @@ from gradscope.config import memory_text
 from gradscope.core.batch import Batch
 from gradscope.core.precision import dtype_name
 from gradscope.engine.certificate import finite_samples
+from gradscope.engine.chains import bind
 from gradscope.engine.fold import settled, usable
 from gradscope.errors import OutputError
 from gradscope.model.problem import slopes
@@ -28,7 +29,7 @@ from gradscope.run.budget import Sizes, plan, rehearsal
 from gradscope.run.execute import keeps_states, rows_of
 from gradscope.run.job import Job, file_plan, held_densely
 from gradscope.run.overlap import BatchSize
-from gradscope.stages.chain import Chain, bind
+from gradscope.stages.chain import Chain
 from gradscope.stages.labels import mean_loss, mean_norm
 from gradscope.stages.losses import options
 from gradscope.storage import Layout, file_bytes

@@ -30,6 +30,7 @@ from gradscope.config import (
 from gradscope.core.batch import Batch, Tokens, require_counted
 from gradscope.core.grammar import parse
 from gradscope.core.precision import cast, dtype_name
+from gradscope.engine.chains import bind
 from gradscope.engine.fold import request_of
 from gradscope.engine.session import Session, Settings
 from gradscope.errors import RefusedError, SpecError
@@ -46,7 +47,7 @@ from gradscope.sources.models import LoadedModel, load_model, require_order
 from gradscope.sources.opened import Previews
 from gradscope.sources.weights import CheckpointReport
 from gradscope.stages import labels
-from gradscope.stages.chain import Chain, bind
+from gradscope.stages.chain import Chain
 from gradscope.stages.losses import bound as bound_loss
 from gradscope.stages.losses import losses, options
 from gradscope.storage import ChainPlan, FilePlan, require_compression

@@ -26,6 +26,7 @@ from gradscope.core.grammar import Stage, parse
 from gradscope.core.precision import dtype_name
 from gradscope.core.texts import unequal
 from gradscope.engine.audit import drawn
+from gradscope.engine.chains import bind
 from gradscope.errors import RefusedError, ResultFileError, SpecError
 from gradscope.run.execute import ALIKE, rows_of
 from gradscope.run.job import Job, file_plan, prepare, require_one_pass, stages_digests
@@ -38,7 +39,7 @@ from gradscope.run.outcome import (
     require_written,
     results_of,
 )
-from gradscope.stages.chain import Chain, bind
+from gradscope.stages.chain import Chain
 from gradscope.stages.reducers.base import State, reducers
 from gradscope.stats import Json, Record, few, require_consistent, tolerances, wide
 from gradscope.storage import (

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from gradscope.core.registry import Registry
-from gradscope.errors import DatasetError, GradscopeError, InputError
+from gradscope.errors import DatasetError, GradscopeError, InputError, located
 from gradscope.model.locate import first_line
 from gradscope.process.shortage import is_shortage
 
@@ -147,16 +147,6 @@ def reachable(path: Path, error: type[InputError]) -> Iterator[None]:
         reason = f"cannot be read: {failure.strerror}"
         remedy = "Check the path and its permissions."
         raise error(reason, where=str(path), remedy=remedy) from failure
-
-
-@contextmanager
-def located(where: Path | str) -> Iterator[None]:
-    """Say where an error of ours is, if that is not known."""
-    try:
-        yield
-    except GradscopeError as error:
-        error.where = error.where or str(where)
-        raise
 
 
 @contextmanager

@@ -14,11 +14,11 @@ from torch.nn.parameter import is_lazy
 from gradscope.config import HELD, CheckpointSpec, ModelSpec, is_folder
 from gradscope.core.precision import cast
 from gradscope.core.texts import listed
-from gradscope.errors import CheckpointError, ModelError, SpecError
+from gradscope.errors import CheckpointError, ModelError, SpecError, located
 from gradscope.model.locate import first_line
 from gradscope.model.randomness import random_numbers_kept
 from gradscope.sources.code import class_digests, code_digests, load_function, loading, user_file
-from gradscope.sources.formats import located, sha256, sha256_of_list
+from gradscope.sources.formats import sha256, sha256_of_list
 from gradscope.sources.weights import CheckpointReport, load_into, read
 from gradscope.sources.weights.adapters import adapted, base_of, is_adapter
 from gradscope.sources.weights.fit import changed_dtypes, check_finite, rounding_note

@@ -11,18 +11,15 @@ first (`first_pass`) and is then completed with its result (`given`).
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.core.batch import Batch
 from gradscope.core.grammar import Stage, StageFactory, parse
 from gradscope.core.registry import suggestion
-from gradscope.errors import SpecError
 from gradscope.model.problem import Problem
-from gradscope.sources.code import load_function
 from gradscope.stages.reducers.base import (
     Reducer,
     State,
@@ -36,10 +33,8 @@ from gradscope.stages.transforms.base import (
     NeedsProblem,
     ReadsNorms,
     Step,
-    Vector,
     transforms,
 )
-from gradscope.storage import chain_called, open_file
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,36 +165,21 @@ def _applied(
     return gradients
 
 
-def stored_vector(reference: str) -> Vector:
-    """Read the stored aggregate FILE.h5:CHAIN, where CHAIN is the chain's text or its number."""
-    path, _, name = reference.rpartition(".h5:")
-    if not path:
-        remedy = "Write FILE.h5:K, K the number or the text of a chain with a reducer in that file."
-        raise SpecError(f"{reference!r} names no stored vector", remedy=remedy)
-    with open_file(f"{path}.h5") as file:
-        if chain := chain_called(file, name, reduced=True):
-            values = {}
-            for key, array in chain.items():
-                stored = array[:]
-                dtype = np.complex128 if np.iscomplexobj(stored) else np.float64
-                values[key] = torch.from_numpy(np.asarray(stored, dtype=dtype))
-            return Vector(values, reference)
-        known = [f"{k} ({c.text})" for k, c in enumerate(file.chains) if c.reduced]
-    raise SpecError(
-        f"there is no reduced chain {name!r} in the file",
-        remedy=f"Reduced chains in it: {', '.join(known) or 'none'}.",
-    )
+@dataclass(frozen=True)
+class Readers:
+    """What reads the files that a chain names; stages open none themselves."""
+
+    function: Callable[[str], Any]  # of FILE.py:NAME
+    arguments: Mapping[type, Callable[[str], Any]]  # by the declared type of an argument
 
 
-def bind(
-    text: str, *, reduced: bool = False, vectors: Callable[[str], Vector] = stored_vector
-) -> Chain:
+def bind(text: str, *, reduced: bool = False, readers: Readers | None = None) -> Chain:
     """Parse a chain and bind every name and argument in it.
 
     Args:
         text: For example "clip:max_norm=1 | mean".
         reduced: Append `mean` when the chain has no reducer.
-        vectors: Reads what an argument `with=` names.
+        readers: Read the files that the chain names.
 
     Raises:
         SpecError: A name is unknown, an argument does not fit, or a second reducer follows.
@@ -210,7 +190,7 @@ def bind(
     after: list[Step] = []
     reducer: Reducer | None = None
     for stage in stages:
-        made = _made(stage, vectors)
+        made = _made(stage, readers)
         if isinstance(made, Reducer):
             if reducer is not None:
                 raise stage.error(
@@ -236,9 +216,11 @@ def bind(
     return Chain(stages, tuple(before), reducer, tuple(after), lasting)
 
 
-def _made(stage: Stage, vectors: Callable[[str], Vector]) -> Step | Reducer:
-    if ".py:" in stage.name:
-        factory = load_function(stage.name, "stage")
+def _made(stage: Stage, readers: Readers | None) -> Step | Reducer:
+    if readers is None and (stage.files or ".py:" in stage.name):
+        raise stage.error(f"{stage.name!r} names a file, and files are not read here")
+    if readers is not None and ".py:" in stage.name:
+        factory = readers.function(stage.name)
         if not isinstance(factory, StageFactory):
             raise stage.error(
                 f"{stage.name!r} does not say what it is",
@@ -254,5 +236,6 @@ def _made(stage: Stage, vectors: Callable[[str], Vector]) -> Step | Reducer:
         known = [*transforms.names(), *reducers.names()]
         hint = suggestion(stage.name, known)
         raise stage.error(f"unknown transform or reducer {stage.name!r}", hint)
-    made: Step | Reducer = stage.bind(factory, {Vector: vectors})
+    converters = {} if readers is None else readers.arguments
+    made: Step | Reducer = stage.bind(factory, converters)
     return made

@@ -12,10 +12,10 @@ from gradscope import Scope, model_loss
 from gradscope.backends.base import Request, backends
 from gradscope.backends.compiled import Compiled, Ranges
 from gradscope.core.batch import Batch
+from gradscope.engine.chains import bind
 from gradscope.engine.fold import request_of
 from gradscope.errors import ModelError
 from gradscope.model.problem import Problem
-from gradscope.stages.chain import bind
 from gradscope.stages.losses import losses
 from tests.cases import CASES
 from tests.oracle import per_sample_gradients

@@ -22,10 +22,10 @@ from gradscope.backends.hooks.graph.axes import Marks, SpreadError, owned
 from gradscope.backends.hooks.isolation import isolating
 from gradscope.blocks import Evaluation, OuterBlock
 from gradscope.core.batch import Batch
+from gradscope.engine.chains import bind
 from gradscope.errors import CoupledSamplesError, RefusedError, UnsupportedError
 from gradscope.model.problem import Problem
 from gradscope.scope import NonFiniteWarning, Scope
-from gradscope.stages.chain import bind
 from tests import oracle
 
 N, BROKEN = 6, (1, 4)

@@ -35,7 +35,7 @@ from gradscope.blocks import (
 from gradscope.blocks import outer as outer_module
 from gradscope.blocks import scatter as scatter_module
 from gradscope.blocks import segments as segments_module
-from gradscope.stages.chain import bind
+from gradscope.engine.chains import bind
 from tests.stages.examples import Draw
 
 DTYPES = [torch.float32, torch.complex128]

@@ -5,6 +5,7 @@ And ways to run chains and reducers on them, in one batch or in several.
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +26,9 @@ from gradscope.blocks import (
     TotalBlock,
     segmented,
 )
-from gradscope.stages.chain import Chain, bind
+from gradscope.engine.chains import READERS, bind
+from gradscope.stages import chain as chains
+from gradscope.stages.chain import Chain
 from gradscope.stages.reducers.base import Reducer, carried_state
 from gradscope.stages.transforms.base import Vector
 
@@ -171,12 +174,19 @@ def reduced(chain: Chain, gradients: Gradients, cuts: Sequence[int] = ()) -> dic
     return chain.result(state)
 
 
+def bind_with(text: str, values: Mapping[str, Tensor]) -> Chain:
+    """Bind a chain whose `with=` stands for a stored vector of these values."""
+    vectors = {Vector: lambda reference: Vector(values, reference)}
+    readers = replace(READERS, arguments={**READERS.arguments, **vectors})
+    return chains.bind(text, readers=readers)
+
+
 def run(
     text: str, gradients: Gradients, cuts: Sequence[int] = (), vector: Rows | None = None
 ) -> dict[str, Tensor]:
     """Return the rows of a chain, or its aggregate if it reduces; `with=` stands for `vector`."""
     values = {k: torch.from_numpy(np.asarray(v)) for k, v in (vector or {}).items()}
-    chain = bind(text, vectors=lambda reference: Vector(values, reference))
+    chain = bind_with(text, values)
     if chain.reducer is not None:
         return reduced(chain, gradients, cuts)
     chain = settled(chain, gradients, cuts)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import gradscope
 from gradscope.blocks import DenseBlock, Gradients
+from gradscope.engine.chains import bind
 from gradscope.errors import CheckpointError, SpecError
 from gradscope.run import compute, prepare
 from gradscope.sources.weights.optimizer import read_optimizer
-from gradscope.stages.chain import bind
 from gradscope.storage import open_file
 from tests.run.test_pipeline import spec
 

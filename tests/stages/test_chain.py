@@ -14,10 +14,10 @@ import gradscope
 from gradscope.backends.base import backends
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.core.batch import Batch
+from gradscope.engine.chains import bind
 from gradscope.engine.fold import settled, usable
 from gradscope.errors import SpecError
 from gradscope.model.problem import Problem
-from gradscope.stages.chain import bind
 from tests.oracle import per_sample_gradients
 from tests.stages.examples import Rows, each, flat, mean, run
 from tests.stages.test_transforms import (

@@ -19,9 +19,9 @@ from gradscope.blocks import (
     layer_of,
 )
 from gradscope.core.batch import Batch
+from gradscope.engine.chains import bind
 from gradscope.engine.fold import settled
 from gradscope.errors import InputError, SpecError, UnsupportedError
-from gradscope.stages.chain import bind
 from gradscope.stages.reducers.base import Reducer, depends_on_split
 from tests.stages.examples import Draw, compare, reducer, run
 

@@ -15,8 +15,7 @@ from gradscope.backends.base import backends
 from gradscope.core.batch import Batch
 from gradscope.engine.fold import settled
 from gradscope.errors import SpecError, UnsupportedError
-from gradscope.stages.chain import bind
-from gradscope.stages.transforms.base import Vector
+from tests.stages.examples import bind_with
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -89,7 +88,7 @@ def rows_of(
     vector: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     batch = Batch.of(inputs, targets)
-    bound = bind(text, vectors=lambda reference: Vector(vector or {}, reference))
+    bound = bind_with(text, vector or {})
     (chain,) = settled(scope.session, [bound], lambda: [batch])
     return chain.rows(scope.evaluate(batch).gradients, scope.problem, batch).dense()
 

@@ -13,8 +13,8 @@ import gradscope
 from gradscope.backends.base import Request
 from gradscope.blocks import DenseBlock, Gradients, MappedBlock, OuterBlock, segmented
 from gradscope.core.batch import Batch
+from gradscope.engine.chains import bind
 from gradscope.errors import UnsupportedError
-from gradscope.stages.chain import bind
 from gradscope.stages.reducers import kfac as module
 from tests.stages.examples import DTYPES, MANY, compare, example, reducer, split, whole, wide
 

@@ -14,11 +14,11 @@ from gradscope.backends.base import backends
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.config import load
 from gradscope.core.batch import Batch
+from gradscope.engine.chains import bind
 from gradscope.errors import ModelError, SpecError
 from gradscope.model.problem import Predictive
 from gradscope.run import compute, prepare
 from gradscope.scope import NonFiniteWarning
-from gradscope.stages.chain import bind
 from gradscope.stages.losses import Normaliser, losses, per_sample_loss, resolve
 from gradscope.stages.losses import loss as registered
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from gradscope.blocks import Block, DenseBlock, Gradients, OuterBlock, segmented
+from gradscope.engine.chains import bind
 from gradscope.errors import SpecError
-from gradscope.stages.chain import bind
 from gradscope.stages.transforms import random
 from gradscope.stages.transforms.project import Pattern, RandomMatrices, SparseMatrices, table
 from tests.stages.examples import compare, everything, flat, run

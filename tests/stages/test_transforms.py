@@ -8,10 +8,20 @@ import torch
 
 from gradscope.blocks import DenseBlock, Gradients, Tuner, outer
 from gradscope.errors import SpecError
-from gradscope.stages.chain import bind
-from gradscope.stages.transforms.base import TransformScope, Vector, transforms
+from gradscope.stages.transforms.base import TransformScope, transforms
 from tests.stages import examples
-from tests.stages.examples import N, Rows, compare, each, everything, example, flat, mean, scaled
+from tests.stages.examples import (
+    N,
+    Rows,
+    bind_with,
+    compare,
+    each,
+    everything,
+    example,
+    flat,
+    mean,
+    scaled,
+)
 
 VECTOR = {k: np.asarray(v[1] - v[0] / 2) for k, v in everything()[1].items()}
 MOMENT = {k: np.asarray((np.abs(v) ** 2).mean(0)) for k, v in everything()[1].items()}
@@ -349,7 +359,7 @@ def test_every_transform_declares_its_scope_and_says_what_it_is() -> None:
 def test_first_passes_of_different_vectors_are_told_apart() -> None:
     """A quoted argument may hold the sign that parts stages."""
     texts = [f'precondition:with="v.h5:square | mean{tail}" | center' for tail in ("", " | abs")]
-    bound = [bind(text, vectors=lambda reference: Vector({}, reference)) for text in texts]
+    bound = [bind_with(text, {}) for text in texts]
     assert [chain.first_pass.text for chain in bound] == [
         text.replace("center", "mean") for text in texts
     ]

@@ -12,12 +12,11 @@ from gradscope.core.batch import Batch
 from gradscope.core.precision import dtype_name
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import count, listed
-from gradscope.errors import DatasetError
+from gradscope.errors import DatasetError, located
 from gradscope.sources.data.columns import NumberColumn
 from gradscope.sources.data.files import FileSamples, open_files
 from gradscope.sources.data.python import PythonSamples
 from gradscope.sources.data.recipes import ids_of, words
-from gradscope.sources.formats import located
 
 __all__ = ["Dataset", "open_dataset", "words"]
 

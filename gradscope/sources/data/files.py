@@ -16,7 +16,7 @@ from gradscope.config import DatasetSpec
 from gradscope.core.precision import dtype_name
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import listed
-from gradscope.errors import DatasetError
+from gradscope.errors import DatasetError, located
 from gradscope.process.memory import available
 from gradscope.sources.data import text  # noqa: F401 (it registers its readers)
 from gradscope.sources.data.arrays import open_npy_folder
@@ -40,7 +40,6 @@ from gradscope.sources.formats import (
     HEAD,
     dataset_readers,
     find_reader,
-    located,
     reachable,
     reading,
     sha256_of_sources,

@@ -14,11 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from gradscope.config import DatasetSpec
 from gradscope.core.batch import map_tensors, strided, tensors
-from gradscope.errors import DatasetError, ModelError
+from gradscope.errors import DatasetError, ModelError, located
 from gradscope.model.locate import first_line
 from gradscope.sources.code import code_digests, load_function, loading, user_file
 from gradscope.sources.data.recipes import converter
-from gradscope.sources.formats import located
 
 Collate = Callable[[list[Any]], Any]
 

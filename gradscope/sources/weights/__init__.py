@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradscope.errors import CheckpointError
+from gradscope.errors import CheckpointError, located
 from gradscope.sources.code import user_file
 from gradscope.sources.formats import (
     checkpoint_readers,
     find_reader,
-    located,
     reachable,
     reading,
     sha256,

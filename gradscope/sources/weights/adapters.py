@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.core.texts import listed
-from gradscope.errors import CheckpointError, ModelError
+from gradscope.errors import CheckpointError, ModelError, located
 from gradscope.model.locate import first_line
-from gradscope.sources.formats import located, need, reachable
+from gradscope.sources.formats import need, reachable
 from gradscope.sources.weights.fit import check_finite
 from gradscope.sources.weights.readers import ADAPTER, ADAPTER_WEIGHTS, table, weights_in
 

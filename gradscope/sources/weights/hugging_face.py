@@ -15,9 +15,9 @@ from torch import nn
 
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import listed
-from gradscope.errors import CheckpointError, ModelError
+from gradscope.errors import CheckpointError, ModelError, located
 from gradscope.model.locate import first_line
-from gradscope.sources.formats import located, need
+from gradscope.sources.formats import need
 from gradscope.sources.weights.fit import changed_dtypes
 from gradscope.sources.weights.readers import table
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from math import inf, prod, sqrt
 from operator import add
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -19,7 +18,7 @@ from gradscope.blocks.base import squares
 from gradscope.blocks.derived import DerivedBlock
 from gradscope.core.precision import doubled
 from gradscope.errors import SpecError
-from gradscope.sources.weights.optimizer import Moments, read_optimizer
+from gradscope.model.optimizer import Moments, OptimizerState, ParameterNames
 from gradscope.stages.transforms.base import (
     KnowsModel,
     NeedsMean,
@@ -176,7 +175,9 @@ def _require_second_moment(name: str, value: Tensor) -> None:
 
 @transform("adam", TransformScope.ELEMENTWISE)
 def adam(
-    state: str, form: Literal["scaled", "step"] = "scaled", names: str | None = None
+    state: OptimizerState,
+    form: Literal["scaled", "step"] = "scaled",
+    names: ParameterNames | None = None,
 ) -> Transform:
     """T(g) = g / (√v̂ + ε), v̂ the second moments of the Adam or AdamW that trained the model.
 
@@ -192,7 +193,8 @@ def adam(
     fits the shapes. `names` is a JSON file with the names in the optimiser's order, or `model`:
     each of the optimiser's groups is in the order of model.parameters().
     """
-    stored, model = read_optimizer(Path(state), names), dict[str, tuple[int, ...]]()
+    stored = state if names is None else state.with_names(names)
+    model: dict[str, tuple[int, ...]] = {}
     bound: dict[str, Callable[[Block], Block]] = {}
 
     def apply(gradients: Gradients) -> Gradients:
