@@ -81,6 +81,12 @@ def test_imports_go_down_only(path: Path) -> None:
     assert not upward
 
 
+def test_stages_open_no_files() -> None:
+    """Code, vectors and states of optimisers are read above, and handed in."""
+    stages = [path for path in FILES if room(path) == "stages"]
+    assert not [path for path in stages if rooms_used(path) & {"sources", "storage"}]
+
+
 @pytest.mark.parametrize("library", HOMES)
 def test_a_library_has_one_home(library: str) -> None:
     users = {room(p) for p in FILES if library in {n.split(".")[0] for n in imported(p)}}

@@ -113,12 +113,16 @@ class Stage:
         values: dict[str, Any] = {}
         own = converters or {}
         kinds = {key: _kind(known[key]) if key in known else Any for key in self.arguments}
-        for key, kind in kinds.items():
+        for key in kinds:
             if key not in known and not takes_any:
                 hint = suggestion(key, list(known)) if known else "It takes no arguments."
                 raise self.error(f"{self.name!r} has no argument {key!r}", hint)
-        for key in sorted(kinds, key=lambda key: any(k in own for k in _alternatives(kinds[key]))):
-            name = known[key].name if key in known else key  # words are checked before files
+
+        def reads(key: str) -> bool:
+            return any(kind is k for kind in own for k in _alternatives(kinds[key]))
+
+        for key in sorted(kinds, key=reads):  # words are checked before files are read
+            name = known[key].name if key in known else key
             values[name] = self._converted(key, self.arguments[key], kinds[key], own)
         missing = [k for k, p in known.items() if p.default is p.empty and p.name not in values]
         if missing:

@@ -92,10 +92,8 @@ class OptimizerState:
             CheckpointError: The moments do not fit, or fit in more than one way.
         """
         if self.in_order and model and [len(group) for group in self.groups] == [len(model)]:
-            names_of_all = ParameterNames(
-                tuple(model)
-            )  # also of parameters that were never updated
-            return replace(self, in_order=False).with_names(names_of_all).of(shapes)
+            whole = ParameterNames(tuple(model))  # also of parameters that were never updated
+            return replace(self, in_order=False).with_names(whole).of(shapes)
         with located(self.source):
             every = [entry for group in self.groups for entry in group]
             names = [name for name, _ in every if name is not None]
