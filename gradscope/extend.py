@@ -38,7 +38,7 @@ from gradscope.sources.data.columns import NumberColumn, SequenceColumn, StoredA
 from gradscope.sources.formats import Reader, checkpoint_readers, dataset_readers, matching
 from gradscope.stages.losses import Normaliser, loss, per_sample_loss
 from gradscope.stages.reducers.base import (
-    Earlier,
+    FirstPass,
     Reducer,
     State,
     added,
@@ -68,7 +68,7 @@ __all__ = [
     "Block",
     "Data",
     "DenseBlock",
-    "Earlier",
+    "FirstPass",
     "Gradients",
     "MappedBlock",
     "NeedsMean",

@@ -42,7 +42,7 @@ QUADRATIC = ("kfac", "ekfac")  # read raw gradients and their weights
 _HOMOGENEOUS = {"adam", "dot", "identity", "precondition", "project", "scale"}  # linear in g
 
 
-class Split(NamedTuple):
+class PositionWeights(NamedTuple):
     """What the rows of a sample weigh where they are not its labels, but positions of these."""
 
     linear: Tensor  # (samples, c), in an expectation of what is linear in g
@@ -57,7 +57,7 @@ class Expanded(Batch):
     # (samples, c), the probabilities of the classes; if they are split, the weights of what is
     # quadratic in g
     weights: Tensor
-    split: Split | None = None
+    split: PositionWeights | None = None
 
 
 class Labels:
@@ -182,7 +182,7 @@ class Labels:
         weights = p.reshape(n, classes).to(outputs.device)
         return Expanded(many_labels.inputs, targets, many_labels.index, weights)
 
-    def _split(self, batch: Batch, rows: positions.Rows, labels: str) -> Expanded:
+    def _split(self, batch: Batch, rows: positions.LabelRows, labels: str) -> Expanded:
         """Return the batch once a row of each sample."""
         self.note = (
             f"labels exact: {labels}; what is linear or quadratic in the gradient has its "
@@ -191,7 +191,7 @@ class Labels:
         )
         n, r = rows.squares.shape
         many = batch.select(torch.arange(n).repeat_interleave(r))
-        split = Split(rows.linear, rows.losses, labels)
+        split = PositionWeights(rows.linear, rows.losses, labels)
         return Expanded(many.inputs, rows.targets, many.index, rows.squares, split)
 
 
@@ -256,7 +256,7 @@ def chosen(batch: Batch, mask: Tensor) -> Batch:
     kept = mask.reshape(-1, batch.weights.shape[1])[:, 0].to(batch.weights.device)
     split = batch.split
     if split is not None:
-        split = Split(split.linear[kept], split.losses[kept], split.labels)
+        split = PositionWeights(split.linear[kept], split.losses[kept], split.labels)
     return Expanded(part.inputs, part.targets, part.index, batch.weights[kept], split)
 
 

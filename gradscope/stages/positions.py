@@ -40,7 +40,7 @@ class AtPosition(NamedTuple):
     scale: Tensor  # (m,), w
 
 
-class Centred(NamedTuple):
+class CentredLabels(NamedTuple):
     """The same, without the expectation over labels; at position T the expectation of all."""
 
     targets: Any
@@ -48,17 +48,17 @@ class Centred(NamedTuple):
     scale: Tensor
 
 
-class Residual(NamedTuple):
+class ResidualTargets(NamedTuple):
     """Targets of rows (m,), each one standard deviation from the output in one entry."""
 
     position: Tensor  # (m,) int64, which entry
     scale: Tensor  # (m,), w
 
 
-class Rows(NamedTuple):
+class LabelRows(NamedTuple):
     """What a sample's labels are written out as: r rows for each of n samples."""
 
-    targets: AtPosition | Centred | Residual  # of n·r rows
+    targets: AtPosition | CentredLabels | ResidualTargets  # of n·r rows
     squares: Tensor  # (n, r), weights of what is quadratic in g
     linear: Tensor  # (n, r), of what is linear in g
     losses: Tensor  # (n, r), of losses
@@ -72,15 +72,15 @@ def by_position(loss: Loss) -> Loss:
 
     @wraps(plain)
     def function(answer: Any, targets: Any, **how: Any) -> Tensor:
-        if not isinstance(targets, AtPosition | Centred | Residual):
+        if not isinstance(targets, AtPosition | CentredLabels | ResidualTargets):
             return plain(answer, targets, **how)
-        if isinstance(targets, Residual):
+        if isinstance(targets, ResidualTargets):
             assert isinstance(found, Gaussian)
             values = _residual(loss, output(answer), found.std)
         else:
             assert isinstance(found, Predictive)
             values, _ = entries(loss, answer, targets.targets)
-            if isinstance(targets, Centred):
+            if isinstance(targets, CentredLabels):
                 expected = sum(_expected(loss, found, answer, targets.targets))
                 assert isinstance(expected, Tensor)
                 values = torch.cat([values - expected, expected.sum(1, keepdim=True)], 1)
@@ -99,7 +99,7 @@ def entries(loss: BoundLoss, answer: Any, targets: Any) -> tuple[Tensor, Tensor 
 
 def classes(
     loss: BoundLoss, found: Predictive, answer: Any, p: Tensor, targets: Any
-) -> Rows | None:
+) -> LabelRows | None:
     """Return the rows of all classes at all positions that count, None for a loss of whole samples.
 
     Args:
@@ -140,13 +140,15 @@ def classes(
     where = place.repeat(n), scale.repeat_interleave(r)
     made = found.targets(every, own, settings)
     if score:
-        return Rows(AtPosition(made, *where), probable, probable, probable)
+        return LabelRows(AtPosition(made, *where), probable, probable, probable)
     last = torch.zeros(n, r, dtype=probable.dtype, device=probable.device)
     last[:, -1] = 1
-    return Rows(Centred(made, *where), torch.cat([probable, last[:, -1:]], 1), last, last)
+    return LabelRows(
+        CentredLabels(made, *where), torch.cat([probable, last[:, -1:]], 1), last, last
+    )
 
 
-def residuals(loss: BoundLoss, outputs: Tensor) -> Rows | None:
+def residuals(loss: BoundLoss, outputs: Tensor) -> LabelRows | None:
     """Return the rows of a squared error: one for each entry of the outputs (n, ...)."""
     if not reduces(loss) or loss.of_model:
         return None
@@ -154,7 +156,7 @@ def residuals(loss: BoundLoss, outputs: Tensor) -> Rows | None:
     ones = torch.ones(n, count, dtype=torch.float64, device=outputs.device)
     scale = _scale(options(loss), ones).repeat_interleave(count)
     place = torch.arange(count, device=outputs.device).repeat(n)
-    return Rows(Residual(place, scale), ones, torch.zeros_like(ones), ones)
+    return LabelRows(ResidualTargets(place, scale), ones, torch.zeros_like(ones), ones)
 
 
 def _scale(settings: dict[str, Any], counted: Tensor) -> Tensor:
@@ -190,7 +192,7 @@ def _residual(loss: BoundLoss, outputs: Tensor, std: float) -> Tensor:
     return entries(loss, moved, torch.full_like(moved, std))[0]
 
 
-def required(rows: Rows | None, loss: BoundLoss) -> Rows:
+def required(rows: LabelRows | None, loss: BoundLoss) -> LabelRows:
     """Return the rows, or refuse a loss that does not return a number for each position."""
     if rows is None:
         name = getattr(loss, "__name__", type(loss).__name__)

@@ -11,11 +11,11 @@ from gradscope.backends.expand import mode
 from gradscope.backends.expand.facts import facts_of, rules
 from gradscope.backends.expand.mode import Interpreter
 from gradscope.backends.expand.tensor import (
-    Differ,
     Expansion,
-    Own,
     PerSample,
+    SamplesDiverge,
     SharedWrite,
+    WriteScope,
     leaves,
     tensors_of,
 )
@@ -27,7 +27,7 @@ OTHERWISE = {
     *(f"new_{name}.default" for name in ("empty", "zeros", "ones", "full", "empty_strided")),
     "_sparse_coo_tensor_with_dims_and_tensors.default",
 }
-LEVELS = list(Own)
+LEVELS = list(WriteScope)
 APPLIED: set[str] = set()  # rules that have given an answer
 
 
@@ -92,7 +92,7 @@ def judged(key, example, own):
         return example(Maker(own))
 
     func, samples = operator(key), Expansion(N)
-    for level in Own:  # as the backend tries them
+    for level in WriteScope:  # as the backend tries them
         try:
             ours = answers(func, made(), leaf, Interpreter(N, level))
             break
@@ -126,11 +126,11 @@ def test_no_axes_at_all_is_not_all_axes(key):
 
 def test_rules_leave_axes_out_of_range_to_torch():
     x = PerSample(torch.randn(N, 4))
-    with Interpreter(N, Own.NOTHING), pytest.raises(IndexError):
+    with Interpreter(N, WriteScope.NOTHING), pytest.raises(IndexError):
         x.sum(-2)
 
 
-def interpreted(program, *tensors, own=Own.NOTHING):
+def interpreted(program, *tensors, own=WriteScope.NOTHING):
     """The result (n, ...) of a program on tensors (n, ...)."""
     wrapped = [PerSample(t.clone()) for t in tensors]
     with Interpreter(N, own):
@@ -182,14 +182,14 @@ def test_a_program_means_the_same_for_all_samples_at_once(name, own):
 def test_writes_to_shared_tensors_are_signalled():
     shared = PerSample(torch.ones(4).expand(N, 4))
     own = PerSample(torch.randn(N, 4))
-    with Interpreter(N, Own.NOTHING):
+    with Interpreter(N, WriteScope.NOTHING):
         with pytest.raises(SharedWrite) as result:
             (shared * 2).add_(own)
         with pytest.raises(SharedWrite) as constant:
             torch.zeros(4).add_(own)
-    assert result.value.needed == Own.RESULTS
-    assert constant.value.needed == Own.EVERYTHING
-    with Interpreter(N, Own.EVERYTHING):
+    assert result.value.needed == WriteScope.RESULTS
+    assert constant.value.needed == WriteScope.EVERYTHING
+    with Interpreter(N, WriteScope.EVERYTHING):
         assert torch.equal((shared * 2).add_(own).physical, 2 + own.physical)
         assert torch.equal(torch.zeros(4).add_(own).physical, own.physical)
         with pytest.raises(UnsupportedError, match="writes per-sample values"):
@@ -198,18 +198,18 @@ def test_writes_to_shared_tensors_are_signalled():
 
 def test_values_read_in_python_must_agree():
     same, different = PerSample(torch.full((N, 1), 2.0)), PerSample(torch.arange(N).unsqueeze(1))
-    with Interpreter(N, Own.NOTHING):
+    with Interpreter(N, WriteScope.NOTHING):
         assert same.item() == 2.0 and bool(same > 1) and same.tolist() == [2.0]
         assert same.numpy() == 2.0
         for read in (Tensor.item, bool, PerSample.tolist, PerSample.numpy, Tensor.nonzero):
-            with pytest.raises(Differ) as caught:
+            with pytest.raises(SamplesDiverge) as caught:
                 read(different)
             assert len(caught.value.keys) == N
 
 
 def test_shared_work_is_done_once():
     weight = PerSample(torch.randn(6, 4).expand(N, 6, 4))
-    with Interpreter(N, Own.NOTHING):
+    with Interpreter(N, WriteScope.NOTHING):
         assert (weight / weight.norm()).T.shared
 
 

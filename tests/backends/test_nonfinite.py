@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import gradscope
 from gradscope.backends.base import PROVED, backends
-from gradscope.backends.hooks.graph.axes import Marks, SpreadError, owned
+from gradscope.backends.hooks.graph.axes import OwnerWeights, SpreadError, owned
 from gradscope.backends.hooks.isolation import isolating
 from gradscope.blocks import Evaluation, OuterBlock
 from gradscope.core.batch import Batch
@@ -359,7 +359,7 @@ def test_finite_batches_are_evaluated_once(monkeypatch):
 def test_no_owner_is_read_from_numbers_that_are_not_finite():
     """Infinity over infinity is no mark: the entry would be nobody's, and its sample finite."""
     losses = torch.ones(3, dtype=torch.float64)
-    marks = Marks.of(losses, 0)
+    marks = OwnerWeights.of(losses, 0)
     gradient = torch.tensor([[1.0], [2.0], [torch.inf]], dtype=torch.float64)
     weighted = [gradient * weights.unsqueeze(1) for weights in marks.weights]
     with pytest.raises(SpreadError):

@@ -139,7 +139,7 @@ axes(
 )
 analysis(
     "stale layout: where samples lie in a sorted batch is taken from the first batch",
-    "if any(way is not Way.STAYS for way in self.ways.values()):",
+    "if any(way is not Movement.STAYS for way in self.ways.values()):",
     "if False:",
     Asked("by_length"),
     "audit",
@@ -147,8 +147,8 @@ analysis(
 mutant(
     "backends/hooks/graph/movement.py",
     "unknown mover: an operation that moves samples counts as one that leaves them in place",
-    "len(known) < len(growths) or test is None:\n        return Way.MOVES",
-    "len(known) < len(growths) or test is None:\n        return Way.STAYS",
+    "len(known) < len(growths) or test is None:\n        return Movement.MOVES",
+    "len(known) < len(growths) or test is None:\n        return Movement.STAYS",
     Asked("by_length"),
     "audit",
 )

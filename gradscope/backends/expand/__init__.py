@@ -37,7 +37,13 @@ from gradscope.backends.base import (
 from gradscope.backends.expand import axes, layers  # noqa: F401  (file rules)
 from gradscope.backends.expand.facts import rules
 from gradscope.backends.expand.mode import Interpreter, probe
-from gradscope.backends.expand.tensor import TEXT, Differ, Own, PerSample, SharedWrite
+from gradscope.backends.expand.tensor import (
+    TEXT,
+    PerSample,
+    SamplesDiverge,
+    SharedWrite,
+    WriteScope,
+)
 from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch, call, map_tensors
 from gradscope.model.problem import Problem, is_model_loss, model_loss
@@ -62,7 +68,7 @@ def expand(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
 
     Coupled samples get what a batch of one gives, as with `loop`.
     """
-    own = Own.NOTHING  # a model that has written to shared tensors once will do so again
+    own = WriteScope.NOTHING  # a model that has written to shared tensors once will do so again
 
     def attempt(batch: Batch) -> LossesAndRows:
         nonlocal own
@@ -72,7 +78,7 @@ def expand(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
                 return problem.drawn(batch, run, apart=True)
             except SharedWrite as write:
                 own = write.needed
-            except Differ as difference:
+            except SamplesDiverge as difference:
                 groups: dict[str, list[int]] = {}
                 for position, key in enumerate(difference.keys):
                     groups.setdefault(key, []).append(position)
@@ -89,12 +95,12 @@ def expand(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
     yield evaluate
 
 
-def _evaluated(problem: Problem, batch: Batch, own: Own) -> LossesAndRows:
+def _evaluated(problem: Problem, batch: Batch, own: WriteScope) -> LossesAndRows:
     """Run the model, the loss and one backward pass; `own` is each sample's own.
 
     Raises:
         SharedWrite: The model writes to a tensor that samples share.
-        Differ: Samples take different ways through the model.
+        SamplesDiverge: Samples take different ways through the model.
     """
     n = len(batch)
     params = {k: _leaf(p, n) for k, p in problem.parameters.items()}

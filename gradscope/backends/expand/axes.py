@@ -8,9 +8,9 @@ from torch import Tensor
 
 from gradscope.backends.expand.facts import aten, each, facts_of, rules
 from gradscope.backends.expand.tensor import (
-    Common,
     Expansion,
     PerSample,
+    SharedResult,
     fold,
     is_shared,
     leaves,
@@ -194,11 +194,11 @@ def new_empty_strided(
 def pack(s: Expansion, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     """Return the packed entries, and the batch sizes that all samples share.
 
-    The lengths steer Python code: samples that `Differ` in them go apart.
+    The lengths steer Python code: samples of different lengths are evaluated apart.
     """
     common = lengths.common() if isinstance(lengths, PerSample) else lengths
     packed = [aten._pack_padded_sequence(row, common, batch_first) for row in s.of(x)]
-    return torch.stack([entries for entries, _ in packed]), packed[0][1].as_subclass(Common)
+    return torch.stack([entries for entries, _ in packed]), packed[0][1].as_subclass(SharedResult)
 
 
 Indices = list[Tensor | None]

@@ -53,7 +53,7 @@ _HIDDEN_WRITES = dict.fromkeys(
 
 
 @dataclass(frozen=True)
-class Facts:
+class OperatorFacts:
     """What is known of an operator."""
 
     key: str  # its full name, without the namespace of torch's own
@@ -95,7 +95,7 @@ class Facts:
 
 
 @cache
-def facts_of(func: Any) -> Facts:
+def facts_of(func: Any) -> OperatorFacts:
     """Read the schema and the tags of an operator."""
     schema = func._schema
     name = schema.name.partition("::")[2]
@@ -112,7 +112,7 @@ def facts_of(func: Any) -> Facts:
     functional = getattr(packet, func._overloadname, func)  # what it is the in-place form of
     tagged = torch.Tag.pointwise in {*func.tags, *functional.tags} and base not in _NOT_POINTWISE
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    return Facts(
+    return OperatorFacts(
         key=str(func).removeprefix("aten."),
         name=name,
         overload=func._overloadname,

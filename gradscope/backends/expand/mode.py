@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradscope.backends.expand.facts import Facts, aten, facts_of, rules
+from gradscope.backends.expand.facts import OperatorFacts, aten, facts_of, rules
 from gradscope.backends.expand.tensor import (
     Expansion,
-    Own,
     PerSample,
     SharedWrite,
+    WriteScope,
     leaves,
     refuse,
     same_as,
@@ -37,7 +37,7 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fixed: Draws each sample's random numbers.
     """
 
-    def __init__(self, n: int, own: Own, fixed: Fixed | None = None) -> None:
+    def __init__(self, n: int, own: WriteScope, fixed: Fixed | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.samples = Expansion(n)
         self.own, self.fixed = own, fixed
@@ -73,7 +73,7 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refusal = error
             raise
 
-    def _run(self, facts: Facts, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _run(self, facts: OperatorFacts, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         found = [t for t in tensors_of(args, kwargs) if isinstance(t, PerSample)]
         if not found:
             return self._constant(facts, func, args, kwargs)
@@ -85,7 +85,7 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return view(facts.name, func, args, kwargs)
         if targets := facts.targets(args, kwargs):
             self._check(targets, facts)
-        elif self.own < Own.RESULTS and all(t.shared for t in found) and not facts.makes_new:
+        elif self.own < WriteScope.RESULTS and all(t.shared for t in found) and not facts.makes_new:
             # once what has the same arguments for all samples; the result is shared too
             one, named = leaves(
                 lambda t: t.physical[0] if isinstance(t, PerSample) else t, (args, kwargs)
@@ -109,23 +109,23 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
         return tuple(parts) if several else parts[0]
 
-    def _constant(self, facts: Facts, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _constant(self, facts: OperatorFacts, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator without per-sample arguments."""
         result = func(*args, **kwargs)
-        if self.own < Own.EVERYTHING or facts.view or facts.may_write:
+        if self.own < WriteScope.EVERYTHING or facts.view or facts.may_write:
             return result
         if facts.key == "empty.memory_format" and result.dtype in _INTEGERS:
             return result  # torch's own code makes such tables and writes to their memory
         return leaves(lambda t: PerSample(self.samples.expanded(t).contiguous()), result)
 
-    def _check(self, targets: list[Tensor], facts: Facts) -> None:
+    def _check(self, targets: list[Tensor], facts: OperatorFacts) -> None:
         """See that what is written to holds one value a sample."""
         if facts.overload.endswith("out") and not facts.pointwise:
             refuse(f"{facts.name} has an argument out=", "Assign the result instead.")
         for target in targets:
             if isinstance(target, PerSample) and not target.shared and not target.lazy:
                 continue
-            needed = Own.RESULTS if isinstance(target, PerSample) else Own.EVERYTHING
+            needed = WriteScope.RESULTS if isinstance(target, PerSample) else WriteScope.EVERYTHING
             if self.own < needed and not target.is_conj():
                 raise SharedWrite(needed)
             refuse(
@@ -236,8 +236,8 @@ def pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def sample_by_sample(s: Expansion, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Return the physical results of any operator, applied to each sample and stacked.
 
-    What it writes to is written through slices. Raises `Differ` where samples have results of
-    different shapes, or different answers.
+    What it writes to is written through slices. Raises `SamplesDiverge` where samples have
+    results of different shapes, or different answers.
     """
 
     def of_sample(i: int) -> Any:
@@ -265,7 +265,7 @@ def probe() -> None:
         Exception: This torch has other ways.
     """
     raw = torch.zeros(2, 3, 4, dtype=torch.complex64, device="cpu")
-    with Interpreter(2, Own.NOTHING) as mode:
+    with Interpreter(2, WriteScope.NOTHING) as mode:
         x = PerSample(raw, requires_grad=True)
         y = (x + 1).t_().conj()
         (gradient,) = torch.autograd.grad(y.real.sum(), x)

@@ -19,7 +19,7 @@ from gradscope.errors import UnsupportedError
 TEXT = ", samples="  # part of a tensor's text
 
 
-class Own(IntEnum):
+class WriteScope(IntEnum):
     """What is each sample's own from the start, so that per-sample values can be written to it.
 
     The less, the more is computed once for all samples.
@@ -36,12 +36,12 @@ class SharedWrite(BaseException):
     A signal, which the model's own `except Exception` must not catch.
     """
 
-    def __init__(self, needed: Own) -> None:
+    def __init__(self, needed: WriteScope) -> None:
         super().__init__(needed)
         self.needed = needed
 
 
-class Differ(BaseException):
+class SamplesDiverge(BaseException):
     """Samples take different ways through the model, which their `keys` name; a signal too."""
 
     def __init__(self, keys: list[str]) -> None:
@@ -55,9 +55,9 @@ def refuse(what: str, remedy: str = ANOTHER) -> NoReturn:
 
 
 def same_as(keys: list[str]) -> None:
-    """Raise `Differ` unless all samples have the same key."""
+    """Raise `SamplesDiverge` unless all samples have the same key."""
     if any(key != keys[0] for key in keys):
-        raise Differ(keys)
+        raise SamplesDiverge(keys)
 
 
 class PerSample(Tensor):
@@ -119,7 +119,7 @@ class PerSample(Tensor):
         return is_shared(self.raw)
 
     def common(self) -> Tensor:
-        """Return the value (*shape) that all samples have; raise `Differ` where they differ."""
+        """Return the value (*shape) of all samples; raise `SamplesDiverge` where they differ."""
         values = self.physical
         if not self.shared:
             same_as([str(value.tolist()) for value in values])
@@ -160,7 +160,7 @@ class PerSample(Tensor):
         return f"PerSample({tuple(self.shape)}{TEXT}{self.raw.shape[0]})"
 
 
-class Common(Tensor):
+class SharedResult(Tensor):
     """A rule's result that all samples have in common, to be handed to the model as it is."""
 
 
@@ -187,7 +187,7 @@ class Expansion:
 
     def wrap(self, t: Tensor) -> Tensor:
         """Wrap the physical tensor (n, *shape) that a rule returned."""
-        if isinstance(t, Common):
+        if isinstance(t, SharedResult):
             return t.as_subclass(Tensor)
         if t.dim() == 0 or t.shape[0] != self.n:
             refuse(f"a result {tuple(t.shape)} has no axis of {self.n} samples")

@@ -28,7 +28,7 @@ from gradscope.backends.hooks import recurrent
 from gradscope.backends.hooks.evidence import are_apart
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.analysis import OTHERS, Analysis, FrontierEdge, analyse
-from gradscope.backends.hooks.graph.axes import Axis, Marks, SpreadError, row_axis
+from gradscope.backends.hooks.graph.axes import Axis, OwnerWeights, SpreadError, row_axis
 from gradscope.backends.hooks.graph.ownership import analyse_owners
 from gradscope.backends.hooks.graph.trace import Output, Trace, trace
 from gradscope.backends.hooks.isolation import isolating
@@ -422,7 +422,7 @@ class _Program:
         late = sorted(axes, key=lambda k: -internals.moment(recorded.nodes[k[0]]))
         given = {k: gradient for k in late if (gradient := at.get(k)) is not None}
         wanted = {k: gradient for k, gradient in given.items() if gradient.numel()}
-        marks = Marks.of(recorded.losses.detach()[0], self.evaluations, recorded.dtypes)
+        marks = OwnerWeights.of(recorded.losses.detach()[0], self.evaluations, recorded.dtypes)
         passes = [recorded.gradients([*wanted], weights) for weights in marks.weights]
         own: dict[Output, Axis] = {}
         for output, once in wanted.items():

@@ -34,7 +34,7 @@ _TRIED, _CUTS = 7, ((0, 3), (3, 4), (4, 7))  # made-up samples, and the parts th
 _TOLERANCE = 1e-6  # of the largest number of its kind
 
 
-class Earlier(NamedTuple):
+class FirstPass(NamedTuple):
     """What a reducer waits for: the result of another one over all samples."""
 
     stage: Stage  # the other reducer as it is written
@@ -66,7 +66,7 @@ class Reducer(NamedTuple):
     raw: bool = False
     powers: frozenset[int] = frozenset()
     additive: bool = False
-    earlier: Earlier | None = None
+    earlier: FirstPass | None = None
     note: str = ""
     separate: bool = False
 

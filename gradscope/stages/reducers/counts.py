@@ -24,7 +24,7 @@ _MOST = 2**24  # bins
 _DIGITS = 40  # cells are no finer than so many binary digits below the largest coordinate
 
 
-class Scale(NamedTuple):
+class BinScale(NamedTuple):
     """A coordinate in which bins are equally wide."""
 
     forward: Callable[[Tensor], Tensor]  # from values; -inf where a value has no place in it
@@ -107,7 +107,7 @@ def _given(edges: Tensor) -> Reducer:
     return _reducer(counted, merged, lambda reach: edges)
 
 
-def _found(scale: Scale, bins: int) -> Reducer:
+def _found(scale: BinScale, bins: int) -> Reducer:
     """Count in cells whose width follows the values."""
 
     def grid(reach: Tensor) -> tuple[int, int]:
@@ -184,7 +184,7 @@ def _cell(x: float, exponent: int) -> int:
     return -1 if x < 0 and cell == 0 else cell
 
 
-def _symlog(linear: float) -> Scale:
+def _symlog(linear: float) -> BinScale:
     def forward(x: Tensor) -> Tensor:
         return x.sign() * (x.abs() / linear).log1p() / _LN2
 
@@ -194,9 +194,9 @@ def _symlog(linear: float) -> Scale:
         large = torch.exp2(size + log2(linear))  # where the 1 no longer counts, without overflow
         return y.sign() * torch.where(size < 60, small, large)
 
-    return Scale(forward, back, finest=-300)
+    return BinScale(forward, back, finest=-300)
 
 
 _LN2 = log(2)
-_LINEAR = Scale(lambda x: x, lambda y: y, finest=-1000)
-_LOG = Scale(lambda x: x.clamp_min(0).log2(), torch.exp2, finest=-_DIGITS)
+_LINEAR = BinScale(lambda x: x, lambda y: y, finest=-1000)
+_LOG = BinScale(lambda x: x.clamp_min(0).log2(), torch.exp2, finest=-_DIGITS)

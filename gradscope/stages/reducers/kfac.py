@@ -44,7 +44,7 @@ from gradscope.errors import InputError, SpecError, UnsupportedError
 from gradscope.process.memory import slices
 from gradscope.stages.reducers.base import (
     TILE_BYTES,
-    Earlier,
+    FirstPass,
     Part,
     Reducer,
     State,
@@ -320,7 +320,7 @@ def ekfac(with_: Vector | None = None, full: int = 512) -> Reducer:
     def after(found: Mapping[str, Tensor]) -> Reducer:  # the earlier pass saw the same samples
         return _within(found, known=_diagonals(found))
 
-    earlier = Earlier(stage, kfac("mean", "column", full), after, _of_the_same_sizes)
+    earlier = FirstPass(stage, kfac("mean", "column", full), after, _of_the_same_sizes)
     return Reducer(_waiting, added, dict, raw=True, earlier=earlier)
 
 

@@ -9,9 +9,9 @@ import torch
 from gradscope.backends.hooks.graph import axes as module
 from gradscope.backends.hooks.graph.axes import (
     CONSTANT,
-    Combinations,
-    Marks,
     OwnedAxis,
+    OwnerPasses,
+    OwnerWeights,
     SampleAxis,
     growth,
     layouts,
@@ -87,7 +87,7 @@ def test_a_nan_proves_nothing() -> None:
     assert support(gradient, 1).tolist() == [False, True]
 
 
-def marked(values: torch.Tensor, owner: torch.Tensor, marks: Marks) -> list[torch.Tensor]:
+def marked(values: torch.Tensor, owner: torch.Tensor, marks: OwnerWeights) -> list[torch.Tensor]:
     """The gradients (entries, w) of the weighted losses, where an owner of -1 has none."""
     return [values * w[owner.clamp_min(0)].unsqueeze(1) for w in marks.weights]
 
@@ -100,7 +100,7 @@ def test_owners_are_read_off_marked_gradients(axis: int, dtype: torch.dtype, n: 
     owner = torch.randint(-1, n, (3 * n,), generator=generator)
     values = (torch.rand(3 * n, 4, generator=generator) + 0.1).to(dtype)
     values[owner == -1] = 0
-    marks = Marks.of(values.new_zeros(n), seed=3)
+    marks = OwnerWeights.of(values.new_zeros(n), seed=3)
     pair = (values, marked(values, owner, marks))
     if axis == 1:
         pair = (values.T, [t.T for t in pair[1]])
@@ -115,7 +115,7 @@ def test_an_entry_of_two_samples_has_no_owner(share: float, dtype: torch.dtype) 
     """Whatever the marks are, bar chance: also in equal shares, whose mark is the middle."""
     seen = 0
     for seed in range(20):
-        marks = Marks.of(torch.zeros(6, dtype=dtype), seed)
+        marks = OwnerWeights.of(torch.zeros(6, dtype=dtype), seed)
         gradient = torch.ones(6, 3, dtype=dtype)
         gradient[2] = 0.3
         every = [w.unsqueeze(1) * gradient for w in marks.weights]
@@ -134,7 +134,10 @@ def test_a_number_of_two_samples_passes_by_chance_seldom(n: int) -> None:
     """Where there is nothing else to go by, of a thousand samples one in eight, in one pass."""
     taken, generator = 0, torch.Generator().manual_seed(n)
     for seed in range(300):
-        marks, both = Marks.of(torch.zeros(n), seed), torch.randperm(n, generator=generator)[:2]
+        marks, both = (
+            OwnerWeights.of(torch.zeros(n), seed),
+            torch.randperm(n, generator=generator)[:2],
+        )
         assert len(marks.weights) == 1
         with suppress(ValueError):
             owned(
@@ -145,13 +148,13 @@ def test_a_number_of_two_samples_passes_by_chance_seldom(n: int) -> None:
 
 
 def test_what_cancels_belongs_to_both() -> None:
-    marks = Marks.of(torch.zeros(2), seed=0)
+    marks = OwnerWeights.of(torch.zeros(2), seed=0)
     (weighted,) = (torch.stack([w, (w[0] - w[1]).expand(2)]) for w in marks.weights)
     with pytest.raises(ValueError, match="several samples"):
         owned(torch.tensor([[1.0, 1.0], [0.0, 0.0]]), [weighted], (0,), marks)
 
 
-def in_passes(values: torch.Tensor, parts: dict[int, float], some: Combinations) -> list[Any]:
+def in_passes(values: torch.Tensor, parts: dict[int, float], some: OwnerPasses) -> list[Any]:
     """The gradients of each pass, of values to which so much of several samples adds."""
     shares = [sum(share * w[k] for k, share in parts.items()) for w in some.weights]
     return [values * share for share in shares]
@@ -163,7 +166,7 @@ def test_passes_with_some_samples_show_owners_exactly(n: int, dtype: torch.dtype
     """Whatever rounding does to the numbers, and down to the smallest there are."""
     generator = torch.Generator().manual_seed(n)
     owner = torch.randint(-1, n, (2 * n,), generator=generator)
-    some = Combinations.of(torch.zeros(n, dtype=dtype), seed=1)
+    some = OwnerPasses.of(torch.zeros(n, dtype=dtype), seed=1)
     size = torch.rand(2 * n, 3, generator=generator).to(dtype) + 0.5
     size[::2] = torch.finfo(dtype).smallest_normal / 4
     passes = []
@@ -180,7 +183,7 @@ def test_passes_with_some_samples_show_owners_exactly(n: int, dtype: torch.dtype
 @pytest.mark.parametrize("share", [1.0, 1e-3, 1e-6, -1.0])
 @pytest.mark.parametrize("size", [1.0, 1e-8, 1e-30])
 def test_a_little_of_another_sample_is_seen_at_any_size(n: int, share: float, size: float) -> None:
-    some = Combinations.of(torch.zeros(n), seed=1)
+    some = OwnerPasses.of(torch.zeros(n), seed=1)
     for other in range(1, n):
         passes = in_passes(torch.full((4, 2), size), {0: 1.0, other: share}, some)
         with pytest.raises(ValueError, match="several samples"):
@@ -188,7 +191,7 @@ def test_a_little_of_another_sample_is_seen_at_any_size(n: int, share: float, si
 
 
 def test_rounding_that_vanishes_in_some_passes_is_left_to_single_ones() -> None:
-    some = Combinations.of(torch.zeros(8), seed=1)
+    some = OwnerPasses.of(torch.zeros(8), seed=1)
     seen = list(some.chosen.T.clone())
     seen[int(some.chosen[3].nonzero()[0])][3] = False
     with pytest.raises(ValueError, match="several samples"):
@@ -211,7 +214,7 @@ def test_an_axis_of_positions_is_found_at_once(
         module, "owned", lambda once, *rest: (tried.append(1), owned(once, *rest))[1]
     )
     rows = torch.arange(15).reshape(3, 5)
-    marks, values = Marks.of(torch.zeros(5), 0), torch.rand(3, 5, 4) + 0.1
+    marks, values = OwnerWeights.of(torch.zeros(5), 0), torch.rand(3, 5, 4) + 0.1
     weighted = [(values * w[:, None]).permute(axes) for w in marks.weights]
     samples = SampleAxis(axes.index(0))
     found = row_axis(values.permute(axes), weighted, samples, rows, marks)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradscope.backends.hooks.graph.axes import Combinations, binary
+from gradscope.backends.hooks.graph.axes import OwnerPasses, binary
 from gradscope.backends.hooks.graph.ownership import owned_axes
 from gradscope.errors import RefusedError
 from gradscope.scope import Scope
@@ -186,7 +186,7 @@ def test_entries_have_owners_along_as_few_axes_as_will_do(
 
 @pytest.mark.parametrize("n", [2, 6, 50])
 def test_what_two_samples_share_is_seen_whoever_they_are(n: int) -> None:
-    some = Combinations.of(torch.zeros(n), seed=0)
+    some = OwnerPasses.of(torch.zeros(n), seed=0)
     for first in range(n):
         both = some.chosen | some.chosen[first]
         _, shared = some.owners(binary(both.T))

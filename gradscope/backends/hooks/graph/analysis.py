@@ -16,10 +16,10 @@ from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.axes import (
     CONSTANT,
     Axis,
-    Combinations,
     Growth,
-    Marks,
     OwnedAxis,
+    OwnerPasses,
+    OwnerWeights,
     SampleAxis,
     growth,
     layouts,
@@ -29,7 +29,13 @@ from gradscope.backends.hooks.graph.axes import (
     owned_singly,
     support,
 )
-from gradscope.backends.hooks.graph.movement import Followed, Known, Owners, Way, ways
+from gradscope.backends.hooks.graph.movement import (
+    Movement,
+    Owners,
+    OwnersKnown,
+    OwnerTracker,
+    ways,
+)
 from gradscope.backends.hooks.graph.trace import Output, RecordedProgram, Trace
 from gradscope.errors import CoupledSamplesError, UnsupportedError
 from gradscope.model.problem import summed
@@ -61,7 +67,7 @@ class Analysis:
     open: dict[Output, tuple[int, ...]]
     # the nodes on samples, the losses' first, and how samples go through each of their inputs
     order: tuple[int, ...]
-    ways: dict[tuple[int, int], Way]
+    ways: dict[tuple[int, int], Movement]
     # every edge by which a selected parameter's influence reaches samples
     frontier: tuple[FrontierEdge, ...]
     # how each output that grows with the batch does, None where several axes do
@@ -70,7 +76,7 @@ class Analysis:
     @property
     def moves(self) -> bool:
         """Whether an operation moves samples, so that it may read more than one of them."""
-        return any(way is Way.MOVES for way in self.ways.values())
+        return any(way is Movement.MOVES for way in self.ways.values())
 
     def fits(self, other: Trace) -> bool:
         """Whether another forward pass is this program, up to the number of samples."""
@@ -110,15 +116,15 @@ class Analysis:
             UnsupportedError: An entry belongs to no single sample.
         """
         known: dict[Output, Owners] = {}
-        if any(way is not Way.STAYS for way in self.ways.values()):
-            known = Followed(batch, self.order, self.ways, self.sizes, self.axes).owners()
+        if any(way is not Movement.STAYS for way in self.ways.values()):
+            known = OwnerTracker(batch, self.order, self.ways, self.sizes, self.axes).owners()
         found: dict[Output, Axis] = {}
         unknown: dict[Output, tuple[int, ...]] = {}
         for output in at:
-            axis, owners = self.axes.get(output), known.get(output, Known.IN_ORDER)
+            axis, owners = self.axes.get(output), known.get(output, OwnersKnown.IN_ORDER)
             if isinstance(owners, Tensor):
                 found[output] = OwnedAxis(self._axes(output)[0], owners)
-            elif axis is not None and owners is Known.IN_ORDER:
+            elif axis is not None and owners is OwnersKnown.IN_ORDER:
                 found[output] = axis
             elif output in self.axes or output in self.open:
                 unknown[output] = self._axes(output)
@@ -157,7 +163,7 @@ class Analysis:
         return (grows[0],)
 
 
-class _Attempt(NamedTuple):
+class _OwnerSearch(NamedTuple):
     """A way to find the owners of entries by backward passes."""
 
     weights: Tensor  # (passes, n), of the losses
@@ -167,18 +173,20 @@ class _Attempt(NamedTuple):
     find: Callable[[Tensor, list[Tensor], tuple[int, ...]], OwnedAxis]
 
 
-def _attempts(batch: Trace, seed: int) -> Iterator[_Attempt]:
+def _attempts(batch: Trace, seed: int) -> Iterator[_OwnerSearch]:
     """Yield the ways to find owners, each slower than the one before and more certain."""
     losses = batch.losses.detach()
-    marks = Marks.of(losses, seed, batch.dtypes)
-    yield _Attempt(
+    marks = OwnerWeights.of(losses, seed, batch.dtypes)
+    yield _OwnerSearch(
         marks.weights, lambda t, axes: t, lambda once, t, axes: owned(once, t, axes, marks)
     )
-    some = Combinations.of(losses, seed)
+    some = OwnerPasses.of(losses, seed)
     if len(some.weights) < batch.n:
-        yield _Attempt(some.weights, nonzero, lambda once, t, axes: owned_exactly(t, axes, some))
+        yield _OwnerSearch(
+            some.weights, nonzero, lambda once, t, axes: owned_exactly(t, axes, some)
+        )
     every = torch.eye(batch.n, dtype=losses.dtype, device=losses.device)
-    yield _Attempt(every, nonzero, lambda once, t, axes: owned_singly(t, axes))
+    yield _OwnerSearch(every, nonzero, lambda once, t, axes: owned_singly(t, axes))
 
 
 def _passes(
@@ -222,8 +230,10 @@ def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
     inputs = {node for node in on_samples if internals.leaf(first.nodes[node]) is not None}
     needed = {edge.node for edge in frontier} | inputs
     order, how = ways(first, second, sizes)
-    moved = {first.edges[node][slot] for (node, slot), way in how.items() if way is not Way.STAYS}
-    at_moves = {node for (node, _), way in how.items() if way is not Way.STAYS}
+    moved = {
+        first.edges[node][slot] for (node, slot), way in how.items() if way is not Movement.STAYS
+    }
+    at_moves = {node for (node, _), way in how.items() if way is not Movement.STAYS}
     also = {
         k: v
         for k, v in sizes.items()
@@ -349,7 +359,7 @@ def _layouts_by_use(
     trace: Trace,
     outputs: Iterable[Output],
     sizes: Mapping[Output, Growth | None],
-    how: Mapping[tuple[int, int], Way],
+    how: Mapping[tuple[int, int], Movement],
 ) -> dict[Output, SampleAxis]:
     """Find layouts of outputs all of whose uses leave the samples in place.
 
@@ -364,7 +374,8 @@ def _layouts_by_use(
     plain = {
         output: users
         for output, users in uses.items()
-        if users and all(how.get(k) is Way.STAYS and len(trace.shapes[k[0]]) == 1 for k in users)
+        if users
+        and all(how.get(k) is Movement.STAYS and len(trace.shapes[k[0]]) == 1 for k in users)
     }
     grown = {
         (node, 0): grows

@@ -180,7 +180,7 @@ def support(gradient: Tensor, axis: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Marks:
+class OwnerWeights:
     """Weights of the losses by which a gradient tells whose it is.
 
     A sample's number is written in digits, and each digit is a weight of its own in one backward
@@ -196,7 +196,7 @@ class Marks:
     eps: float = 0.0  # of the narrowest numbers that gradients go through
 
     @classmethod
-    def of(cls, losses: Tensor, seed: int, reached: Iterable[torch.dtype] = ()) -> "Marks":
+    def of(cls, losses: Tensor, seed: int, reached: Iterable[torch.dtype] = ()) -> "OwnerWeights":
         """Return marks for losses (n,), whose gradients go through numbers of the dtypes given."""
         n, digits = len(losses), 1
         dtypes = {dtype.to_real() for dtype in (losses.dtype, *reached)}
@@ -230,7 +230,7 @@ class Marks:
 
 
 @dataclass(frozen=True, eq=False)
-class Combinations:
+class OwnerPasses:
     """Passes in which some of the samples take part, so that a gradient tells whose it is exactly.
 
     Each sample has a combination of passes of its own, all of the same size. A gradient to which no
@@ -244,7 +244,7 @@ class Combinations:
     chosen: Tensor  # (n, passes) bool
 
     @classmethod
-    def of(cls, losses: Tensor, seed: int) -> "Combinations":
+    def of(cls, losses: Tensor, seed: int) -> "OwnerPasses":
         """Return passes for losses (n,); weights of their own keep samples from cancelling."""
         n, passes = len(losses), 1
         while comb(passes, passes // 2) < n:
@@ -283,7 +283,7 @@ _DIGITS = {torch.float64: 2**16, torch.float32: 2**10, torch.bfloat16: 2**6}
 
 
 def owned(
-    gradient: Tensor, weighted: Sequence[Tensor], axes: tuple[int, ...], marks: Marks
+    gradient: Tensor, weighted: Sequence[Tensor], axes: tuple[int, ...], marks: OwnerWeights
 ) -> OwnedAxis:
     """Find the owner of each entry of an axis by marks, which rounding may hide.
 
@@ -319,7 +319,7 @@ def owned(
 
 
 def owned_exactly(
-    touched: Sequence[Tensor], axes: tuple[int, ...], passes: Combinations
+    touched: Sequence[Tensor], axes: tuple[int, ...], passes: OwnerPasses
 ) -> OwnedAxis:
     """Find the owner of each entry of an axis, or several, by where each pass is not zero.
 
@@ -367,7 +367,7 @@ def _largest(rows: Tensor) -> Tensor:
 
 
 def row_axis(
-    gradient: Tensor, weighted: Sequence[Tensor], axis: Axis, rows: Tensor, marks: Marks
+    gradient: Tensor, weighted: Sequence[Tensor], axis: Axis, rows: Tensor, marks: OwnerWeights
 ) -> Axis:
     """Find which row owns each entry of an output, where positions are kept apart.
 

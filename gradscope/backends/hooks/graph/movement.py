@@ -36,7 +36,7 @@ VIEWS = frozenset(
 
 
 @dataclass(frozen=True)
-class Passage:
+class AxisPassage:
     """A value with a sample axis, on its way through an operation."""
 
     name: str  # the operation's kind without "Backward0"
@@ -64,7 +64,10 @@ class Passage:
         )
 
 
-class Way(Enum):
+AxisTest = Callable[[AxisPassage], bool]
+
+
+class Movement(Enum):
     """How the samples' entries go through an operation."""
 
     STAYS = "in place, or moved the same way in every batch"
@@ -74,7 +77,7 @@ class Way(Enum):
 
 def ways(
     first: Trace, second: Trace, sizes: Mapping[Output, Growth | None]
-) -> tuple[tuple[int, ...], dict[tuple[int, int], Way]]:
+) -> tuple[tuple[int, ...], dict[tuple[int, int], Movement]]:
     """Return the nodes on samples, the losses first, and the way through each of their inputs.
 
     Args:
@@ -111,7 +114,7 @@ def named(kind: str) -> str:
 
 def _way(
     first: Trace, second: Trace, sizes: Mapping[Output, Growth | None], node: int, slot: int
-) -> Way:
+) -> Movement:
     """Return the way of the value in `slot` through a node."""
     source, output = first.edges[node][slot]
     grown = [k for k in range(len(first.shapes[node])) if (node, k) in sizes]
@@ -119,9 +122,9 @@ def _way(
     known = [growth for growth in growths if growth is not None]
     test = _TESTS.get(named(first.kinds[node]))
     if not grown or len(known) < len(growths) or test is None:
-        return Way.MOVES
+        return Movement.MOVES
     fixed = test(
-        Passage(
+        AxisPassage(
             name=named(first.kinds[node]),
             saved=partial(internals.saved, first.nodes[node]),
             again=partial(internals.saved, second.nodes[node]),
@@ -135,22 +138,24 @@ def _way(
         )
     )
     if not fixed:
-        return Way.MOVES
-    return Way.STAYS if all(positions is not None for _, positions in known) else Way.KEEPS
+        return Movement.MOVES
+    return (
+        Movement.STAYS if all(positions is not None for _, positions in known) else Movement.KEEPS
+    )
 
 
-def _aligned(p: Passage) -> bool:
+def _aligned(p: AxisPassage) -> bool:
     """Entry by entry, with broadcasting: axes are counted from the last."""
     return p.rank - p.axis == p.out_rank - p.out_axis
 
 
-def _other_axes(p: Passage) -> bool:
+def _other_axes(p: AxisPassage) -> bool:
     """Operations along given axes, which are not that of the samples."""
     given = [a for axes in p.axes for a in _listed(axes)]
     return bool(given) and all(a % p.rank != p.axis for a in given)
 
 
-def _sliced(p: Passage) -> bool:
+def _sliced(p: AxisPassage) -> bool:
     """A part of each sample; or a part of the batch, always at the same share of it."""
     if _other_axes(p):
         return True
@@ -159,16 +164,16 @@ def _sliced(p: Passage) -> bool:
     return p.in_proportion("split_sizes" if p.name == "SplitWithSizes" else "split_size")
 
 
-def _padded(p: Passage) -> bool:
+def _padded(p: AxisPassage) -> bool:
     """Filled up; the numbers come in pairs, from the last axis on."""
     at = 2 * (p.rank - 1 - p.axis)
     return p.in_place and not any(p.saved("pad")[at : at + 2])
 
 
-def _product(first: int) -> Callable[[Passage], bool]:
+def _product(first: int) -> Callable[[AxisPassage], bool]:
     """Matrix products whose factors are the slots `first` and the next: free axes stay."""
 
-    def test(p: Passage) -> bool:
+    def test(p: AxisPassage) -> bool:
         if p.slot not in (first, first + 1):
             return _aligned(p)
         free = p.rank - 2 if p.slot == first else p.rank - 1
@@ -178,19 +183,19 @@ def _product(first: int) -> Callable[[Passage], bool]:
     return test
 
 
-def _grouped(p: Passage) -> bool:
+def _grouped(p: AxisPassage) -> bool:
     """Rows (or columns) in groups one after the other, each times a matrix of its own."""
     if p.saved("offs") is None:
         return _product(0)(p)
     return p.rank == p.out_rank == 2 and p.axis == p.out_axis == p.slot
 
 
-def _along_channels(p: Passage) -> bool:
+def _along_channels(p: AxisPassage) -> bool:
     """Weights and biases (n · c,) for values (1, n · c, ...), as in instance normalisation."""
     return p.slot in (1, 2) and p.rank == 1 and p.out_axis == 1
 
 
-def _time_major(p: Passage) -> bool:
+def _time_major(p: AxisPassage) -> bool:
     """Recurrent layers, values (t, n, ·) and states (n, ·) or (layers, n, ·)."""
     return p.out_axis == 1 and p.axis == (0 if p.rank == 2 else 1)
 
@@ -201,11 +206,11 @@ def _listed(axis: Any) -> Sequence[int]:
     return tuple(axis) if isinstance(axis, tuple | list) else (axis,)
 
 
-def _named(test: Callable[[Passage], bool], names: str) -> dict[str, Callable[[Passage], bool]]:
+def _named(test: AxisTest, names: str) -> dict[str, AxisTest]:
     return dict.fromkeys(names.split(), test)
 
 
-_TESTS: Mapping[str, Callable[[Passage], bool]] = {
+_TESTS: Mapping[str, AxisTest] = {
     **_named(
         _aligned,
         "Abs Acos Acosh Add Addcdiv Addcmul Angle Asin Asinh Atan Atan2 Atanh BinaryCrossEntropy "
@@ -279,14 +284,14 @@ _TESTS: Mapping[str, Callable[[Passage], bool]] = {
 }
 
 
-class Known(Enum):
+class OwnersKnown(Enum):
     """What is known of an output's owners when it is not a list of them."""
 
     IN_ORDER = "as in the batch that was analysed"
     NOTHING = "not which"
 
 
-Owners = Tensor | Known  # (entries of the axis,) int64, -1 for those that belong to nobody
+Owners = Tensor | OwnersKnown  # (entries of the axis,) int64, -1 for those that belong to nobody
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,18 +312,18 @@ class Step:
 
 
 @dataclass(frozen=True, eq=False)
-class Followed:
+class OwnerTracker:
     """Follows one batch of an analysed program."""
 
     batch: Trace
     order: tuple[int, ...]  # of the nodes on samples, the losses' first
-    ways: Mapping[tuple[int, int], Way]  # by node and slot, of the inputs on samples
+    ways: Mapping[tuple[int, int], Movement]  # by node and slot, of the inputs on samples
     sizes: Mapping[Output, Growth | None]
     axes: Mapping[Output, SampleAxis]  # of the batch that was analysed
 
     def owners(self) -> dict[Output, Owners]:
         """Return what is known of each output on samples that has a gradient."""
-        found: dict[Output, Owners] = dict.fromkeys(self._outputs(0), Known.IN_ORDER)
+        found: dict[Output, Owners] = dict.fromkeys(self._outputs(0), OwnersKnown.IN_ORDER)
         for node in self.order:
             arrived = {k: found[k] for k in self._outputs(node) if k in found}
             if not arrived:
@@ -337,20 +342,20 @@ class Followed:
         return [output for output in outputs if output in self.sizes]
 
     def _before(
-        self, output: Output, owners: Owners, slot: int, source: Output, way: Way
+        self, output: Output, owners: Owners, slot: int, source: Output, way: Movement
     ) -> Owners:
         """Return the owners of an operation's input, by those of one of its outputs."""
-        if owners is Known.IN_ORDER and way is Way.STAYS:
+        if owners is OwnersKnown.IN_ORDER and way is Movement.STAYS:
             return owners
         listed, sizes = self._listed(output, owners), (self.sizes[source], self.sizes[output])
         if sizes[0] is None or sizes[1] is None:
-            return Known.NOTHING
+            return OwnersKnown.NOTHING
         node = output[0]
         given, made = self.batch.shapes[source[0]][source[1]], self.batch.shapes[node][output[1]]
         if not prod(given) or not prod(made):  # no entry has a gradient from here
             return torch.full((given[sizes[0][0]],), -1, device=self.batch.losses.device)
         if listed is None:
-            return Known.NOTHING
+            return OwnersKnown.NOTHING
         name = named(self.batch.kinds[node])
         step = Step(
             saved=partial(internals.saved, self.batch.nodes[node]),
@@ -360,20 +365,20 @@ class Followed:
             out_shape=made,
             out_axis=sizes[1][0],
         )
-        if way is Way.MOVES:
+        if way is Movement.MOVES:
             test = _MOVES.get(name)
             found = None if test is None else test(step, listed)
         elif name in VIEWS:
             found = _viewed(step, listed)
         else:
             found = listed if step.length == len(listed) else None
-        return Known.NOTHING if found is None else found
+        return OwnersKnown.NOTHING if found is None else found
 
     def _listed(self, output: Output, owners: Owners) -> Tensor | None:
         """Return the list of an output's owners, or None where it is not known."""
         if isinstance(owners, Tensor):
             return owners
-        axis = self.axes.get(output) if owners is Known.IN_ORDER else None
+        axis = self.axes.get(output) if owners is OwnersKnown.IN_ORDER else None
         if axis is None:
             return None
         return axis.owners(self.batch.n, self.batch.losses.device)
@@ -386,17 +391,17 @@ class Followed:
                 continue
             a, b = self._listed(output, first), self._listed(output, other)
             if a is None or b is None or not _compatible(a, b):
-                return Known.NOTHING
+                return OwnersKnown.NOTHING
             first = torch.where(a < 0, b, a)
         return first
 
     def _simplest(self, output: Output, owners: Owners) -> Owners:
         """Return that the owners are in order where they are."""
-        if isinstance(owners, Known):
+        if isinstance(owners, OwnersKnown):
             return owners
-        usual = self._listed(output, Known.IN_ORDER)
+        usual = self._listed(output, OwnersKnown.IN_ORDER)
         in_order = usual is not None and _compatible(usual, owners)
-        return Known.IN_ORDER if in_order else owners
+        return OwnersKnown.IN_ORDER if in_order else owners
 
 
 def _compatible(a: Tensor, b: Tensor) -> bool:

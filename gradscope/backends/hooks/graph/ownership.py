@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.analysis import Analysis, FrontierEdge, downstream, refused
-from gradscope.backends.hooks.graph.axes import Combinations, SpreadError
+from gradscope.backends.hooks.graph.axes import OwnerPasses, SpreadError
 from gradscope.backends.hooks.graph.movement import VIEWS, named
 from gradscope.backends.hooks.graph.trace import Output, RecordedProgram, Trace
 
@@ -40,7 +40,7 @@ def analyse_owners(trace: Trace, parameters: set[int], seed: int) -> Analysis:
     }
     given = [k for k, leaf in leaves.items() if id(leaf) in parameters]
     wanted = downstream(trace, given)
-    some = Combinations.of(trace.losses.detach(), seed)
+    some = OwnerPasses.of(trace.losses.detach(), seed)
     numbers = _numbers(trace, sorted(wanted - {*given}), leaves, some)
     for k, leaf in leaves.items():
         if id(leaf) not in parameters and leaf.shape[:1] == (trace.n,):
@@ -77,7 +77,7 @@ def analyse_owners(trace: Trace, parameters: set[int], seed: int) -> Analysis:
 
 
 def _numbers(
-    trace: Trace, nodes: list[int], leaves: dict[int, Tensor], some: Combinations
+    trace: Trace, nodes: list[int], leaves: dict[int, Tensor], some: OwnerPasses
 ) -> dict[Output, Tensor]:
     """Return, for each output, the passes in which its entries are not zero, as binary numbers.
 
@@ -102,7 +102,7 @@ def _numbers(
     return found
 
 
-def _require_own_inputs(trace: Trace, node: int, number: Tensor | None, some: Combinations) -> None:
+def _require_own_inputs(trace: Trace, node: int, number: Tensor | None, some: OwnerPasses) -> None:
     """Refuse if losses of several samples have a gradient by one sample's inputs."""
     if number is not None and bool(some.owners(number)[1].any()):
         raise refused(trace, node, "the losses of several samples have a gradient by one's inputs")
