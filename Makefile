@@ -1,7 +1,8 @@
 # Two commands on a fresh machine with Python 3.11 or newer, make and git:
 #   make demo   installs into .venv and runs the main job on a sample model
-#   make test   installs into .venv and runs every test
-# And `make bench` compares gradscope with the field's other tools, which it installs into .venv too;
+#   make test   installs into .venv and runs the tests, without those marked `full`
+# And `make test-full` runs the tests marked `full`: documentation, process groups, drills, the wheel;
+# `make bench` compares gradscope with the field's other tools, which it installs into .venv too;
 # `make zoo` builds all small models that ten libraries have and compares every answer with float64: hours;
 # `make browser` clicks through the page of `gradscope view` in headless Chromium, which must be there;
 # `make gpu` checks everything on a GPU, or on a device made of the CPU where there is none;
@@ -19,11 +20,12 @@ ZOO_OPTIONS ?=
 GPU ?= build/gpu.json
 GPU_OPTIONS ?=
 DRILL_OPTIONS ?=
+TEST_OPTIONS ?= -n auto --dist worksteal
 TORCH ?= 2.15.0
 COMPAT := build/compat/$(TORCH)
 COMPAT_OPTIONS ?= -n auto
 
-.PHONY: demo test bench zoo browser charts drill gpu compat lint format types check install install-dev install-bench clean
+.PHONY: demo test test-full bench zoo browser charts drill gpu compat lint format types check install install-dev install-bench clean
 
 define demonstrate
 	mkdir -p $(2)
@@ -35,7 +37,10 @@ demo: install
 	$(call demonstrate,$(BIN),$(DEMO))
 
 test: install-dev
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest $(TEST_OPTIONS) -m "not full"
+
+test-full: install-dev
+	$(BIN)/python -m pytest $(TEST_OPTIONS) -m full
 
 bench: install-bench
 	mkdir -p $(BENCH)
@@ -75,7 +80,7 @@ format: install-dev
 types: install-dev
 	$(BIN)/mypy
 
-check: lint types test
+check: lint types test test-full
 
 install: $(VENV)/installed
 
