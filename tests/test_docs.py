@@ -36,7 +36,8 @@ from tests.pages import (
     slow_options,
 )
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+PAGES = [ROOT / "README.md", CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
 RECIPES = runpy.run_path(str(ROOT / "docs" / "make_recipes.py"))
 GUIDE = ROOT / "docs" / "guide.md"
 CHAINS = ROOT / "docs" / "chains.md"
@@ -78,7 +79,8 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.stem)
+@pytest.mark.full
+@pytest.mark.parametrize("path", [p for p in PAGES if p != CONTRIBUTING], ids=lambda p: p.stem)
 def test_a_page_runs_as_printed(path: Path, workplace: Path) -> None:
     names = run(path).names
     if path.parent.name == "recipes":  # its figure, from the same numbers
@@ -87,9 +89,9 @@ def test_a_page_runs_as_printed(path: Path, workplace: Path) -> None:
         assert _shown(made) == _shown(path.with_suffix(".svg")), stale
 
 
-def test_the_contributed_rule_is_what_computes(workplace: Path) -> None:
-    """A wrong rule in its place is found out, so the right one was in use."""
-    names = run(ROOT / "CONTRIBUTING.md").names
+def test_contributing_runs_as_printed_and_the_rule_of_the_page_is_used(workplace: Path) -> None:
+    """A wrong rule in its place gives wrong gradients, so the right one was in use."""
+    names = run(CONTRIBUTING).names
     right = names["maximum"]
     node_rules._entries["MaximumBackward0"] = lambda site: right(site).scale(2 * torch.ones(site.n))
     assert names["result"].agrees
@@ -231,7 +233,7 @@ def test_the_run_file_of_the_guide_has_every_key() -> None:
 
 
 def test_the_entry_points_of_the_page_are_those_of_the_registries() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    text = CONTRIBUTING.read_text(encoding="utf-8")
     blocks = [m["text"] for m in FENCE.finditer(text) if m["language"] == "toml"]
     groups = tomllib.loads(blocks[0])["project"]["entry-points"]
     assert set(groups) == {registry.group for registry in REGISTRIES}

@@ -34,6 +34,7 @@ def table() -> dict[str, list[int]]:
     }
 
 
+@pytest.mark.full
 def test_every_drill_runs(table: dict[str, list[int]]) -> None:
     needs_faults = 6 if any(map(shutil.which, ("cc", "gcc", "clang"))) else 0
     assert len(table) >= 9 + needs_faults, list(table)

@@ -74,6 +74,7 @@ def test_a_divided_model_has_the_gradients_of_one_process(tmp_path: Path) -> Non
     assert max(own["parts "] for own in every) < 0.7 * every[0]["whole "]
 
 
+@pytest.mark.full
 def test_an_error_on_one_process_is_one_on_both(tmp_path: Path) -> None:
     first, second = found(tmp_path, "errors")
     for name, words in {
@@ -107,6 +108,7 @@ def test_an_error_on_one_process_is_one_on_both(tmp_path: Path) -> None:
         assert own["right"]
 
 
+@pytest.mark.full
 def test_later_batches_are_audited_by_all_processes_in_step(tmp_path: Path) -> None:
     first, second = found(tmp_path, "later")
     for case in ("last", "chosen", "always"):
@@ -122,6 +124,7 @@ def test_later_batches_are_audited_by_all_processes_in_step(tmp_path: Path) -> N
         assert [own[f"proved audit {k}"] for k in range(3)] == [True, False, False]
 
 
+@pytest.mark.full
 def test_a_divided_training_is_measured_by_all_its_processes(tmp_path: Path) -> None:
     first, second = found(tmp_path, "monitored")
     for own in (first, second):
@@ -154,6 +157,7 @@ def close(found: Any, right: Any) -> None:
         )
 
 
+@pytest.mark.full
 def test_data_parallel_models_share_expectations_alone(tmp_path: Path) -> None:
     first, second = found(tmp_path, "parallel")
     assert first["norms"] < 1e-9
@@ -191,6 +195,7 @@ def test_each_process_has_a_gpu_of_its_own(
         pass
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -249,6 +254,7 @@ OPTIONS = "weights.safetensors data.npz --model model.py:build --loss model.py:l
 ASKED = ("-t", "identity", "-t", "clip:max_norm=0.5 | mean", "-t", "var", "--dtype", "float64")
 
 
+@pytest.mark.full
 def test_one_file_of_a_model_divided_over_processes_one_of_which_is_killed(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(textwrap.dedent(PROJECT))
     space: dict[str, Any] = {}

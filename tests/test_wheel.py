@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import gradscope
 
 ROOT = Path(__file__).parent.parent
@@ -17,6 +19,7 @@ def _run(*arguments: str, cwd: Path, **variables: str) -> str:
     return done.stdout.decode()
 
 
+@pytest.mark.full
 def test_the_wheel_installs_and_runs_outside_the_checkout(tmp_path: Path) -> None:
     source, site = tmp_path / "source", tmp_path / "site"
     source.mkdir()

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 from typing import get_args, get_origin
 
@@ -24,8 +25,10 @@ FLAGS = {name: options.flags_of(command) for name, command in get_command(app).c
 NAMED = re.compile(r'(?<![\w.:,])([a-z_]+)=("[^"]*"|True)|`([a-z_]+)`')
 
 
+@cache
 def messages():
-    """Every string of the program that is no docstring, with its file and line."""
+    """Return every string of the program that is no docstring, with its file and line."""
+    found = []
     for path in sorted(HERE.rglob("*.py")):
         tree = ast.parse(path.read_text())
         docs = {
@@ -33,10 +36,14 @@ def messages():
             for node in ast.walk(tree)
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         }
-        for node in ast.walk(tree):
-            text = isinstance(node, ast.Constant) and isinstance(node.value, str)
-            if text and id(node) not in docs:
-                yield path.relative_to(HERE), node.lineno, node.value
+        found += [
+            (path.relative_to(HERE), node.lineno, node.value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in docs
+        ]
+    return found
 
 
 def test_what_python_can_raise_names_no_flag():
@@ -48,32 +55,25 @@ def test_what_python_can_raise_names_no_flag():
     assert found == []
 
 
-SAID = sorted(
-    {
-        match.group()
+def test_each_option_that_a_message_names_is_one_and_takes_the_value():
+    matches = {
+        match.group(): match
         for path, _, text in messages()
         if path.parts[0] not in ("cli", "config", "report")
         for match in NAMED.finditer(text)
         if (match[1] or match[3]) in FLAGS["compute"] | FLAGS["attribute"]
     }
-)
-
-
-def test_there_are_messages_that_name_options():
-    assert {'coupling="own-loss"', 'randomness="fixed"', "overwrite=True", "`damping`"} < {*SAID}
-
-
-@pytest.mark.parametrize("said", SAID)
-def test_each_option_that_a_message_names_is_one_and_takes_the_value(said):
-    name, value, bare = NAMED.fullmatch(said).groups()
-    command = "compute" if (name or bare) in FLAGS["compute"] else "attribute"
-    shown = options.as_flags(f"Use {said}.", FLAGS[command])
-    flag, _, given = shown.removeprefix("Use ").removesuffix(".").partition(" ")
-    assert flag == FLAGS[command][name or bare]
-    assert given == ("" if value in (None, "True") else value.strip('"'))
-    setting = next((s for s in settings() if s.parameter == name), None)
-    if setting is not None and "Literal" in str(get_origin(setting.type)):
-        assert given in get_args(setting.type)
+    assert {'coupling="own-loss"', 'randomness="fixed"', "overwrite=True", "`damping`"} < {*matches}
+    for said, match in matches.items():
+        name, value, bare = match.groups()
+        command = "compute" if (name or bare) in FLAGS["compute"] else "attribute"
+        shown = options.as_flags(f"Use {said}.", FLAGS[command])
+        flag, _, given = shown.removeprefix("Use ").removesuffix(".").partition(" ")
+        assert flag == FLAGS[command][name or bare], said
+        assert given == ("" if value in (None, "True") else value.strip('"')), said
+        setting = next((s for s in settings() if s.parameter == name), None)
+        if setting is not None and "Literal" in str(get_origin(setting.type)):
+            assert given in get_args(setting.type), said
 
 
 @pytest.mark.parametrize(
