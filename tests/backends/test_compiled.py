@@ -70,6 +70,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["cnn", "gpt"])
 def test_gradients_norms_and_sums_of_one_program_are_those_of_the_loop(name: str) -> None:
     given = workload(name, FAMILIES[name].quick)
@@ -169,6 +170,7 @@ def test_a_change_is_never_overlooked(tokens) -> None:
     assert sum("was changed between two calls" in note for note in scope.notes) == 1
 
 
+@pytest.mark.full
 def test_a_last_smaller_batch_is_compiled_only_when_its_size_comes_again(tokens) -> None:
     model = Tagger()
     scope = Scope(model, "cross_entropy", backend="vmap", compile=True)

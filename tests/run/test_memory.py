@@ -245,6 +245,7 @@ def folder(tmp_path: Path) -> Path:
     return write(tmp_path / "project", 128)
 
 
+@pytest.mark.full
 def test_a_plan_says_what_a_run_takes(folder: Path, tmp_path: Path) -> None:
     options = {"batch_size": 64, "backend": "hooks"}
     plan = fresh("plan", folder, tmp_path / "out.h5", **options)

@@ -187,7 +187,7 @@ CHAINS = ["identity", "clip:max_norm=0.5", "mean", "second_moment", "norm | quan
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [("digits_cnn", "hooks"), ("poisson_pinn", "vmap")],
+    [("digits_cnn", "hooks"), pytest.param("poisson_pinn", "vmap", marks=pytest.mark.full)],
 )
 @pytest.mark.usefixtures("two_threads")
 def test_overlap_changes_no_bit(
