@@ -91,6 +91,7 @@ def test_a_method_scores_every_pair(method: str, tiny: Task) -> None:
     assert len(np.unique(scores)) > 20
 
 
+@pytest.mark.full
 def test_a_cell_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
     task, right = TASKS["mlp"], truth.load(truth.FOLDER / "mlp.npz")
     for seed in (0, 1):
@@ -104,6 +105,7 @@ def test_a_cell_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert found.seconds is not None and found.seconds >= 0.0
 
 
+@pytest.mark.full
 def test_a_library_that_is_absent_or_fails_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -236,6 +236,7 @@ def wait_for(ridge: Ridge, process: subprocess.Popen[str], count: int) -> None:
     raise AssertionError(process.communicate())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_killed_process_loses_its_current_training_only(
     ridge: Ridge, number: signal.Signals
@@ -259,6 +260,7 @@ def test_a_killed_process_loses_its_current_training_only(
     assert (work.finish(), ridge.files()) == (again, kept)
 
 
+@pytest.mark.full
 def test_two_commands_at_once_share_the_work(ridge: Ridge) -> None:
     with start(ridge, "--json", together=2) as one, start(ridge, "--json", together=2) as other:
         told = [process.communicate() for process in (one, other)]
@@ -268,6 +270,7 @@ def test_two_commands_at_once_share_the_work(ridge: Ridge) -> None:
     assert len({line.split()[2] for line in ridge.calls}) == 2
 
 
+@pytest.mark.full
 def test_stopping_the_command_stops_its_workers(ridge: Ridge) -> None:
     with start(ridge, "--workers", "2", slow=0.5) as process:
         wait_for(ridge, process, 1)
@@ -296,6 +299,7 @@ def test_what_is_wrong_with_a_fit_is_told(ridge: Ridge, name: str, workers: int)
     assert list(ridge.files()) == ["plan.json"]
 
 
+@pytest.mark.full
 def test_a_worker_that_leaves_without_a_word_is_told(ridge: Ridge) -> None:
     with pytest.raises(ModelError, match="a worker process has ended with code 3"):
         validate(ridge.scores, ridge.fit.replace(":fit", ":leaves"), asked(), workers=2)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from gradscope.blocks import DenseBlock, Gradients
+from gradscope.blocks import Gradients
 from gradscope.cli import main
 from gradscope.cli.app import show_error
 from gradscope.errors import GradscopeError
@@ -15,7 +15,7 @@ from gradscope.storage import FilePlan
 from gradscope.storage.write import journal
 from tests.cli import forked
 from tests.run import project
-from tests.storage.example import PLAN, gradients, with_layout, write
+from tests.storage.example import PLAN, changing, gradients, with_layout, write
 
 SAMPLES, BATCH, SHARDS = 28, 7, 3
 RESULT, SHARD = "o.h5", f"o.shard-1-of-{SHARDS}.h5"
@@ -125,7 +125,7 @@ def writer_jobs() -> list[Job]:
     """Return runs that are written without being computed, which takes less time."""
     kinds: list[tuple[str, FilePlan, Make]] = [
         ("factored", with_layout("factored"), gradients),
-        ("laid out anew", PLAN, _changing),
+        ("laid out anew", PLAN, changing),
     ]
     return [
         Job(name, *(partial(_written, plan, make, a) for a in (False, True)), goes_on=True)
@@ -138,9 +138,3 @@ def _written(plan: FilePlan, make: Make, resume: bool, folder: Path) -> None:
         write(folder / RESULT, plan, size=25, make=make, resume=resume)
     except GradscopeError as error:
         raise SystemExit(show_error(error)) from error
-
-
-def _changing(start: int, stop: int) -> Gradients:
-    """Return blocks that change their structure on the way."""
-    found = gradients(start, stop)
-    return found if start < 50 else found.map(lambda block: DenseBlock(block.dense()))

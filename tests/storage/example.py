@@ -46,6 +46,12 @@ def gradients(start: int, stop: int) -> Gradients:
     )
 
 
+def changing(start: int, stop: int) -> Gradients:
+    """Return blocks whose structure changes from row 50 on."""
+    found = gradients(start, stop)
+    return found if start < 50 else found.map(lambda block: DenseBlock(block.dense()))
+
+
 def expected() -> dict[str, np.ndarray]:
     """The dense rows (N, *shape), by numpy alone."""
     d = {k: v.numpy() for k, v in DATA.items()}

@@ -11,14 +11,13 @@ import h5py
 import numpy as np
 import pytest
 
-from gradscope.blocks import DenseBlock, Gradients
 from gradscope.config import parse_compression
 from gradscope.errors import OutputError
 from gradscope.storage.format.layout import ChunkOffsets, datasets
 from gradscope.storage.write import journal
 from tests.storage import example
 from tests.storage.disk import BROKEN, FULL, Disk, Stopped, operations
-from tests.storage.example import BATCH, PLAN, gradients, load, names, same, with_layout
+from tests.storage.example import BATCH, PLAN, changing, load, names, same, with_layout
 
 
 @pytest.fixture(autouse=True)
@@ -27,22 +26,21 @@ def _commits_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "COMMIT_SHARE", 0)
 
 
-def _changing(start: int, stop: int) -> Gradients:
-    """Return blocks that change their structure on the way."""
-    found = gradients(start, stop)
-    return found if start < 50 else found.map(lambda block: DenseBlock(block.dense()))
-
-
 GZIP = parse_compression("gzip:1")
 KINDS: dict[str, tuple[Any, ...]] = {
     "plain": (PLAN,),
     "compressed": (with_layout("dense", compression=GZIP),),
-    "laid out anew": (PLAN, 25, _changing),
-    "laid out anew, compressed": (with_layout("auto", compression=GZIP), 25, _changing),
+    "laid out anew": (PLAN, 25, changing),
+    "laid out anew, compressed": (with_layout("auto", compression=GZIP), 25, changing),
 }
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(
+    params=[
+        *("plain", "laid out anew, compressed"),
+        *(pytest.param(kind, marks=pytest.mark.full) for kind in ("compressed", "laid out anew")),
+    ]
+)
 def write(request: pytest.FixtureRequest) -> Callable[..., None]:
     """Return what writes a whole run of some kind."""
     return lambda path, **more: example.write(path, *KINDS[request.param], **more)
@@ -122,15 +120,14 @@ _KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
 from gradscope.storage.write import journal as commits
-from tests.storage.example import write
-from tests.storage.test_crash import _changing
+from tests.storage.example import changing, write
 
 commits.COMMIT_SECONDS, commits.COMMIT_SHARE = 0.0, 0
 random.seed(int(sys.argv[2]))
 
 def make(start, stop):
     time.sleep(0.002)
-    return _changing(start, stop)
+    return changing(start, stop)
 
 kills = 0
 while True:
@@ -149,8 +146,9 @@ print(kills)
 """
 
 
+@pytest.mark.full
 def test_kill_at_random_moments(tmp_path: Path) -> None:
-    example.write(tmp_path / "whole.h5", size=4, make=_changing)
+    example.write(tmp_path / "whole.h5", size=4, make=changing)
     command = [sys.executable, "-c", _KILLS, str(tmp_path / "o.h5"), "7"]
     kills = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert kills >= 2

@@ -260,6 +260,7 @@ def test_it_is_refused(good: Path, tmp_path: Path, change: Change, said: str) ->
     assert not list(tmp_path.glob("*.part"))
 
 
+@pytest.mark.full
 def test_a_document_nested_too_deeply(good: Path, tmp_path: Path) -> None:
     """In a process of its own: what runs at the end of the stack may be anything."""
     path = _sealed(good, tmp_path / "o.h5", _attribute("/", "run", "[" * 100_000))
