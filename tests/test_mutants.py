@@ -1,6 +1,8 @@
 """Every defect is real, and the guard that is named for it tells; without one all is right."""
 
+from collections.abc import Iterable
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,18 @@ def right(scenario: Scenario) -> Numbers:
     return numbers
 
 
-@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS.keys())
+def by_guard(mutants: Iterable[Mutant]) -> list[Any]:
+    """Return the mutants as parameters: the first of each guard, and the others marked `full`."""
+    seen: set[str] = set()
+    found = []
+    for mutant in mutants:
+        marks = [pytest.mark.full] if mutant.guard in seen else []
+        found.append(pytest.param(mutant, id=mutant.name, marks=marks))
+        seen.add(mutant.guard)
+    return found
+
+
+@pytest.mark.parametrize("mutant", by_guard(MUTANTS.values()))
 def test_a_defect_is_caught(mutant: Mutant) -> None:
     numbers = right(mutant.scenario)
     with mutant.planted():
@@ -27,7 +40,7 @@ def test_a_defect_is_caught(mutant: Mutant) -> None:
         assert mutant.scenario.caught_by() == (None if mutant.test else mutant.guard)
 
 
-@pytest.mark.parametrize("mutant", [m for m in MUTANTS.values() if m.test], ids=lambda m: m.name)
+@pytest.mark.parametrize("mutant", by_guard(m for m in MUTANTS.values() if m.test))
 def test_what_no_guard_tells_the_tests_do(mutant: Mutant) -> None:
     assert mutant.test is not None
     mutant.test()
@@ -38,7 +51,7 @@ def test_what_no_guard_tells_the_tests_do(mutant: Mutant) -> None:
 IN_HOOKS = [m for m in MUTANTS.values() if "/hooks/" in m.file and m.guard == "certificate"]
 
 
-@pytest.mark.parametrize("mutant", IN_HOOKS, ids=lambda m: m.name)
+@pytest.mark.parametrize("mutant", by_guard(IN_HOOKS))
 def test_auto_goes_on_to_another_backend(mutant: Mutant) -> None:
     assert isinstance(mutant.scenario, Asked)
     with mutant.planted():

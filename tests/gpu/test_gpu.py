@@ -115,6 +115,7 @@ def test_the_generator_of_any_device_is_put_back_and_watched() -> None:
     assert lines_of(GENERATOR) == [*answered, "the forward pass is random True"]
 
 
+@pytest.mark.full
 def test_device_refuses_and_counts_what_a_gpu_would() -> None:
     mixed, generator, cast, made, host, streams, counts, whole, pinned = lines_of(FAULTS)
     assert "at least two devices" in mixed

@@ -157,6 +157,7 @@ assert torch._dynamo.eval_frame._stance.stance == "default"
 """
 
 
+@pytest.mark.full
 def test_what_a_forward_pass_is_the_first_to_compile_runs_as_it_is_written() -> None:
     """There was nothing compiled when it began; afterwards there is."""
     ran = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=False)

@@ -5,6 +5,8 @@ import platform
 import subprocess
 import sys
 
+import pytest
+
 KEPT = "from gradscope.process.libc import keep_pages; print(keep_pages())"
 FAULTS = """
 import resource, torch
@@ -44,6 +46,7 @@ def test_freed_memory_is_not_fetched_again() -> None:
     assert kept == "False" or int(faults) < 1000  # of 25,600 pages that are written
 
 
+@pytest.mark.full
 def test_a_training_fetches_no_more_pages_for_having_been_measured() -> None:
     """What a measurement frees moves glibc's thresholds, and each later step may pay for that."""
     before, faults = _run(MEASURED + FAULTS)
