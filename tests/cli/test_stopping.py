@@ -46,6 +46,7 @@ sys.modules["late"] = Late()
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("when", LATE)
 def test_a_signal_after_the_end_changes_nothing(folder: Path, when: str) -> None:
     """While the interpreter waits for threads, and while it shuts down."""
@@ -56,6 +57,7 @@ def test_a_signal_after_the_end_changes_nothing(folder: Path, when: str) -> None
     assert (folder / "out.h5").exists()
 
 
+@pytest.mark.full
 def test_a_failed_command_keeps_its_code_when_it_is_stopped_afterwards(folder: Path) -> None:
     model(folder, "import atexit; atexit.register(lambda: os.kill(os.getpid(), 15))\n1 / 0")
     done = alone(folder, *words("-q"))
@@ -114,6 +116,7 @@ def test_a_stopped_run_goes_on(forked: Forked, folder: Path) -> None:
             np.testing.assert_array_equal(a[name], b[name])
 
 
+@pytest.mark.full
 def test_a_stop_before_there_is_anything_to_keep(folder: Path) -> None:
     """Modules that are half imported are left as they are."""
     process = subprocess.Popen(
@@ -292,7 +295,9 @@ def test_what_an_implementation_of_ones_own_raises(
     assert "1 FAILED" in done.out
 
 
-@pytest.mark.parametrize("option", ["--nonsense", "--model=gs_beside:build"])
+@pytest.mark.parametrize(
+    "option", ["--nonsense", pytest.param("--model=gs_beside:build", marks=pytest.mark.full)]
+)
 def test_a_command_and_the_module_are_the_same(folder: Path, option: str) -> None:
     """Also where a file of the working directory is called as a library is."""
     (folder / "typer.py").write_text("raise RuntimeError('not the library')")

@@ -150,6 +150,7 @@ def test_what_the_users_code_does_to_stdout(
     assert failed.code == 3 and "w.pt: the file is empty" in failed.err
 
 
+@pytest.mark.full
 def test_closed_streams(forked: Forked, folder: Path) -> None:
     """A file that is opened must not get the number of stdout, or what is printed lands in it."""
     command = shlex.join([sys.executable, "-m", "gradscope", *words(folder), "-o", "out.h5"])
