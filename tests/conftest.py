@@ -34,6 +34,11 @@ os.environ.setdefault("GRADSCOPE_CACHE", "off")
 # a shell's job in the background ignores Ctrl-C, and so would the commands that are stopped here
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# the files whose tests take longest
+_LONGEST = (
+    *("test_drill.py", "test_gpu.py", "test_docs.py", "test_ranks.py", "test_wheel.py"),
+    *("test_benchmarks.py", "test_validation.py", "test_memory.py", "test_compiled.py"),
+)
 _FROZEN = pytest.StashKey[tuple[Path, int]]()  # when that was done last
 
 workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT")
@@ -49,6 +54,12 @@ def pytest_configure(config: pytest.Config) -> None:
         "`torch.jit.script` is deprecated",  # a FutureWarning from torch 2.15 on
     ):
         config.addinivalue_line("filterwarnings", f"ignore:{text}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest tests first: of several processes, none then works alone at the end."""
+    places = {name: k for k, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 def pytest_collection_finish() -> None:

@@ -74,6 +74,7 @@ def check(found: Cell) -> None:
     assert found.ratio is not None and 0 < found.ratio < float("inf")
 
 
+@pytest.mark.full
 def test_gradscope_compiled_is_right_or_declines(conditions: Conditions) -> None:
     method = METHODS["gradscope compiled"]
     found = cell(tiny("mlp"), right_of("mlp"), "clipped", method, conditions)
