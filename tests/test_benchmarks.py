@@ -455,6 +455,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert picture.read_text(encoding="utf-8").count("<svg") == 1
 
 
+@pytest.mark.full
 def test_other_vector_instructions(tmp_path: Path) -> None:
     results = tmp_path / "out.json"
     words = ["--quick", "--models", "mlp", "--tasks", "norms", "--methods", "gradscope auto"]
@@ -466,6 +467,7 @@ def test_other_vector_instructions(tmp_path: Path) -> None:
         assert json.loads(results.read_text(encoding="utf-8"))["machine"]["isa"] == "AVX2"
 
 
+@pytest.mark.full
 def test_the_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results, picture = tmp_path / "out.json", tmp_path / "out.svg"
     options = [

@@ -13,6 +13,7 @@ from gradscope.cli.app import run as command_line
 from tests.cli.forked import Forked, Outcome
 
 SAMPLES = Path(__file__).parent.parent.parent / "sample_models"
+DIGITS = SAMPLES / "digits_mlp" / "run.toml"
 LINEAR = "from torch import nn\ndef build(): return nn.Linear(4, 3)\n"
 N = 12
 
@@ -41,7 +42,7 @@ def forked() -> Iterator[Forked]:
 @pytest.fixture
 def digits() -> Path:
     """The run file of the smallest sample model."""
-    return SAMPLES / "digits_mlp" / "run.toml"
+    return DIGITS
 
 
 @pytest.fixture

@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 
 import gradscope as library
-from tests.cli.conftest import Gradscope
+from gradscope.config import resolve
+from gradscope.run import compute, prepare
+from tests.cli.conftest import DIGITS, Gradscope
 
 
-@pytest.fixture
-def sides(gradscope: Gradscope, digits: Path, tmp_path: Path) -> tuple[str, str]:
-    paths = str(tmp_path / "train.h5"), str(tmp_path / "query.h5")
+@pytest.fixture(scope="module")
+def sides(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Two files, which no test changes."""
+    folder = tmp_path_factory.mktemp("sides")
+    paths = str(folder / "train.h5"), str(folder / "query.h5")
     for path, samples in zip(paths, ("0:60", "60:66"), strict=True):
-        found = gradscope(
-            "compute", "--config", str(digits), "--samples", samples, "-t", "identity", "-o", path
-        )
-        assert found.code == 0, found.err
+        options = {"samples": samples, "transform": ["identity"]}
+        compute(prepare(resolve(DIGITS, {"compute": options})), Path(path))
     return paths
 
 
