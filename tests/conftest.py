@@ -5,10 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.cli.forked import Forked
 
 settings.register_profile("ci", derandomize=True)  # the same examples on every run of a commit
 if os.environ.get("CI"):
@@ -77,3 +80,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         item.config.stash[_FROZEN] = now
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[Forked]:
+    """Return a process that runs commands in forks of its own."""
+    with Forked() as process:
+        yield process

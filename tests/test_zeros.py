@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import gradscope
-from tests.cli.forked import Forked, Outcome
+from tests.cli.forked import Outcome
 from tests.oracle import per_sample_gradients
 from tests.zoo.base import Net, smooth
 
@@ -126,7 +126,7 @@ class Dead(Net):
 
 
 @pytest.fixture
-def run(tmp_path, forked_process):
+def run(tmp_path, forked):
     (tmp_path / "m.py").write_text(CODE)
     space: dict = {}
     exec(CODE, space)
@@ -138,15 +138,9 @@ def run(tmp_path, forked_process):
     def compute(model: str, *words: str) -> Outcome:
         given = ("w.pt", "d.npz", "--model", f"m.py:{model}", "--loss", "mse", "-o", "o.h5")
         more = ("--batch-size", "4", "--overwrite", *words)
-        return forked_process.run("compute", *given, *more, cwd=tmp_path, COLUMNS="400")
+        return forked.run("compute", *given, *more, cwd=tmp_path, COLUMNS="400")
 
     return compute
-
-
-@pytest.fixture(scope="module")
-def forked_process():
-    with Forked() as process:
-        yield process
 
 
 def test_the_command_line_says_it_on_stderr_once(run):

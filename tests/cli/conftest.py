@@ -1,7 +1,7 @@
 """Running a command: in this process, or in a fork of another, as the installed script would."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gradscope.cli.app import run as command_line
-from tests.cli.forked import Forked, Outcome
+from tests.cli.forked import Outcome
 
 SAMPLES = Path(__file__).parent.parent.parent / "sample_models"
 DIGITS = SAMPLES / "digits_mlp" / "run.toml"
@@ -30,13 +30,6 @@ def gradscope(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
         return Outcome(command_line(), *capfd.readouterr())
 
     return run
-
-
-@pytest.fixture(scope="session")
-def forked() -> Iterator[Forked]:
-    """Return a process that runs commands in forks of its own."""
-    with Forked() as process:
-        yield process
 
 
 @pytest.fixture

@@ -317,6 +317,7 @@ def test_trackers_get_the_numbers():
             wrong(3)
 
 
+@pytest.mark.full
 def test_nothing_is_imported_that_is_not_used():
     program = (
         "import sys, gradscope.training as t\n"
