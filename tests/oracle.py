@@ -10,6 +10,11 @@ from torch import Tensor, nn
 from gradscope.model.problem import is_model_loss
 
 
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the losses (n,) of logits (n, c) and classes (n,)."""
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
 def per_sample_gradients(
     model: nn.Module, loss: Callable[..., Tensor], inputs: Any, targets: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:

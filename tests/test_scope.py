@@ -9,7 +9,7 @@ import gradscope
 from gradscope.errors import CoupledSamplesError, ModelError, SpecError, UnsupportedError
 from gradscope.scope import NonFiniteWarning
 from tests.cases import CASES, COUPLED, INDEPENDENT
-from tests.oracle import per_sample_gradients
+from tests.oracle import cross_entropy, per_sample_gradients
 
 
 @pytest.fixture
@@ -23,10 +23,6 @@ def data() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(4)
     inputs = torch.randn(11, 6, generator=generator, dtype=torch.float64)
     return inputs, torch.randint(0, 4, (11,), generator=generator)
-
-
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(outputs, targets, reduction="none")
 
 
 CUT_OFF = "loss_reaches_no_parameter"

@@ -18,7 +18,7 @@ from gradscope.errors import ModelError
 from gradscope.model.problem import Problem
 from gradscope.stages.losses import losses
 from tests.cases import CASES
-from tests.oracle import per_sample_gradients
+from tests.oracle import cross_entropy, per_sample_gradients
 from tests.zoo.base import smooth
 
 CLIP = "clip:max_norm=0.5 | mean"
@@ -60,10 +60,7 @@ def norms_of(rows: dict[str, Tensor]) -> Tensor:
 
 
 def right_norms(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(outputs, targets, reduction="none")
-
-    return norms_of(per_sample_gradients(model, loss, inputs, targets)[1])
+    return norms_of(per_sample_gradients(model, cross_entropy, inputs, targets)[1])
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
@@ -85,11 +82,7 @@ def test_gradients_norms_and_sums_of_one_program_are_those_of_the_loop(name: str
     found = scope.evaluate(other, wanted)
     losses, rows = per_sample_gradients(
         model,
-        lambda o, t: (
-            nn.functional.cross_entropy(o, t, reduction="none").flatten(1).mean(1)
-            if o.dim() > 2
-            else nn.functional.cross_entropy(o, t, reduction="none")
-        ),
+        lambda o, t: cross_entropy(o, t).reshape(len(t), -1).mean(1),
         other.inputs,
         other.targets,
     )

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from tests.cli.conftest import SAMPLES, Gradscope
-from tests.oracle import per_sample_gradients
+from tests.oracle import cross_entropy, per_sample_gradients
 from tests.run import project
 from tests.run.test_audits import SAMPLES as AUDITED
 
@@ -29,11 +28,7 @@ def digits_rows(n: int) -> dict[str, np.ndarray]:
     model.load_state_dict(load_file(folder / "weights.safetensors"))
     inputs = torch.from_numpy(images[:n]).double() * 0.0625
     targets = torch.from_numpy(labels[:n]).long()
-
-    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(outputs, targets, reduction="none")
-
-    _, rows = per_sample_gradients(model.eval(), loss, inputs, targets)
+    _, rows = per_sample_gradients(model.eval(), cross_entropy, inputs, targets)
     return {name: g.numpy() for name, g in rows.items()}
 
 

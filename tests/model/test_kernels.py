@@ -8,6 +8,7 @@ from torch.nn import functional as F  # noqa: N812
 import gradscope
 from gradscope.model.kernels import mended, takes_layouts_for_others
 from tests.backends.hooks.test_experts import GROUPED
+from tests.oracle import cross_entropy, per_sample_gradients
 
 
 class Pixels(nn.Module):
@@ -41,11 +42,10 @@ class Pixels(nn.Module):
 
 def right(model: Pixels, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     """Return the gradients of batches of one without torch's normalisation."""
-    model.plain, names = True, [name for name, _ in model.named_parameters()]
-    losses = [F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]) for i in range(len(x))]
-    rows = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
+    model.plain = True
+    _, rows = per_sample_gradients(model, cross_entropy, x, y)
     model.plain = False
-    return {name: torch.stack(row) for name, *row in zip(names, *rows, strict=True)}
+    return {name: g.to(x.dtype) for name, g in rows.items()}
 
 
 @pytest.mark.parametrize("width", [8, 4])  # of which 5 and 1 are left

@@ -18,7 +18,7 @@ from gradscope.engine.chains import bind
 from gradscope.engine.fold import settled, usable
 from gradscope.errors import SpecError
 from gradscope.model.problem import Problem
-from tests.oracle import per_sample_gradients
+from tests.oracle import cross_entropy, per_sample_gradients
 from tests.stages.examples import Rows, each, flat, mean, run
 from tests.stages.test_transforms import (
     by_parameter,
@@ -58,11 +58,7 @@ def setting() -> Setting:
     torch.manual_seed(8)
     model = Everything().double()
     ids, targets = torch.randint(0, 6, (N, 7)), torch.randint(0, 3, (N,))
-
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(outputs, targets, reduction="none")
-
-    _, rows = per_sample_gradients(model, loss, ids, targets)
+    _, rows = per_sample_gradients(model, cross_entropy, ids, targets)
     return model, ids, targets, {name: g.numpy() for name, g in rows.items()}
 
 

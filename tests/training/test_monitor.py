@@ -21,7 +21,7 @@ from gradscope.model.problem import Problem
 from gradscope.stats import read_history
 from gradscope.stats.training import HistoryReader
 from gradscope.training import Monitor, MonitorWarning, to_mlflow, to_tensorboard, to_wandb
-from tests.oracle import per_sample_gradients
+from tests.oracle import cross_entropy, per_sample_gradients
 
 
 def made(dtype=torch.float32):
@@ -72,10 +72,7 @@ def test_the_numbers_are_those_of_the_gradients():
         monitor.step(inputs, targets)
     step = monitor.latest
 
-    def loss(outputs, targets):
-        return F.cross_entropy(outputs, targets, reduction="none")
-
-    losses, rows = per_sample_gradients(model.eval(), loss, inputs[:32], targets[:32])
+    losses, rows = per_sample_gradients(model.eval(), cross_entropy, inputs[:32], targets[:32])
     g = torch.cat([row.flatten(1) for row in rows.values()], 1).numpy()
     norms, mean = np.linalg.norm(g, axis=1), g.mean(0)
     assert step.samples == 32
@@ -407,12 +404,9 @@ def test_a_model_that_holds_its_monitor_is_copied_and_saved_and_both_train_on(tm
     inputs, targets = torch.randn(8, 6), torch.randint(3, (8,))
     monitor.step(inputs, targets)
 
-    def loss(outputs, targets):
-        return F.cross_entropy(outputs, targets, reduction="none")
-
     norms = []
     for one in (model, copied):
-        rows = per_sample_gradients(one.eval(), loss, inputs, targets)[1]
+        rows = per_sample_gradients(one.eval(), cross_entropy, inputs, targets)[1]
         g = torch.cat([row.flatten(1) for row in rows.values()], 1)
         norms.append(float(g.norm(dim=1).mean()))
     assert monitor.latest.norm_mean == pytest.approx(norms[0], rel=1e-5)

@@ -13,6 +13,7 @@ from gradscope.backends.hooks.rules import Site
 from gradscope.blocks import Block, SegmentBlock
 from gradscope.core.batch import Batch
 from gradscope.model.problem import Problem
+from tests.oracle import per_sample_gradients
 
 EXPERTS, WIDTH, N, T = 4, 8, 4, 6
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -116,13 +117,9 @@ def test_gradients_of_experts_whatever_the_routing(
             passes.clear()
             found = evaluate(Batch((x, shifts), y, torch.arange(N))).gradients
             assert len(passes) == 1
-            for i in range(N):
-                given = x[i : i + 1].double(), shifts[i : i + 1].double()
-                value = loss(exact(*given), y[i : i + 1].double()).sum()
-                wanted = torch.autograd.grad(value, list(exact.parameters()))
-                for (name, _), right in zip(exact.named_parameters(), wanted, strict=True):
-                    ours = found[name].dense()[i].double()
-                    torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-6)
+            for name, right in per_sample_gradients(exact, loss, (x, shifts), y)[1].items():
+                ours = found[name].dense().double()
+                torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-6)
     assert kinds == ({SegmentBlock} if GROUPED else set())
 
 
