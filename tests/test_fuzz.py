@@ -9,7 +9,7 @@ from tests.drill import fuzz
 from tests.drill.verdicts import FAILURE, REFUSED, Setting
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(k, marks=pytest.mark.full) for k in (1, 2))])
 def test_whatever_is_damaged_the_answer_is_right_or_ours(tmp_path: Path, seed: int) -> None:
     kinds = fuzz.checkpoints() | fuzz.data() | fuzz.texts()
     group = fuzz.Group("some", kinds, tmp_path, Setting(seed, workers=1, seconds=inf))

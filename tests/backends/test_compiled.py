@@ -113,6 +113,7 @@ def test_norms_and_expectations_are_compiled_without_the_gradients(tokens) -> No
     close(part.norms, right_norms(model, *tokens)[::2])
 
 
+@pytest.mark.full
 def test_a_reduction_that_has_no_graph_stays_outside(tokens) -> None:
     scope = Scope(Tagger(), "cross_entropy", backend="vmap", compile=True)
     plain = Scope(Tagger(), "cross_entropy")
@@ -300,6 +301,7 @@ def test_what_cannot_go_with_it_is_a_note(options: dict[str, str], word: str, to
     assert word in scope.notes[0]
 
 
+@pytest.mark.full
 def test_samples_that_are_not_finite_are_left_out() -> None:
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double()

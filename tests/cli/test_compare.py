@@ -91,6 +91,7 @@ def test_compare_speaks_to_people_and_names_kernels_when_asked(
     assert "Kernels, and the time they took" in done.out
 
 
+@pytest.mark.full
 def test_compile_adds_a_row(gradscope: Gradscope, folder: Path) -> None:
     words = ["--model", f"{folder}/model.py:build", "--loss", "cross_entropy", "--backends", "vmap"]
     run = [folder / "w.pt", folder / "data.npz", *words, "--compile", "--json"]

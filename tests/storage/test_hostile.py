@@ -464,7 +464,9 @@ def test_a_flipped_byte_in_a_row_harms_only_its_chunk(good: Path, tmp_path: Path
             array[0]
 
 
-@pytest.mark.parametrize("text", [None, "gzip", "zstd", "blosc2"])
+@pytest.mark.parametrize(
+    "text", [None, "gzip", *(pytest.param(t, marks=pytest.mark.full) for t in ("zstd", "blosc2"))]
+)
 def test_a_flipped_byte_anywhere_is_an_error(tmp_path: Path, text: str | None) -> None:
     generator, path = random.Random(5), tmp_path / "o.h5"
     compression = None if text is None else parse_compression(text)

@@ -53,7 +53,10 @@ def test_the_structure_of_many_chunks(
     assert told == pytest.approx((tmp_path / "o.h5").stat().st_size, rel=1e-3)
 
 
-@pytest.mark.parametrize(("chains", "shape"), [(1, ()), (2, (2,)), (2, (3, 1, 2))])
+@pytest.mark.parametrize(
+    ("chains", "shape"),
+    [(1, ()), *(pytest.param(2, shape, marks=pytest.mark.full) for shape in ((2,), (3, 1, 2)))],
+)
 def test_thousands_of_small_tensors(tmp_path: Path, chains: int, shape: tuple[int, ...]) -> None:
     """A file takes a few times its numbers, and about what was told."""
     shapes = {f"layers.{k}.weight": shape for k in range(400)}
