@@ -45,6 +45,7 @@ def found(place: Path, kind: str) -> list[Any]:
     return [json.loads((place / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
+@pytest.mark.full
 def test_a_divided_model_has_the_gradients_of_one_process(tmp_path: Path) -> None:
     every = found(tmp_path, "numbers")
     for own in every:
@@ -108,7 +109,6 @@ def test_an_error_on_one_process_is_one_on_both(tmp_path: Path) -> None:
         assert own["right"]
 
 
-@pytest.mark.full
 def test_later_batches_are_audited_by_all_processes_in_step(tmp_path: Path) -> None:
     first, second = found(tmp_path, "later")
     for case in ("last", "chosen", "always"):

@@ -163,9 +163,6 @@ def losses_of_one(x: Tensor, y: Tensor) -> None:
     y[BROKEN[0]], y[BROKEN[1]] = torch.nan, torch.inf
 
 
-SPOILS = [nan_inputs, infinite_inputs, losses_of_one]
-
-
 def right(model: nn.Module, fn, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Return the rows in float64 of batches of one, and which samples are finite (n,)."""
     losses, rows = oracle.per_sample_gradients(model, fn, x, y)
