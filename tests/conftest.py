@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,8 +60,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", f"ignore:{text}")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest tests first: of several processes, none then works alone at the end."""
+    """Mark what `sampled` leaves to `make test-full`, and put the longest tests first.
+
+    Of several processes, none then works alone at the end.
+    """
+    sampled = Counter[str]()
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            name = item.nodeid.partition("[")[0]
+            k = sampled[name]
+            if (k + k // 3) % 3:  # where three cases alternate, each of them is among the chosen
+                item.add_marker(pytest.mark.full)
+            sampled[name] += 1
     places = {name: k for k, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 

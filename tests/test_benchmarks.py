@@ -86,6 +86,7 @@ def test_gradscope_compiled_is_right_or_declines(conditions: Conditions) -> None
     assert cell(tiny("mlp"), right_of("mlp"), "file", method, conditions).status == "declined"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradscope_is_right_on_every_model(name: str, conditions: Conditions) -> None:
     work = tiny(name)
@@ -329,6 +330,7 @@ def test_a_projection_that_is_made_anew_is_the_one_that_is_kept(
     assert (kept(gradients)["projection"].norm(dim=1) / flat.norm(dim=1) - 1).abs().max() < 0.2
 
 
+@pytest.mark.full
 def test_a_command_is_checked_and_counted(conditions: Conditions) -> None:
     found = cell(tiny("mlp"), right_of("mlp"), "command", METHODS[marks.AUTO], conditions)
     check(found)
@@ -532,6 +534,7 @@ def test_a_run_to_a_file_is_long_enough(width: int, batches: int) -> None:
     assert one.file_batches == batches
 
 
+@pytest.mark.full
 def test_an_architecture_is_held_against_float64(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -558,6 +561,7 @@ def test_an_architecture_is_held_against_float64(
     assert "WRONG at" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_training_has_the_same_weights_with_a_monitor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,6 +97,7 @@ def setup(
     return model, inputs, torch.randint(3, (N,))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", COUPLED)
 def test_a_millionth_of_coupling_is_refused_in_float32(name: str) -> None:
     model, inputs, targets = setup(name, 1e-6, torch.float32, ids=True)
@@ -105,6 +106,7 @@ def test_a_millionth_of_coupling_is_refused_in_float32(name: str) -> None:
             gradscope.norms(model, with_term, inputs, targets, backend=backend)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", COUPLED)
 def test_more_coupling_is_refused_by_auto(name: str, dtype: torch.dtype) -> None:
@@ -181,6 +183,7 @@ INDEPENDENT = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", INDEPENDENT)
 def test_rounding_is_no_coupling(name: str, dtype: torch.dtype) -> None:

@@ -156,6 +156,7 @@ def test_owners_are_told_in_low_precision(dtype: torch.dtype) -> None:
         assert (gap <= 20 * torch.finfo(dtype).eps * g.double().flatten(1).norm(dim=1)).all(), name
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", ["auto", "hooks", "vmap", "expand", "loop"])
 @pytest.mark.parametrize("case", of_kind("coupled", "backward"))
 def test_what_couples_samples_is_found_in_the_last_batch(case: Case, backend: str) -> None:

@@ -233,6 +233,7 @@ def streams() -> tuple[object, ...]:
     return (bytes(torch.get_rng_state()), random.getstate(), str(np.random.get_state()))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 def test_every_backend_draws_for_a_sample_what_a_batch_of_one_does(name: str) -> None:
     model, x, y = built(CASES[name])
@@ -253,6 +254,7 @@ def test_every_backend_draws_for_a_sample_what_a_batch_of_one_does(name: str) ->
         assert streams() == before, backend
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 def test_samples_draw_for_themselves_unless_they_share(name: str) -> None:
     model, x, y = built(CASES[name])
@@ -716,6 +718,7 @@ def counted(net: Net, h: Tensor) -> Tensor:
     return h * net.calls
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", ["auto", "loop", "expand"])
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ def test_losses_that_reach_no_parameter_are_refused_when_proved() -> None:
         assert not scope.norms(setup.inputs, setup.targets).any()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", REACHED, ids=lambda c: c.name)
 def test_auto_is_exact_on_every_well_defined_case(case) -> None:
     setup = case.build()

@@ -34,9 +34,8 @@ def largest_error(found, right):
     )
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.full)], ids=str
-)
+@pytest.mark.sampled
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_an_odd_architecture_is_exact_in_a_first_and_a_later_batch(name, dtype):
     setup = ARCHITECTURES[name](dtype)

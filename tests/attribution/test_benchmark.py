@@ -83,6 +83,7 @@ def test_the_shipped_truth_fits_its_task(name: str) -> None:
     assert alike > 0.2
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("default")  # those of other libraries are no errors of ours
 @pytest.mark.parametrize("method", [k for k, m in METHODS.items() if m.present])
 def test_a_method_scores_every_pair(method: str, tiny: Task) -> None:

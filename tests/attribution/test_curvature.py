@@ -91,6 +91,7 @@ MADE: dict[str, Callable[[Aggregate, float], Curvature]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("chain", MADE)
 def test_the_dense_inverse(chain: str, name: str) -> None:

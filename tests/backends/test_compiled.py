@@ -174,6 +174,7 @@ def test_a_last_smaller_batch_is_compiled_only_when_its_size_comes_again(tokens)
         assert len(scope.notes) == programs, scope.notes
 
 
+@pytest.mark.full
 def test_nothing_is_printed_and_no_process_is_left(tokens, capfd) -> None:
     """And numbers out of range are the model's error, not the end of the process."""
     before = children()
@@ -273,6 +274,7 @@ def test_auto_weighs_compiling_against_what_is_left(tokens) -> None:
     assert "are left to do" in note
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("faster", [True, False])
 def test_auto_keeps_the_faster_way(faster: bool, tokens) -> None:
     seconds = (2.0, 1.0) if faster else (1.0, 2.0)

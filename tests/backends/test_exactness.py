@@ -62,6 +62,7 @@ def test_exact_or_refused_with_nothing_left_behind(name):
         assert len(losses.unique()) >= 3
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", INDEPENDENT, ids=lambda case: case.name)
 def test_single_samples_whose_structure_is_asked_for(case):
     """One after the other, and then all of them: what one sample has shown is for such alone."""

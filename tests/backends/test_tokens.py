@@ -177,6 +177,7 @@ def require_rows(model: nn.Module, loss: Loss, x: Tensor, y: Tensor, backend: st
     return scope
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_are_those_of_one_position_at_a_time(name: str, backend: str) -> None:

@@ -124,6 +124,7 @@ def _independent(setup: Setup) -> bool:
 NAMES = sorted({info.name for info in module_db})
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_module(name: str) -> None:

@@ -116,6 +116,7 @@ def _frames(fd: int) -> Iterator[list[str]]:
     raise AssertionError(seen)
 
 
+@pytest.mark.full
 def test_a_terminal_is_drawn_anew_until_ctrl_c(tmp_path: Path) -> None:
     path = steps(tmp_path / "run.jsonl")
     fd, inner = pty.openpty()

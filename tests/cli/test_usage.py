@@ -167,6 +167,7 @@ TABLE: dict[str, list[tuple[str, int, str]]] = {
 CASES = [(c, *row) for c, rows in TABLE.items() for row in rows]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("command", "options", "code", "words"), CASES)
 def test_what_cannot_be_done(
     forked: Forked, folder: Path, command: str, options: str, code: int, words: str

@@ -48,6 +48,7 @@ def right(model: Pixels, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     return {name: g.to(x.dtype) for name, g in rows.items()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("width", [8, 4])  # of which 5 and 1 are left
 @pytest.mark.parametrize(
     ("kind", "head"),
@@ -77,6 +78,7 @@ def test_normalised_channels_whatever_the_layout(kind: type, head: str, width: i
     assert torch.batch_norm is own
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("width", [8, 4])
 @pytest.mark.parametrize(

@@ -163,6 +163,7 @@ print(json.dumps(report.notes))
 """
 
 
+@pytest.mark.full
 def test_a_real_limit_of_the_system(folder: Path, tmp_path: Path) -> None:
     """200 samples take 128 MB for each of several arrays, in 400 MB."""
     write(folder, 200)

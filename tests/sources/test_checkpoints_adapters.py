@@ -74,6 +74,7 @@ def held(folder: Path, factory: str = "checkpoint", **kwargs: Any) -> LoadedMode
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's, of SHiRA
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_the_adapter_alone_are_those_of_pefts_own_model(

@@ -100,6 +100,7 @@ LOSSES = [  # score functions, and some whose gradients have a mean
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_classes_at_positions(loss: str, ignored: bool) -> None:
@@ -112,6 +113,7 @@ def test_classes_at_positions(loss: str, ignored: bool) -> None:
         torch.testing.assert_close(flat(one), right, rtol=1e-9, atol=1e-14)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", ["auto", *backends.names()])
 @pytest.mark.parametrize("loss", LOSSES[1:3])
 def test_each_backend(loss: str, backend: str) -> None:
@@ -193,6 +195,7 @@ def jacobians(model: Mixing, x: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", ["auto", *backends.names()])
 @pytest.mark.parametrize("shape", [(1,), (5,), (2, 3)])
 def test_a_squared_error(shape: tuple[int, ...], backend: str) -> None:
@@ -424,6 +427,7 @@ def each_label(
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("loss", ["cross_entropy", 'cross_entropy:weight="0.2,1,3"'])
 @pytest.mark.parametrize("kind", ["linear", "inputs first", "convolution", "tied"])
 def test_kronecker_factors(kind: str, loss: str) -> None:

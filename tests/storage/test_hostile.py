@@ -391,6 +391,7 @@ def _refusals(good: Path, folder: Path, changes: Iterable[Change]) -> int:
     return refused
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("place", "name"), [(p, n) for p, names in PLACES.items() for n in names])
 def test_an_attribute_of_any_type(good: Path, tmp_path: Path, place: str, name: str) -> None:
     changes = [
@@ -403,6 +404,7 @@ def test_an_attribute_of_any_type(good: Path, tmp_path: Path, place: str, name: 
     assert refused or name in ("name", "representation", "mean_gradient_norm", "overflowed")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "place",
     [

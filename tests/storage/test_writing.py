@@ -23,6 +23,7 @@ def _random(n: int, *shape: int) -> torch.Tensor:
     return torch.randn(n, *shape, generator=generator)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("n", "shape", "batch"),
     [
@@ -85,6 +86,7 @@ def test_the_operating_system_may_take_and_give_less_at_a_time(
     assert same(load(tmp_path / "o.h5"), load(tmp_path / "whole.h5"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("at", [0, 32])
 @pytest.mark.parametrize("kind", [RuntimeError, OSError, KeyboardInterrupt])
 @pytest.mark.parametrize("text", [None, "gzip:1"])

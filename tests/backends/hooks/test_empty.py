@@ -164,6 +164,7 @@ def build(name: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, tuple[Any
     return model, batches
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("order", ["none some", "some none", "all few none", "few none all some"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", PROGRAMS)

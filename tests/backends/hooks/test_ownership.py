@@ -94,6 +94,7 @@ INDEPENDENT = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("forward", INDEPENDENT)
 def test_hooks_answers_what_one_batch_shows(forward: Forward, dtype: torch.dtype) -> None:
@@ -152,6 +153,7 @@ COUPLED = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("share", [1e-6, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("forward", COUPLED)
