@@ -220,6 +220,7 @@ def test_coupling_in_a_layer_that_rounds_to_float32_is_refused() -> None:
         Scope(_llama_like(coupled=True), "cross_entropy").norms(x, y)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_in_a_layer_that_rounds_to_float32_is_found(name: str) -> None:
     problem = Problem.of(_llama_like(), cross_entropy)

@@ -109,6 +109,7 @@ def test_an_error_on_one_process_is_one_on_both(tmp_path: Path) -> None:
         assert own["right"]
 
 
+@pytest.mark.full
 def test_later_batches_are_audited_by_all_processes_in_step(tmp_path: Path) -> None:
     first, second = found(tmp_path, "later")
     for case in ("last", "chosen", "always"):
@@ -157,7 +158,6 @@ def close(found: Any, right: Any) -> None:
         )
 
 
-@pytest.mark.full
 def test_data_parallel_models_share_expectations_alone(tmp_path: Path) -> None:
     first, second = found(tmp_path, "parallel")
     assert first["norms"] < 1e-9

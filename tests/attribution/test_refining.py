@@ -26,6 +26,7 @@ def sides(place: Place) -> tuple[Path, Path]:
     return tuple(place.result(side, PROJECTION, name="short") for side in ("train", "query"))  # type: ignore
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("curvature", ["auto", "ekfac", "kfac", "diagonal", "adam", "identity"])
 def test_they_are_the_scores_of_full_rows(place: Place, curvature: Any) -> None:
     train, query = sides(place)

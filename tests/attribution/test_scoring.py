@@ -126,6 +126,7 @@ def test_automatic_damping_keeps_the_newton_step_within_the_noise(place: Place) 
     assert step @ fisher @ step == pytest.approx(2 * noise, rel=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("curvature", ["auto", "ekfac", "kfac", "diagonal"])
 def test_automatic_damping_is_the_same_from_files_and_runs(place: Place, curvature: Any) -> None:
     data = dict(np.load(place.folder / "train.npz"))
@@ -203,6 +204,7 @@ def test_a_small_model_with_many_samples_is_inverted_as_a_whole(place: Place) ->
     close(found.samples["self_influence"], np.diag(solved(g, g, LAMBDA)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("curvature", ["identity", "fisher", "blockfisher", "kfac", "ekfac"])
 def test_files_runs_data_and_scopes_agree(place: Place, curvature: Any) -> None:
     train, query = place.result("train"), place.result("query")
@@ -441,6 +443,7 @@ def test_files_alone_are_enough_for_auto(place: Place) -> None:
         gradscope.attribute(train, query, "ekfac")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("curvature", [*get_args(Method)])
 def test_tokens_that_never_meet_are_scored_as_samples_are(curvature: Any) -> None:
     torch.manual_seed(0)

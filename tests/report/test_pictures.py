@@ -50,6 +50,7 @@ def test_bars_have_the_values_of_the_rows():
     assert [line.get_xdata()[0] for line in signals.lines] == [1 / n]  # of noise alone
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "file",
     [

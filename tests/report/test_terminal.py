@@ -49,6 +49,7 @@ def test_a_summary_fits_and_is_the_same_read_back(name, width):
     assert screen(render, Summary.from_json(summary.to_json()), width) == text
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("width", WIDTHS)
 def test_all_other_results_fit(tmp_path, width):
     history = steps(tmp_path)

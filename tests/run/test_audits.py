@@ -92,6 +92,7 @@ def stop_and_go_on(folder: Path, after: int, then: str | None = None, **options:
     return recorded(folder / "o.h5")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("verify", "samples", "after"),
     [("audit", ":", 142), ("first", ":40", 12), ("always", ":40", 12)],

@@ -68,6 +68,7 @@ def test_the_chains_follow_from_the_rows(whole: dict[str, np.ndarray]) -> None:
     np.testing.assert_allclose(np.sqrt(total), norms, rtol=1e-12)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("batch_size", "backend"),
     [(1, "hooks"), (7, "hooks"), (64, "vmap"), (7, "expand"), (64, "loop")],
@@ -222,6 +223,7 @@ def test_kernels_are_measured_once_and_a_run_keeps_to_them(
         np.testing.assert_allclose(value, right[key], rtol=1e-3, atol=1e-6, err_msg=key)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transform", ["identity", "clip:max_norm=1.0 | mean"])
 @pytest.mark.parametrize("name", ["digits_cnn", "text_transformer"])
 def test_audits_for_which_there_was_time_change_no_byte(

@@ -505,6 +505,7 @@ def _wide(path: Path, n: int) -> None:
         pq.write_table(pa.table({k: [[int(x)] for x in v] for k, v in columns.items()}), path)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("suffix", "n"),
     [("csv", 4000), ("npz", 400), ("npy", 700), ("safetensors", 500), ("parquet", 150)],

@@ -72,6 +72,7 @@ def test_the_matrix_depends_on_seed_and_name_only(kind: str) -> None:
     assert not np.allclose(alone, matrix(kind, {"c": (3, 4)}))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["kronecker", *SPARSE])
 def test_inner_products_are_kept_on_average(kind: str) -> None:
     """Of the matrices whose entries are not independent; the others' table has exact moments."""
@@ -281,6 +282,7 @@ def dense(pattern: Pattern, rows: int, columns: int) -> np.ndarray:
     return pattern.of(torch.eye(columns)).numpy().reshape(rows, columns)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("rows", "nonzeros"), [(10, 1), (10, 2), (12, 4)])
 def test_mean_and_variance_of_sjlt(rows: int, nonzeros: int) -> None:
     """Over seeds, as of any two entries that meet with probability nonzeros / rows, or never."""

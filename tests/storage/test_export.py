@@ -231,6 +231,7 @@ def test_no_space_is_seen_beforehand(
         export(result, tmp_path / "x.npy", parameters=["w"])
 
 
+@pytest.mark.full
 def test_a_killed_export_leaves_the_old_file(tmp_path: Path) -> None:
     """The process dies in the middle of the second parameter."""
     write(tmp_path / "o.h5", with_layout("dense"))
@@ -258,6 +259,7 @@ def test_a_killed_export_leaves_the_old_file(tmp_path: Path) -> None:
     assert names(tmp_path) == ["o.h5", "x.safetensors"]
 
 
+@pytest.mark.full
 def test_memory_is_bounded(tmp_path: Path) -> None:
     """160 MB of dense rows, stored as factors, by blocks of 32 MB."""
     left, right = torch.randn(100, 1, 1, 400), torch.randn(100, 1, 1, 1000)

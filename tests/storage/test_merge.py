@@ -241,6 +241,7 @@ WRONG: list[tuple[Callable[[list[Path]], Any], str]] = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("spoil", "message"), WRONG)
 def test_wrong_files_are_refused_and_nothing_is_written(
     tmp_path: Path, seven: list[Path], spoil: Callable[[list[Path]], Any], message: str

@@ -90,6 +90,7 @@ def loss(outputs: Any, targets: Tensor) -> Tensor:
     return (values - targets.reshape(-1, *[1] * (values.dim() - 1))).sin().flatten(1).mean(1)
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor")  # transformers' own
 @pytest.mark.parametrize("build", [timesformer, timesfm, qwen3_5, jetmoe])
 def test_hooks_answers_the_architecture(build: Callable[[], Built]) -> None:
