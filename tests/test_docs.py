@@ -79,8 +79,14 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
             del sys.modules[name]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("path", [p for p in PAGES if p != CONTRIBUTING], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(p, id=p.stem, marks=[] if p.stem == "data" else [pytest.mark.full])
+        for p in PAGES
+        if p != CONTRIBUTING
+    ],
+)
 def test_a_page_runs_as_printed(path: Path, workplace: Path) -> None:
     names = run(path).names
     if path.parent.name == "recipes":  # its figure, from the same numbers
@@ -89,6 +95,7 @@ def test_a_page_runs_as_printed(path: Path, workplace: Path) -> None:
         assert _shown(made) == _shown(path.with_suffix(".svg")), stale
 
 
+@pytest.mark.full
 def test_contributing_runs_as_printed_and_the_rule_of_the_page_is_used(workplace: Path) -> None:
     """A wrong rule in its place gives wrong gradients, so the right one was in use."""
     names = run(CONTRIBUTING).names
@@ -254,6 +261,7 @@ def test_links_lead_somewhere(path: Path) -> None:
             assert anchor in slugs, link
 
 
+@pytest.mark.full
 def test_the_pictures_show_what_is_printed_today(tmp_path: Path) -> None:
     """Words only: times differ from run to run, and roundings from machine to machine."""
     runpy.run_path(str(ROOT / "docs" / "make_images.py"))["main"](tmp_path)
