@@ -198,6 +198,7 @@ def test_the_batch_size_follows_from_the_memory(
     assert resumed.code == 0, resumed.err  # how much is computed at a time is no other run
 
 
+@pytest.mark.full
 def test_a_plan_tells_bytes_memory_and_with_verbose_the_kernels(
     gradscope: Gradscope, small: list[object], tmp_path: Path
 ) -> None:

@@ -88,6 +88,7 @@ def shard(gradscope: Gradscope, options: list[str], out: Path, index: int, count
     return out.with_name(f"{out.stem}.shard-{index}-of-{count}.h5")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("count", [3, 7])
 def test_shards_equal_the_single_run(
     gradscope: Gradscope,

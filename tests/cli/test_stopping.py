@@ -263,6 +263,7 @@ def stage(): return (lambda g: {{"n": g.norms.sum()}}), (lambda a, b: a), result
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("place", "raised"), [*zip(PLACES, cycle(RAISED), strict=False)])
 def test_what_the_users_code_raises_is_theirs(
     forked: Forked, folder: Path, place: str, raised: str

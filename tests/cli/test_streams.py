@@ -129,6 +129,7 @@ def loss(outputs, targets):
 PLACES = ("forward", "factory", "loss", "import")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("what", "place"), [*zip(SPOILT, cycle(PLACES), strict=False), ("closed", "import")]
 )

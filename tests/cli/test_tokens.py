@@ -188,6 +188,7 @@ def flat(path: str) -> tuple[Rows, Rows, Rows]:
         return np.concatenate(every, 1), *(of or [np.arange(file.n), np.zeros(file.n, int)])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("model", ["build", "mixed"])
 def test_tokens_are_scored_for_tokens_and_for_samples(
     gradscope: Gradscope, project: Path, model: str
@@ -254,6 +255,7 @@ def test_projected_tokens_are_refined_with_full_gradients(
     np.testing.assert_allclose(found, np.take_along_axis(right, places, 1), atol=1e-12)
 
 
+@pytest.mark.full
 def test_what_is_shown_is_said_of_tokens(gradscope: Gradscope, project: Path) -> None:
     chains = ("-t", "identity", "-t", "mean")
     made = gradscope(*[w for w in words("build", *chains, "-o", "out.h5") if w != "-q"])

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.full  # each starts a process of its own
+
 COMMAND = "import sys; sys.argv[1:] = ['list', 'losses']; from gradscope.cli import main; main()"
 SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
@@ -30,7 +32,6 @@ def usual() -> str | None:
     return _spins("import torch")
 
 
-@pytest.mark.full
 def test_the_library_leaves_it_as_it_is(usual: str | None) -> None:
     assert _spins("import gradscope; gradscope.Scope") == usual
 
@@ -39,8 +40,8 @@ def test_the_library_leaves_it_as_it_is(usual: str | None) -> None:
     ("settings", "expected"),
     [
         ({}, "1000"),
-        pytest.param({"GOMP_SPINCOUNT": "7"}, "7", marks=pytest.mark.full),
-        pytest.param({"OMP_WAIT_POLICY": "passive"}, "0", marks=pytest.mark.full),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "passive"}, "0"),
     ],
 )
 def test_a_command_spins_briefly_unless_told(

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.full  # each starts a process of its own
+
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
@@ -115,7 +117,6 @@ def test_the_generator_of_any_device_is_put_back_and_watched() -> None:
     assert lines_of(GENERATOR) == [*answered, "the forward pass is random True"]
 
 
-@pytest.mark.full
 def test_device_refuses_and_counts_what_a_gpu_would() -> None:
     mixed, generator, cast, made, host, streams, counts, whole, pinned = lines_of(FAULTS)
     assert "at least two devices" in mixed
@@ -142,7 +143,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return steps
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("step", ["float32 without float64", "float32"])
 def test_cases_are_right_on_a_device(report: dict[str, Any], step: str) -> None:
     found = report[step]
@@ -150,38 +150,32 @@ def test_cases_are_right_on_a_device(report: dict[str, Any], step: str) -> None:
     assert found["right"] >= 8 and 0 < found["largest"] < 1e-3
 
 
-@pytest.mark.full
 def test_chains_are_right_on_a_device_without_float64(report: dict[str, Any]) -> None:
     found = report["chains without float64"]
     assert (found["wrong"], found["broken"]) == ({}, {})
     assert found["right"] >= 10
 
 
-@pytest.mark.full
 def test_operations_that_gpus_alone_have_are_contracted_by_rules(report: dict[str, Any]) -> None:
     for step in ("rules", "rules without float64"):
         assert (report[step]["wrong"], report[step]["broken"]) == ({}, {})
 
 
-@pytest.mark.full
 def test_fixed_random_numbers_are_those_of_the_cpu(report: dict[str, Any]) -> None:
     found = report["fixed random numbers without float64"]
     assert (found["right"], found["wrong"], found["broken"]) == (3, {}, {})
 
 
-@pytest.mark.full
 def test_an_index_out_of_range_is_told_once_and_says_whose(report: dict[str, Any]) -> None:
     found = report["an index out of range"]
     assert (found["told"], found["wrong"]) == (8, {})
 
 
-@pytest.mark.full
 def test_a_run_goes_on_with_fewer_samples_where_memory_runs_out(report: dict[str, Any]) -> None:
     found = report["memory runs out"]
     assert found["wrong"] == {} and found["right"] >= 2 and found["halved"] >= 1
 
 
-@pytest.mark.full
 def test_no_wait_and_no_operation_for_each_sample(report: dict[str, Any]) -> None:
     found = report["waits"]
     assert found["grows"] == []
@@ -192,7 +186,6 @@ def test_no_wait_and_no_operation_for_each_sample(report: dict[str, Any]) -> Non
         assert operations > 60  # a forward and a backward pass are seen, too
 
 
-@pytest.mark.full
 def test_no_thread_takes_what_a_stream_may_not_have_made(report: dict[str, Any]) -> None:
     found = report["run to a file"]
     assert (found["wrong"], found["races"]) == ([], {})
