@@ -154,6 +154,7 @@ def text(path: Path) -> None:
 FORMATS |= {"data.csv": (text, "limited"), "data.jsonl": (text, "limited")}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FORMATS)
 def test_only_some_rows_are_in_memory(
     tmp_path: Path, name: str, reader: Callable[..., str]
