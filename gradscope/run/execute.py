@@ -339,8 +339,8 @@ class Run:
 
 
 def without_progress(states: Mapping[str, State]) -> dict[str, State]:
-    """Return the reducers' states alone, by number: in older files, by "chain:NUMBER"."""
-    return {k.removeprefix("chain:"): state for k, state in states.items() if k != PROGRESS}
+    """Return the reducers' states alone, by number."""
+    return {k: state for k, state in states.items() if k != PROGRESS}
 
 
 def batches(job: Job, size: BatchSize, done: int = 0) -> Iterator[Batch]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from gradscope.core import texts
 from gradscope.core.texts import count
@@ -52,7 +52,7 @@ class Proof(Record):
 
     @classmethod
     def of(cls, certificate: Mapping[str, Any]) -> "Proof":
-        """Read it from a certificate of any version; a malformed one counts as not recorded."""
+        """Read it from a certificate; a malformed one counts as not recorded."""
         audit = certificate.get("audit")
         audit = audit if isinstance(audit, Mapping) else {}
         verified = certificate.get("verified")
@@ -83,16 +83,16 @@ class FileFacts(Record):
 
     path: str
     bytes: int | None
-    noun: str = "sample"  # what has a row: sample or token
+    noun: str  # what has a row: sample or token
     samples: int
     parameters: int
     entries: int
     chains: tuple[ChainFacts, ...]
     backend: str | None
-    labels: str = "data"
+    labels: str
     certificate: Json
-    proof: Proof = Field(default_factory=Proof)
-    run: Json = Field(default_factory=dict)
+    proof: Proof
+    run: Json
 
     @classmethod
     def of(cls, file: Source) -> "FileFacts":

@@ -127,7 +127,7 @@ def mean_gradient_norm(file: Source, name: str) -> float:
         raise ResultFileError(
             f"the norm of the mean gradient of {name!r} is not recorded",
             where=str(file.path),
-            remedy="Compute the file again with this version of gradscope.",
+            remedy="Compute the file again.",
         )
     return float(attributes["mean_gradient_norm"])
 

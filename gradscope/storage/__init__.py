@@ -1,4 +1,4 @@
-"""Result files: HDF5, format version 2 (docs/format.md). It alone writes HDF5."""
+"""Result files: HDF5, format version 1 (docs/format.md). It alone writes HDF5."""
 
 from gradscope.storage.export import Exported, export
 from gradscope.storage.format.files import (

@@ -163,4 +163,4 @@ def names(folder: Path) -> list[str]:
 def unsealed(data: bytes) -> bytes:
     """A file's bytes without its seal."""
     count = int.from_bytes(data[-48:-40], "little")
-    return data[: -48 - {b"gradseal": 16, b"gradcrcs": 24}[data[-8:]] * count]
+    return data[: -48 - 24 * count]

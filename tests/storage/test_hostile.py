@@ -196,7 +196,7 @@ HARMFUL: dict[str, tuple[Change, str]] = {
     "many overflows": (_attribute("chains/0/w", "overflowed", np.zeros(5, int)), "overflowed"),
     "a list of versions": (_attribute("/", "format_version", np.zeros(5, int)), "format version"),
     "a version as text": (_attribute("/", "format_version", "1"), "format version"),
-    "a newer version": (_attribute("/", "format_version", 3), "format version 3"),
+    "a newer version": (_attribute("/", "format_version", 2), "format version 2"),
     "a list of flags": (_attribute("chains/0", "reduced", np.zeros(2, bool)), "reduced"),
     "a number as chain": (_attribute("chains/0", "chain", 5), "'chain'"),
     "a list at the root": (_attribute("/", "DIMENSION_LIST", np.zeros(3, _TABLE)), "DIMENSION"),
@@ -361,8 +361,8 @@ PLACES = {
     "chains/0/w": ["name", "representation", "overflowed"],
     "chains/0/layer.weight": ["kind", "shape", "dtype", "name", "representation"],
     "chains/0/emb": ["kind", "shape", "dtype"],
-    "norms/w": ["sha256", "mean_gradient_norm", "name"],  # sha256: of the first version
-    "samples/loss": ["sha256"],
+    "norms/w": ["mean_gradient_norm", "name"],
+    "states/1": ["keys"],
 }
 
 

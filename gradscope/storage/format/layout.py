@@ -35,7 +35,7 @@ SMALL_CHUNK = 2**14  # below this, several batches share a chunk
 CHECKSUM_BYTES = 4  # of a chunk's Fletcher-32
 RECORD = 3  # numbers of a record of the seal: offset, size, CRC-32C
 TABLES = ("samples", "norms")
-FORMAT, FORMAT_VERSION = "gradscope", 2
+FORMAT, FORMAT_VERSION = "gradscope", 1
 KEYS = "keys"  # the attribute of an owner's states: [[key, format, shape], ...], in their order
 SOURCES = "sources"  # the attribute of a file whose rows are in other files
 

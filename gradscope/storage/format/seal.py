@@ -8,13 +8,11 @@ can change unseen.
     seal = table (m, 3) int64 · m int64 · SHA-256 (32 bytes) · "gradcrcs"      little-endian
 
 A record of the table is the offset, the size and the CRC-32C of a chunk. The SHA-256 is that of
-the table followed by all bytes before the seal that lie in none of the chunks. In the first
-version, "gradseal", a record is (offset, size) only: chunks have Fletcher-32 and tables a SHA-256.
+the table followed by all bytes before the seal that lie in none of the chunks.
 
 `Checks` compares the bytes of data sets with their checksums before anybody uses them, a chunk when
 it is first read. Chunks that are not compressed are read past HDF5, whose Fletcher-32 takes longer
-than everything else, and misses a chunk that has become zeros. Files of the first version have no
-other checksum: they are read by HDF5.
+than everything else, and misses a chunk that has become zeros.
 """
 
 import hashlib
@@ -43,9 +41,9 @@ REMEDY = "Take another copy of the file, or compute it again."
 
 _PIECE = 2**22
 _STEP, _THREADS, _RUN = 2**20, 2, 2**24  # bytes read at a time; threads, and what is worth them
-_MAGICS = {2: b"gradseal", 3: b"gradcrcs"}  # by the numbers in a record
+_MAGIC = b"gradcrcs"
 _TAIL = struct.Struct("<q32s8s")
-_SEALED = -1  # in place of a checksum: the seal itself, or HDF5, covers the chunk
+_SEALED = -1  # in place of a checksum: the SHA-256 of the seal covers the chunk
 
 
 def joined(extents: Sequence[np.ndarray]) -> np.ndarray:
@@ -73,7 +71,7 @@ def gaps(taken: np.ndarray, size: int) -> Iterator[tuple[int, int]]:
 class Seal:
     """What stands at the end of a file."""
 
-    table: np.ndarray  # (m, 3) int64: offset, size, CRC-32C; or (m, 2) in the first version
+    table: np.ndarray  # (m, 3) int64: offset, size, CRC-32C
     digest: bytes  # the SHA-256, which tells the file from any other
     intact: bool  # whether it is that of the file
 
@@ -82,7 +80,7 @@ def write_seal(descriptor: int, table: np.ndarray) -> None:
     """Append the seal to a file whose chunks are in `table` (m, 3), by their offsets."""
     size = os.fstat(descriptor).st_size
     stored = np.ascontiguousarray(table, "<i8")
-    tail = _TAIL.pack(len(stored), _digest(descriptor, stored, size), _MAGICS[stored.shape[1]])
+    tail = _TAIL.pack(len(stored), _digest(descriptor, stored, size), _MAGIC)
     write(descriptor, stored.tobytes() + tail, size)
 
 
@@ -91,15 +89,13 @@ def seal_of(path: Path) -> Seal | None:
     with path.open("rb") as file:
         descriptor, size = file.fileno(), os.fstat(file.fileno()).st_size
         tail = read(descriptor, _TAIL.size, max(0, size - _TAIL.size)).tobytes()
-        columns = {magic: columns for columns, magic in _MAGICS.items()}.get(tail[-8:])
-        if len(tail) < _TAIL.size or columns is None:
+        if len(tail) < _TAIL.size or not tail.endswith(_MAGIC):
             return None
         count, digest, _ = _TAIL.unpack(tail)
-        end = size - _TAIL.size - 8 * columns * count
+        end = size - _TAIL.size - 8 * RECORD * count
         if count < 0 or end < 0:
-            return Seal(np.empty((0, columns), np.int64), digest, intact=False)
-        table = read(descriptor, 8 * columns * count, end).view("<i8")
-        table = table.reshape(-1, columns)
+            return Seal(NO_RECORDS, digest, intact=False)
+        table = read(descriptor, 8 * RECORD * count, end).view("<i8").reshape(-1, RECORD)
         intact = _is_sound(table, end) and _digest(descriptor, table, end) == digest
         return Seal(table, digest, intact)
 
@@ -158,15 +154,13 @@ class Checks:
 
     Args:
         descriptor: Returns the file's descriptor; raises where it is closed.
-        table: (m, 3) int64: offset, size and CRC-32C of each chunk, by offset; or (m, 2) without
-            the last, for a file whose chunks have Fletcher-32 only.
+        table: (m, 3) int64: offset, size and CRC-32C of each chunk, by offset.
     """
 
     def __init__(self, descriptor: Callable[[], int], table: np.ndarray) -> None:
-        self._descriptor, self._strong = descriptor, table.shape[1] == RECORD
+        self._descriptor = descriptor
         self._ends = np.append(0, table[:, :2].sum(1))  # of what is before each chunk
-        last = [np.iinfo(np.int64).max, 0, _SEALED][: table.shape[1]]
-        self._table = np.append(table, [last], 0)
+        self._table = np.append(table, [[np.iinfo(np.int64).max, 0, _SEALED]], 0)
         self._known: dict[str, Known] = {}
 
     def rows(self, dataset: h5py.Dataset, start: int, stop: int) -> np.ndarray:
@@ -208,17 +202,14 @@ class Checks:
         name = str(dataset.name)
         if name not in self._known:
             chunks = ChunkOffsets.of(dataset)
-            sums = np.full(len(chunks.offsets), _SEALED, np.int64)
-            if self._strong:
-                at = np.searchsorted(self._table[:-1, 0], chunks.offsets)
-                offsets, sizes, known = self._table[at].T
-                exact = (offsets == chunks.offsets) & (sizes == chunks.sizes)
-                ends = chunks.offsets + chunks.sizes
-                if not (exact | ((self._ends[at] <= chunks.offsets) & (ends <= offsets))).all():
-                    raise ResultFileError(f"the checksums are of other bytes than those of {name}")
-                sums = np.where(exact, known, _SEALED)
-            direct = self._strong and _is_plain(dataset, chunks)
-            self._known[name] = Known(chunks, sums, sums == _SEALED, direct)
+            at = np.searchsorted(self._table[:-1, 0], chunks.offsets)
+            offsets, sizes, known = self._table[at].T
+            exact = (offsets == chunks.offsets) & (sizes == chunks.sizes)
+            ends = chunks.offsets + chunks.sizes
+            if not (exact | ((self._ends[at] <= chunks.offsets) & (ends <= offsets))).all():
+                raise ResultFileError(f"the checksums are of other bytes than those of {name}")
+            sums = np.where(exact, known, _SEALED)
+            self._known[name] = Known(chunks, sums, sums == _SEALED, _is_plain(dataset, chunks))
         return self._known[name]
 
     def _look(self, dataset: h5py.Dataset, known: Known, start: int, stop: int) -> None:

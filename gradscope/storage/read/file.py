@@ -4,7 +4,6 @@ HDF5 reads a missing source of a virtual data set as fill values and says nothin
 read through it here: each source is opened as a result file of its own, with all its checks.
 """
 
-import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +23,7 @@ from gradscope.errors import ResultFileError, SpecError
 from gradscope.storage.format.files import reading
 from gradscope.storage.format.layout import AXES, KEYS, KINDS, SOURCES
 from gradscope.storage.format.numbers import escape, named, numpy_dtype, unescape
-from gradscope.storage.format.seal import REMEDY, Checks, seal_of
+from gradscope.storage.format.seal import Checks, seal_of
 from gradscope.storage.read.opening import Opened, document, opened, opened_again
 
 T = TypeVar("T")
@@ -164,9 +163,6 @@ class StoredChain(Lazy[StoredArray]):
 
 def stored_states(group: h5py.Group, checks: Checks) -> Lazy[np.ndarray]:
     """Return the state of one reducer, {key: tensor}."""
-    if KEYS not in group.attrs:  # as in the first version
-        found = {unescape(name): name for name in group}
-        return Lazy(found, lambda key: checks.whole(group[found[key]]))
     places: dict[str, tuple[str, int, tuple[int, ...]]] = {}
     ends = dict.fromkeys(group, 0)
     for key, name, shape in json.loads(group.attrs[KEYS]):
@@ -183,15 +179,8 @@ def stored_states(group: h5py.Group, checks: Checks) -> Lazy[np.ndarray]:
 
 def column(dataset: h5py.Dataset, checks: Checks, *, decode: bool = True) -> np.ndarray:
     """Return a column (N,) of a table; texts as text, or as stored without `decode`."""
-    where = f"{dataset.file.filename}: {dataset.name}"
-    with reading(where):
+    with reading(f"{dataset.file.filename}: {dataset.name}"):
         values = checks.whole(dataset)
-        wanted = dataset.attrs.get("sha256")  # of files of the first version
-    digest = wanted and hashlib.sha256(np.ascontiguousarray(values).data).hexdigest()
-    if digest != wanted:
-        raise ResultFileError(
-            "the column's data are damaged: its checksum does not match", where=where, remedy=REMEDY
-        )
     return np.char.decode(values, "utf-8") if decode and values.dtype.kind == "S" else values
 
 

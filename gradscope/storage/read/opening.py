@@ -27,6 +27,7 @@ from gradscope.storage.format.layout import (
     CHUNK_BYTES,
     FORMAT,
     FORMAT_VERSION,
+    KEYS,
     SOURCES,
     TABLES,
     filters_of,
@@ -43,7 +44,7 @@ _ATTRIBUTE_BYTES = 2**16
 _PLAIN = ("identity", "mean")  # chains of gradients as they are
 _COLUMNS = {"index": "iu", "loss": "f", "norm": "f", "finite": "b"}  # always there
 _ATTRIBUTES: dict[str, Callable[[Any], bool]] = {  # what each must be
-    **dict.fromkeys(("chain", "dtype", "kind", "sha256"), lambda value: isinstance(value, str)),
+    **dict.fromkeys(("chain", "dtype", "kind", KEYS), lambda value: isinstance(value, str)),
     "reduced": lambda value: isinstance(value, bool | np.bool_),
     "overflowed": lambda value: isinstance(value, int | np.integer) and bool(value >= 0),
     "shape": lambda value: np.ndim(value) == 1 and np.asarray(value).dtype.kind in "iu",
@@ -298,7 +299,6 @@ def _require_contents(file: h5py.File, items: Mapping[str, Item]) -> None:
     n = (items["/samples/index"].shape or ())[0]
     for path in (path for table in TABLES for path in inside[f"/{table}"]):
         _require(items[path].shape == (n,), f"{path} is no column of {n} samples")
-        require_attributes(path, "sha256", always=False)
     for k in range(len(inside["/chains"])):
         path = f"/chains/{k}"
         require_group(path, f"chain {k}")
@@ -310,6 +310,7 @@ def _require_contents(file: h5py.File, items: Mapping[str, Item]) -> None:
             _require_parameters(file, path, items, inside[path], () if reduced else (n,))
     for owner in inside.get("/states", []):
         _require(owner in inside, f"{owner} is no group")
+        require_attributes(owner, KEYS)
         for path in inside[owner]:
             require_array(path, None)
 

@@ -116,7 +116,7 @@ class Entry:
             raise
         except Exception as error:
             raise OutputError(
-                "the record of what is complete is damaged, or of another version of gradscope",
+                "the record of what is complete is damaged",
                 where=str(path),
                 remedy="Start again with overwrite=True, or put back a copy of it.",
             ) from error
