@@ -8,7 +8,14 @@ from typing import Any
 from gradscope.attribution.methods import Damping, Method, Settings
 from gradscope.attribution.scores import Scores, in_memory, is_scores, open_scores, writing_scores
 from gradscope.attribution.scoring import Pair, Scoring
-from gradscope.attribution.sides import FileSide, Side, of_job, of_scope, query_run, training_run
+from gradscope.attribution.sources import (
+    FileSource,
+    GradientSource,
+    job_source,
+    query_run,
+    scope_source,
+    training_run,
+)
 from gradscope.attribution.summary import ScoreSummary, looked, summarize_scores
 from gradscope.attribution.validation import Asked, Validating, Validation, validate
 from gradscope.config import RunSpec, load
@@ -139,16 +146,16 @@ def _is_result(source: Source) -> bool:
 
 def _training(
     source: Source, chain: str | None, stack: ExitStack, output: Path | None, *, stream: bool
-) -> tuple[Side, Any]:
+) -> tuple[GradientSource, Any]:
     """Return the training side, and what tells its run."""
     if isinstance(source, tuple):
-        return of_scope("training samples", *source), None
+        return scope_source("training samples", *source), None
     if _is_result(source):
         file = _file(source, stack)
         if is_scores(file):
             raise SpecError("these are scores, not gradients", where=str(file.path))
         if not stream:
-            return FileSide(file, chain), lambda: training_run(file)
+            return FileSource(file, chain), lambda: training_run(file)
         spec = training_run(file).computing(shard=None)
     else:
         spec = load(Path(str(source)))
@@ -159,18 +166,18 @@ def _training(
 
 def _query(
     source: Source,
-    train: Side,
+    train: GradientSource,
     run: Any,
     samples: str | None,
     stack: ExitStack,
     output: Path | None,
-) -> Side:
+) -> GradientSource:
     if isinstance(source, tuple):
-        return of_scope("queries", *source)
+        return scope_source("queries", *source)
     if _is_result(source):
         if samples is not None:
             raise SpecError("a result file has its samples already", remedy="Leave `samples` out.")
-        return FileSide(_file(source, stack), train.facts.measured)
+        return FileSource(_file(source, stack), train.facts.measured)
     if run is None:
         raise SpecError("queries for a scope are (scope, inputs, targets)", where=str(source))
     spec = query_run(Path(str(source)), run(), train.facts.measured)
@@ -179,11 +186,11 @@ def _query(
     return _computed(spec, str(source), output)
 
 
-def _computed(spec: RunSpec, name: str, output: Path | None) -> Side:
+def _computed(spec: RunSpec, name: str, output: Path | None) -> GradientSource:
     job = prepare(spec)
     if output is not None:
         refuse_inputs(job, output)
-    return of_job(job, name)
+    return job_source(job, name)
 
 
 def _file(source: Source, stack: ExitStack) -> GradientFile:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradscope.attribution.products import Part, real_rows
+from gradscope.attribution.products import real_rows
 from gradscope.blocks import DenseBlock, Gradients, Layer, layer_of
 from gradscope.blocks.base import precise
 from gradscope.errors import InputError, SpecError
@@ -299,14 +299,13 @@ class Moments:
         self._totals: Rows = {}  # Σ of the rows (w,), likewise
         self.n = 0
 
-    def add(self, part: Part) -> None:
+    def add(self, gradients: Gradients) -> None:
         """Add some samples."""
-        self.n += len(part.places)
-        blocks = part.gradients
-        dtypes = (block.dtype for block in blocks.values())
+        self.n += gradients.n
+        dtypes = (block.dtype for block in gradients.values())
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         for group in self._names:
-            rows = self._rows(blocks, group, dtype)
+            rows = self._rows(gradients, group, dtype)
             products = (rows.mT @ rows).double()
             total = rows.sum(0, dtype=torch.float64)
             if group in self.sums:

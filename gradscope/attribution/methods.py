@@ -23,8 +23,8 @@ from gradscope.attribution.curvature import (
     kfac_curvature,
     trusted,
 )
-from gradscope.attribution.products import Groups, Part, Tile, tiles
-from gradscope.attribution.sides import Side, stored_aggregate, sum_squares
+from gradscope.attribution.products import Groups, Tile, tiles
+from gradscope.attribution.sources import GradientSource, stored_aggregate, sum_squares
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.blocks.layers import bias_of
 from gradscope.core.registry import suggestion
@@ -99,7 +99,7 @@ class Settings:
                 f"the damping is a number that is not negative, or auto, not {self.damping}"
             )
 
-    def room(self, train: Side) -> int:
+    def room(self, train: GradientSource) -> int:
         """Return the bytes for a tile: few where a walk through the training side costs little."""
         if self.memory or train.cheap:
             return self.memory or _READ_BYTES
@@ -122,7 +122,7 @@ class Curved:
     own: Callable[[], Tensor] | None = None  # gᵢᵀ H⁻¹ gᵢ (N,) in float64; None where it costs much
 
 
-def curved(train: Side, asked: Settings) -> Curved:
+def curved(train: GradientSource, asked: Settings) -> Curved:
     """Return the curvature of the training side that is asked for.
 
     Raises:
@@ -150,13 +150,13 @@ def curved(train: Side, asked: Settings) -> Curved:
     return Curved(record, before=_applied(found))
 
 
-def _pairs_pay(train: Side, room: int) -> bool:
+def _pairs_pay(train: GradientSource, room: int) -> bool:
     """Whether the products of all pairs of training samples cost about as little as gradients."""
     walks = 1 if train.cheap else -(-train.n * train.width * _TILED // room)
     return train.n <= _LARGEST and walks == 1 and float(train.n) ** 2 * train.width <= _PAIRS
 
 
-def _fisher(train: Side, asked: Settings, record: dict[str, Any]) -> Curved:
+def _fisher(train: GradientSource, asked: Settings, record: dict[str, Any]) -> Curved:
     """Return the Fisher of all entries or of layers: itself where rows are short, or by pairs."""
     shapes, many = train.shapes(), train.n > _LARGEST
     layers, joint = layers_of(shapes), dict.fromkeys(shapes, "")
@@ -176,7 +176,9 @@ def _widest(shapes: Mapping[str, tuple[int, ...]], groups: Groups) -> int:
     return max(widths.values())
 
 
-def _grams(train: Side, asked: Settings, record: dict[str, Any], groups: Groups) -> Curved:
+def _grams(
+    train: GradientSource, asked: Settings, record: dict[str, Any], groups: Groups
+) -> Curved:
     n, products = _gram(train, asked, groups)
 
     def spectra() -> list[Spectrum]:
@@ -211,10 +213,12 @@ def _relative(
     return trusted([values for values, _ in found], [s for _, s in found], n, _LEAST[method])
 
 
-def _moments(train: Side, asked: Settings, record: dict[str, Any], groups: Groups) -> Curved:
+def _moments(
+    train: GradientSource, asked: Settings, record: dict[str, Any], groups: Groups
+) -> Curved:
     moments = Moments(groups)
-    for part in train.parts():
-        moments.add(part)
+    for batch in train.batches():
+        moments.add(batch.gradients)
     size = max(map(len, moments.sums.values()))
     relative = _relative(asked, record["curvature"], moments.n, size, moments.spectra)
     damping = {k: relative * mean for k, mean in moments.mean_eigenvalues().items()}
@@ -231,7 +235,7 @@ def _moments(train: Side, asked: Settings, record: dict[str, Any], groups: Group
     )
 
 
-def _shrunk(train: Side, asked: Settings, record: dict[str, Any]) -> Curved:
+def _shrunk(train: GradientSource, asked: Settings, record: dict[str, Any]) -> Curved:
     """Return H = (1 − ρ) F + ρ T, with T the damped EK-FAC of F.
 
     With Woodbury's identity, q H⁻¹ Gᵀ = q T⁻¹ Gᵀ (ρ + (1 − ρ) K)⁻¹, where K = G T⁻¹ Gᵀ / N.
@@ -249,7 +253,7 @@ def _shrunk(train: Side, asked: Settings, record: dict[str, Any]) -> Curved:
 
 
 def _gram(
-    train: Side, asked: Settings, groups: Groups | None, before: Before = _as_it_is
+    train: GradientSource, asked: Settings, groups: Groups | None, before: Before = _as_it_is
 ) -> tuple[int, dict[str, Tensor]]:
     """Return N and the Gram matrices of the training samples, by group."""
     if train.n > _LARGEST:
@@ -264,7 +268,7 @@ def _gram(
     return max(1, int(train.table()["finite"].sum())), found
 
 
-def _approximate(train: Side, method: str, asked: Settings) -> Curvature:
+def _approximate(train: GradientSource, method: str, asked: Settings) -> Curvature:
     """Return the inverse of an approximate curvature."""
     if train.facts.chain != "identity":
         raise SpecError(
@@ -282,48 +286,50 @@ def _approximate(train: Side, method: str, asked: Settings) -> Curvature:
     return made(moments, damping, Drift(mean, train.n))
 
 
-def precision(train: Side, rows: int) -> torch.dtype:
+def precision(train: GradientSource, rows: int) -> torch.dtype:
     """Return what products of so many rows with the training side are taken in."""
     work = float(rows) * train.n * train.width
     return torch.float64 if work <= _LONG else torch.float32
 
 
-def products_of(tile: Tile, side: Side, groups: Groups | None = None) -> dict[str, Tensor]:
-    """Return the products (m, N) of a tile with a side by group, 0 where a sample is left out."""
-    found = _zeros(tile.n, side, groups)
-    for part in side.parts():
-        for group, products in tile.with_each(part.gradients, groups).items():
-            found[group][:, part.places] = products.cpu()
+def products_of(
+    tile: Tile, source: GradientSource, groups: Groups | None = None
+) -> dict[str, Tensor]:
+    """Return the products (m, N) of a tile with a source by group, 0 where a sample is left out."""
+    found = _zeros(tile.n, source, groups)
+    for batch in source.batches():
+        for group, products in tile.with_each(batch.gradients, groups).items():
+            found[group][:, batch.places] = products.cpu()
     return found
 
 
 def gram_of(
-    side: Side,
+    source: GradientSource,
     dtype: torch.dtype,
     memory: int,
     groups: Groups | None = None,
     before: Before = _as_it_is,
 ) -> dict[str, Tensor]:
-    """Return ⟨gᵢ, gⱼ⟩ (N, N) of all samples of a side by group, 0 where one is left out.
+    """Return ⟨gᵢ, gⱼ⟩ (N, N) of all samples of a source by group, 0 where one is left out.
 
     With `before` it is ⟨H⁻¹gᵢ, gⱼ⟩.
     """
-    found = _zeros(side.n, side, groups)
-    step = max(1, memory // (_TILED * side.width))
-    for tile in tiles(side.parts(), side.n, step, dtype):
-        whole = step >= side.n  # then every sample is in the tile, and no walk is to be saved
-        few = max(1, _DENSE_BYTES // (_TILED * side.width))
-        for some in tiles(tile.parts, side.n, few, dtype) if whole else [tile]:
-            own = Tile([Part(p.places, before(p.gradients)) for p in some.parts], dtype)
-            for part in tile.parts if whole else side.parts():
-                for group, products in own.with_each(part.gradients, groups).items():
-                    found[group][own.places.unsqueeze(1), part.places] = products.cpu()
+    found = _zeros(source.n, source, groups)
+    step = max(1, memory // (_TILED * source.width))
+    for tile in tiles(source.batches(), source.n, step, dtype):
+        whole = step >= source.n  # then every sample is in the tile, and no walk is to be saved
+        few = max(1, _DENSE_BYTES // (_TILED * source.width))
+        for some in tiles(tile.batches, source.n, few, dtype) if whole else [tile]:
+            own = some.map(before)
+            for batch in tile.batches if whole else source.batches():
+                for group, products in own.with_each(batch.gradients, groups).items():
+                    found[group][own.places.unsqueeze(1), batch.places] = products.cpu()
     return found
 
 
-def _zeros(rows: int, side: Side, groups: Groups | None) -> dict[str, Tensor]:
+def _zeros(rows: int, source: GradientSource, groups: Groups | None) -> dict[str, Tensor]:
     names = [""] if groups is None else dict.fromkeys(groups.values())
-    return {name: torch.zeros(rows, side.n, dtype=torch.float64) for name in names}
+    return {name: torch.zeros(rows, source.n, dtype=torch.float64) for name in names}
 
 
 def sum_of(tensors: Sequence[Tensor]) -> Tensor:
@@ -346,21 +352,21 @@ def _applied(found: Curvature) -> Before:
     return apply
 
 
-def _squares(side: Side) -> Tensor:
+def _squares(source: GradientSource) -> Tensor:
     """Return ‖gᵢ‖² (N,) by one more walk, 0 of what is left out."""
-    found = torch.zeros(side.n, dtype=torch.float64)
-    for part in side.parts():
-        found[part.places] = sum_squares(part.gradients).cpu()
+    found = torch.zeros(source.n, dtype=torch.float64)
+    for batch in source.batches():
+        found[batch.places] = sum_squares(batch.gradients).cpu()
     return found
 
 
-def _own_products(side: Side, before: Before) -> Tensor:
+def _own_products(source: GradientSource, before: Before) -> Tensor:
     """Return gᵢᵀ H⁻¹ gᵢ (N,) by one more walk, 0 of what is left out."""
-    found = torch.zeros(side.n, dtype=torch.float64)
-    for part in side.parts():
-        made = before(part.gradients)
-        for name, block in part.gradients.items():
+    found = torch.zeros(source.n, dtype=torch.float64)
+    for batch in source.batches():
+        made = before(batch.gradients)
+        for name, block in batch.gradients.items():
             own, other = block.dense(), made[name].dense()
             products = own.flatten(1).double() * other.flatten(1).double()
-            found[part.places] += products.sum(1).cpu()
+            found[batch.places] += products.sum(1).cpu()
     return found

@@ -1,6 +1,6 @@
 """Inner products of two sets of gradients, a tile of one against the other at a time."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from typing import NamedTuple
 
@@ -15,11 +15,15 @@ Groups = Mapping[str, str]  # {parameter: the group whose products it is counted
 _PAIRS_BYTES = 2**26  # of products of factors that are in work at a time
 
 
-class Part(NamedTuple):
-    """Some samples of a side."""
+class GradientBatch(NamedTuple):
+    """Some samples of a source of gradients."""
 
-    places: Tensor  # (b,) int64, which of the side's samples they are
+    places: Tensor  # (b,) int64, which of the source's samples they are
     gradients: Gradients  # theirs, all finite
+
+    def select(self, rows: slice) -> "GradientBatch":
+        """Return some of them."""
+        return GradientBatch(self.places[rows], self.gradients.select(rows))
 
 
 class Tile:
@@ -28,16 +32,21 @@ class Tile:
     A block's dense rows are formed once, and only where products of factors do not cost less.
     """
 
-    def __init__(self, parts: list[Part], dtype: torch.dtype) -> None:
+    def __init__(self, batches: list[GradientBatch], dtype: torch.dtype) -> None:
         none = torch.empty(0, dtype=torch.int64)
-        self.places = torch.cat([none, *(part.places for part in parts)])
-        self.parts, self._dtype = parts, dtype
+        self.places = torch.cat([none, *(batch.places for batch in batches)])  # (m,)
+        self.batches, self._dtype = batches, dtype
         self._rows: dict[str, Tensor] = {}
 
     @property
     def n(self) -> int:
         """The number of samples, m."""
         return len(self.places)
+
+    def map(self, change: Callable[[Gradients], Gradients]) -> "Tile":
+        """Return the tile of the same samples with other gradients."""
+        made = [GradientBatch(b.places, change(b.gradients)) for b in self.batches]
+        return Tile(made, self._dtype)
 
     def with_each(self, other: Gradients, groups: Groups | None = None) -> dict[str, Tensor]:
         """Return Re⟨gᵢ, hⱼ⟩ (m, n) with n other samples' gradients, by group; one "" if None."""
@@ -49,8 +58,8 @@ class Tile:
                     self.n, other.n, dtype=torch.float64, device=block.device
                 )
             found = every[group]
-            for part in self.parts:
-                own, rows = part.gradients[name], slice(top, top + len(part.places))
+            for batch in self.batches:
+                own, rows = batch.gradients[name], slice(top, top + len(batch.places))
                 if _by_factors(own, block):
                     _add_by_factors(found[rows], own, block, self._dtype)
                 else:
@@ -68,7 +77,7 @@ class Tile:
 
     def _dense(self, name: str) -> Tensor:
         if name not in self._rows:
-            every = [part.gradients[name].dense() for part in self.parts]
+            every = [batch.gradients[name].dense() for batch in self.batches]
             rows = [real_rows(dense, self._dtype) for dense in every]
             self._rows[name] = rows[0] if len(rows) == 1 else torch.cat(rows)
         return self._rows[name]
@@ -82,28 +91,26 @@ def real_rows(values: Tensor, dtype: torch.dtype) -> Tensor:
     return flat.to(dtype)
 
 
-def tiles(parts: Iterable[Part], n: int, most: int, dtype: torch.dtype) -> Iterator[Tile]:
-    """Yield all n samples of a side, so many places at a time; those left out are in no tile."""
-    held: list[Part] = []
+def tiles(
+    batches: Iterable[GradientBatch], n: int, most: int, dtype: torch.dtype
+) -> Iterator[Tile]:
+    """Yield all n samples of a source, so many places at a time; those left out are in no tile."""
+    held: list[GradientBatch] = []
     end = most
-    for part in parts:
-        rest = part
+    for batch in batches:
+        rest = batch
         while len(rest.places):
             cut = int((rest.places < end).sum())
             if cut:
-                held.append(rest if cut == len(rest.places) else _some(rest, slice(0, cut)))
+                held.append(rest if cut == len(rest.places) else rest.select(slice(0, cut)))
             if cut == len(rest.places):
                 break
-            rest = _some(rest, slice(cut, len(rest.places)))
+            rest = rest.select(slice(cut, len(rest.places)))
             yield Tile(held, dtype)
             held, end = [], end + most
     while end - most < n:
         yield Tile(held, dtype)
         held, end = [], end + most
-
-
-def _some(part: Part, rows: slice) -> Part:
-    return Part(part.places[rows], part.gradients.select(rows))
 
 
 def _by_factors(a: Block, b: Block) -> bool:

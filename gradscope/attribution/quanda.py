@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradscope.attribution.methods import Settings
 from gradscope.attribution.scoring import Comparing, Pair, Scoring
-from gradscope.attribution.sides import of_scope
+from gradscope.attribution.sources import scope_source
 from gradscope.errors import SpecError
 from gradscope.scope import Scope
 
@@ -76,7 +76,7 @@ class _Explaining(_Quanda):  # type: ignore[misc]
         self._scope = Scope(self.model, loss)
         loader = torch.utils.data.DataLoader(self.train_dataset, batch_size=_READ)
         inputs, targets = zip(*loader, strict=True)
-        self._train = of_scope(
+        self._train = scope_source(
             "training samples", self._scope, torch.cat(inputs), torch.cat(targets)
         )
 
@@ -87,7 +87,7 @@ class _Explaining(_Quanda):  # type: ignore[misc]
     def explain(self, test_data: Tensor, targets: list[int] | Tensor) -> Tensor:
         """Return the scores (m, N) of inputs (m, ...); 0 for what has no finite gradient."""
         given = torch.as_tensor(targets).to(self.device)
-        query = of_scope("queries", self._scope, test_data.to(self.device), given)
+        query = scope_source("queries", self._scope, test_data.to(self.device), given)
         rows = Scoring([Pair(self._train, query)], self._asked, self._own.curved).rows()
         found = torch.cat([scores for _, scores in rows])
         return found.nan_to_num(nan=0.0).to(self.device, torch.float32)

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from gradscope.attribution.scores import Scores, open_scores
-from gradscope.attribution.sides import recorded_run
+from gradscope.attribution.sources import recorded_run
 from gradscope.config import split_reference
 from gradscope.errors import (
     GradscopeError,

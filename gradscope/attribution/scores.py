@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from gradscope import markup
 from gradscope.attribution.scoring import Scoring
-from gradscope.attribution.sides import COLUMNS, Facts, Table
+from gradscope.attribution.sources import COLUMNS, SourceFacts, Table
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.errors import ResultFileError, SpecError
 from gradscope.sources.formats import sha256
@@ -295,7 +295,7 @@ def _facts(scoring: Scoring) -> dict[str, Any]:
     return found | ({"more": [_told(pair.train.facts) for pair in rest]} if rest else {})
 
 
-def _told(facts: Facts) -> dict[str, Any]:
+def _told(facts: SourceFacts) -> dict[str, Any]:
     return {
         "source": facts.name,
         "chain": facts.chain,

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from gradscope.attribution.methods import Curved, Settings, curved, precision, products_of, sum_of
-from gradscope.attribution.products import Part, Tile, tiles
-from gradscope.attribution.sides import (
-    Side,
-    of_job,
+from gradscope.attribution.products import Tile, tiles
+from gradscope.attribution.sources import (
+    GradientSource,
+    job_source,
     projection_error,
     recorded_run,
     require_same,
     samples_at_a_time,
-    some_of,
+    selected_source,
 )
 from gradscope.core.grammar import parse
 from gradscope.errors import SpecError
@@ -44,8 +44,8 @@ _EXACT = 2**24  # scores that are kept in float64; more of them in float32
 class Pair(NamedTuple):
     """The two sides at one checkpoint."""
 
-    train: Side  # the training samples
-    query: Side
+    train: GradientSource  # the training samples
+    query: GradientSource
     weight: float = 1.0  # what its scores are times, where several are added
 
 
@@ -75,8 +75,7 @@ class Comparing:
 
     def scores(self, tile: Tile, dtype: torch.dtype) -> Tensor:
         """Return the scores (m, N) of a tile of queries in float64, NaN of what is left out."""
-        parts = [Part(p.places, self.curved.before(p.gradients)) for p in tile.parts]
-        products = products_of(Tile(parts, dtype), self.pair.train, self.curved.groups)
+        products = products_of(tile.map(self.curved.before), self.pair.train, self.curved.groups)
         found, finite = self.curved.after(products), self.finite
         found *= self.pair.weight / max(1, int(finite.sum()))
         found[:, ~finite] = torch.nan
@@ -143,7 +142,7 @@ class Scoring:
         n, m = self.pairs[0].train.n, self.pairs[0].query.n
         dtypes = [precision(pair.train, m) for pair in self.pairs]
         walks = [
-            tiles(pair.query.parts(), m, self.step, dtype)
+            tiles(pair.query.batches(), m, self.step, dtype)
             for pair, dtype in zip(self.pairs, dtypes, strict=True)
         ]
         for start in range(0, m, self.step):
@@ -231,7 +230,7 @@ class _Exact:
 
     def __init__(self, pair: Pair, asked: Settings) -> None:
         self._train, self._query = _opened(pair.train), _opened(pair.query)
-        self._whole = of_job(self._train, pair.train.facts.name)
+        self._whole = job_source(self._train, pair.train.facts.name)
         self._memory = asked.room(self._whole)
         self.curved = curved(self._whole, asked)
         self._share = pair.weight / max(1, int(pair.train.table()["finite"].sum()))
@@ -249,14 +248,11 @@ class _Exact:
         union = torch.from_numpy(np.unique(places[places >= 0].numpy()))
         if not len(union):
             return torch.full(places.shape, torch.nan, dtype=torch.float64)
-        parts = [
-            Part(part.places, self.curved.before(part.gradients))
-            for part in some_of(self._query, "queries", queries).parts()
-        ]
-        tile = Tile(parts, precision(self._whole, len(queries)))
-        side = some_of(self._train, "candidates", union)
-        products = products_of(tile, side)[""] * self._share
-        products[:, ~side.table()["finite"]] = torch.nan
+        asked = [*selected_source(self._query, "queries", queries).batches()]
+        tile = Tile(asked, precision(self._whole, len(queries)))
+        source = selected_source(self._train, "candidates", union)
+        products = products_of(tile.map(self.curved.before), source)[""] * self._share
+        products[:, ~source.table()["finite"]] = torch.nan
         found = torch.full((len(queries), len(union)), torch.nan, dtype=torch.float64)
         found[tile.places] = products
         return found.gather(1, torch.searchsorted(union, places.clamp_min(int(union[0]))))
@@ -272,9 +268,9 @@ def candidates(scores: Tensor, k: int) -> Tensor:
     return found
 
 
-def _opened(side: Side) -> Job:
-    """Return the run of a side, without what was made of its gradients."""
-    facts = side.facts
+def _opened(source: GradientSource) -> Job:
+    """Return the run of a source, without what was made of its gradients."""
+    facts = source.facts
     if facts.chain == "identity":
         raise SpecError(
             "its rows are full gradients: all their scores are exact",
@@ -292,7 +288,7 @@ def _opened(side: Side) -> Job:
     spec = recorded_run(facts.spec, facts.name)
     job = prepare(spec.computing(transform=("identity",), shard=None))
     changed = [what for what in _SAME if facts.digests.get(what) != job.digests.get(what)]
-    if changed or len(job.rows) != side.n:
+    if changed or len(job.rows) != source.n:
         raise SpecError(
             f"its run is not what it was: the {' and the '.join(changed or ['samples'])} changed",
             where=facts.name,

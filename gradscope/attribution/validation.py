@@ -25,7 +25,7 @@ from gradscope.attribution.retraining import (
     without,
 )
 from gradscope.attribution.scores import Scores, open_scores
-from gradscope.attribution.sides import recorded_run
+from gradscope.attribution.sources import recorded_run
 from gradscope.attribution.summary import described, queries
 from gradscope.core.texts import count
 from gradscope.errors import GradscopeError, SpecError

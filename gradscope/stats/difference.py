@@ -12,7 +12,7 @@ from gradscope.stats.builtin.batch import NoiseScale, noise_scale
 from gradscope.stats.builtin.expectations import Fisher, fisher_of
 from gradscope.stats.builtin.parameters import parameter_rows
 from gradscope.stats.certificate import FileFacts
-from gradscope.stats.products import Tiles, distances, flat
+from gradscope.stats.products import distances
 from gradscope.stats.records import (
     Floats,
     OfSample,
@@ -23,6 +23,7 @@ from gradscope.stats.records import (
     ratio,
     spread,
 )
+from gradscope.stats.rows import flat, mean_row
 from gradscope.stats.sections import (
     POINTS,
     BarPicture,
@@ -226,13 +227,11 @@ def _products(
     for file, table in zip(files, tables, strict=True):
         mean, arrays = mean_of(file), rows_of(file)
         if mean is not None:
-            means.append([flat(np.asarray(mean[name])[None])[0] for name in names])
+            means.append([flat(mean[name]) for name in names])
         elif arrays is None or not rows or not table.n or rows_unusable(file):
             return None
         else:
-            walks = (Tiles.walked(arrays[name], table) for name in names)
-            sums = (sum(values.sum(0, dtype=np.float64) for _, values in tiles) for tiles in walks)
-            means.append([each / table.n for each in sums])
+            means.append([mean_row(arrays[name], table.rows) for name in names])
     found = {name: float(a @ b) for name, a, b in zip(names, *means, strict=True)}
     return found if np.isfinite(list(found.values())).all() else None
 

@@ -1,25 +1,20 @@
 """Products of gradients with each other and with their mean, from whatever a file has.
 
 From stored rows, a chain `gram`, or a chain `cosine:to=mean`, in this order; projections serve the
-neighbours of a sample and the spectrum, approximately. Rows are walked through one parameter at a
-time, summed in float64. Products with the mean need the mean first: where no chain `mean` is
-stored, what was read is kept up to a limit and the rest is read again.
+neighbours of a sample and the spectrum, approximately.
 """
 
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice, pairwise
 from math import prod
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradscope.process.memory import slices
-from gradscope.process.shortage import started
-from gradscope.stats.records import Floats, Mask, Positions, number, spread, wide
+from gradscope.stats.records import Floats, Mask, Positions, spread, wide
+from gradscope.stats.rows import SKETCH, Limits, RowSums, Totals
 from gradscope.stats.source import (
     Arrays,
     Samples,
@@ -33,121 +28,12 @@ from gradscope.stats.source import (
     rows_unusable,
 )
 
-SKETCH = 16  # numbers a sample by which near duplicates are found
 _CLASSES = 100  # more distinct targets than these are not taken for classes
 _PAIRED = 2000  # samples compared pairwise
 _WORK = 4e10  # multiplications for it: m² P
 _HELD = 2**25  # numbers of a parameter that are held for it: m p
 _GROUP_BYTES = 2**28  # for the sums of all classes in one parameter
-_NOISELESS = 1e-12  # of E[g²]: a variance below it is a rounding error
-_PARTS = 16  # blocks that a row is at least made of: each has its place in a sketch
-_APART = 2**21  # numbers of an array whose rows are compared, in work at a time
-
-Tile = tuple[Positions, NDArray[Any]]  # places among the samples (b,), rows (b, w)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How much of a parameter's rows is in work at a time."""
-
-    tile: int = 2**27  # bytes: many rows, so that sums over them are written seldom
-    piece: int = 2**22  # bytes read at a time, whose memory the allocator uses again
-    kept: int = 2**29  # bytes that are kept for a second walk
-    block: int = 2**19  # bytes that are summed at a time, which stay in the cache
-    # bytes of all rows from which on blocks are summed as stored, not in float64: the errors of
-    # many short sums, added in float64, average out
-    long: int = 2**28
-    widest: int = 4096  # columns of a block, where there are rows enough to fill it
-
-
-class Tiles:
-    """The rows of the finite samples of an array (N, *shape), in tiles.
-
-    The parts of complex numbers are own entries. `reader` reads the next tile while one is in work.
-    """
-
-    def __init__(self, array: Any, samples: Samples, reader: Executor, limits: Limits) -> None:
-        parts = 2 if np.issubdtype(array.dtype, np.complexfloating) else 1
-        self.width = prod(array.shape[1:]) * parts  # the entries of a row, w
-        self._array, self._samples, self._reader, self._limits = array, samples, reader, limits
-        self._places = np.full(array.shape[0], -1)
-        self._places[samples.rows] = np.arange(samples.n)
-        a_row = max(1, prod(array.shape[1:]) * array.dtype.itemsize)
-        step = max(1, limits.tile // a_row)
-        self._piece = max(1, limits.piece // a_row)
-        self._slices = [slice(k, k + step) for k in range(0, array.shape[0], step)]
-        self._kept: list[Tile] = []
-        tall = min(step, array.shape[0])
-        real = np.empty(0, array.dtype).real.dtype
-        self._tiles = [np.empty((tall, self.width), real) for _ in self._slices[:2]]
-        self.long = a_row * array.shape[0] > limits.long  # too large for memory
-        self.dtype = real if self.long and real.itemsize >= 4 else np.dtype(np.float64)
-        numbers = limits.block // self.dtype.itemsize
-        self.columns = min(max(limits.widest, numbers // tall), max(16, -(-self.width // _PARTS)))
-        self.height = max(1, numbers // self.columns)  # with `columns` the size of a block
-
-    @classmethod
-    def walked(cls, array: Any, samples: Samples) -> Iterator[Tile]:
-        """Yield the tiles of one parameter once, none of them to be kept."""
-        with started(1, "gradscope-reader") as reader:
-            yield from cls(array, samples, reader, Limits()).walk(keep=False)
-
-    def walk(self, keep: bool) -> Iterator[Tile]:
-        """Yield the tiles of all samples, in the file's order; keep what fits for `again`."""
-        room = self._limits.kept if keep else 0
-        for places, values in self._read(self._slices):
-            if values.nbytes <= room:
-                room -= values.nbytes
-                self._kept.append((places, values.copy()))
-            else:
-                room = 0  # what is kept is a beginning
-            yield places, values
-
-    def again(self) -> Iterator[Tile]:
-        """Yield the same tiles; those kept are not read again."""
-        yield from chain(self._kept, self._read(self._slices[len(self._kept) :]))
-
-    def row(self, place: int) -> NDArray[Any]:
-        """Return the row (w,) of the sample at `place`."""
-        return flat(self._array[self._samples.rows[[place]]]).astype(self.dtype).reshape(-1)
-
-    def blocks(
-        self, values: NDArray[Any], order: Positions | None = None
-    ) -> Iterator[tuple[slice, slice, NDArray[Any]]]:
-        """Yield (rows, columns, block) of a tile (b, w), its rows in `order` (b,) if given."""
-        for top in range(0, len(values), self.height):
-            rows: Any = slice(top, min(top + self.height, len(values)))
-            for left in range(0, self.width, self.columns):
-                columns = slice(left, min(left + self.columns, self.width))
-                piece = values[rows if order is None else order[rows], columns]
-                yield rows, columns, piece.astype(self.dtype, copy=False)
-
-    def _read(self, slices: list[slice]) -> Iterator[Tile]:
-        """Read ahead: the next tile while one is in work."""
-        tasks = iter(enumerate(slices))
-        waiting = [self._reader.submit(self._one, *task) for task in islice(tasks, 1)]
-        while waiting:
-            tile = waiting.pop().result()
-            waiting += [self._reader.submit(self._one, *task) for task in islice(tasks, 1)]
-            yield tile
-
-    def _one(self, number: int, part: slice) -> Tile:
-        """Read a tile into one of two buffers, the other one being in work."""
-        tile, filled = self._tiles[number % 2], 0
-        for start in range(part.start, min(part.stop, len(self._places)), self._piece):
-            piece = slice(start, min(start + self._piece, part.stop))
-            rows, finite = flat(self._array[piece]), self._places[piece] >= 0
-            end = filled + int(finite.sum())
-            tile[filled:end] = rows if finite.all() else rows[finite]
-            filled = end
-        places = self._places[part]
-        return places[places >= 0], tile[:filled]
-
-
-def flat(values: NDArray[Any]) -> NDArray[Any]:
-    """Return (b, ...) as real rows (b, w)."""
-    rows = np.ascontiguousarray(values).reshape(len(values), prod(values.shape[1:]))
-    return rows.view(rows.real.dtype) if np.iscomplexobj(rows) else rows
+_COMPARED = 2**21  # numbers of an array whose rows are compared, in work at a time
 
 
 @dataclass(frozen=True)
@@ -172,39 +58,6 @@ def groups(samples: Samples) -> Groups | None:
 
 
 @dataclass(frozen=True)
-class Entries:
-    """How many entries of a parameter vary, how many do not, and Σⱼ Gⱼ² / Varⱼ over the former."""
-
-    noisy: int
-    noiseless: int
-    signal: float
-
-    @classmethod
-    def of(cls, mean: Floats, second: Floats) -> "Entries":
-        """Sum over entries with E[g] `mean` and E[g²] `second`, both of one shape."""
-        square = np.square(mean)
-        variance = second - square
-        noisy = variance > _NOISELESS * second
-        signal = float((square[noisy] / variance[noisy]).sum())
-        return cls(int(noisy.sum()), int(noisy.size - noisy.sum()), signal)
-
-    @property
-    def mean_ratio(self) -> float | None:
-        """The mean over the noisy entries of Gⱼ² / (E[gⱼ²] − Gⱼ²)."""
-        return number(self.signal / self.noisy) if self.noisy else None
-
-
-@dataclass(frozen=True)
-class Totals:
-    """What a walk found in one parameter: mean‖gᵢ‖², ‖G‖², share of ⟨gᵢ, G⟩ < 0, its entries."""
-
-    mean_square: float
-    mean_squared: float
-    opposing: float
-    entries: Entries
-
-
-@dataclass(frozen=True)
 class Products:
     """What a file's chains give; None where they do not."""
 
@@ -220,7 +73,7 @@ class Products:
     # a random projection of each gradient (n, SKETCH), from rows, to find duplicates
     sketch: Floats = field(default_factory=lambda: np.empty((0, SKETCH)))
     # what rows gave of each parameter; empty without them
-    parts: dict[str, Totals] = field(default_factory=dict)
+    totals: dict[str, Totals] = field(default_factory=dict)
     # whether they are more exact than the recorded norms, as all but half precision is
     exact: bool = False
     unusable: str | None = None  # why stored rows gave nothing
@@ -228,81 +81,7 @@ class Products:
     @property
     def mean_squared(self) -> float:
         """‖G‖² over all parameters, from rows."""
-        return sum(part.mean_squared for part in self.parts.values())
-
-
-class _Walk:
-    """The sums under way in one parameter: those by sample are added to `found`."""
-
-    def __init__(
-        self, name: str, tiles: Tiles, found: Products, groups: Positions, probe: int | None
-    ) -> None:
-        self.tiles, self.found, self.groups = tiles, found, groups
-        self.dots = np.zeros(len(groups))
-        self.sums = np.zeros((int(groups.max()) + 1, tiles.width))
-        self.squares = np.zeros(tiles.width)
-        self.picked: NDArray[Any] | None = None  # the rows to be compared pairwise
-        self.scratch = np.empty(tiles.height * tiles.columns, tiles.dtype)
-        self.ones = np.ones(tiles.columns, tiles.dtype)
-        random = np.random.default_rng(crc32(name.encode("utf-8", "surrogatepass")))
-        self.bucket = int(random.integers(SKETCH))
-        self.signs = random.integers(0, 2, tiles.width, dtype=np.int8) * 2 - 1
-        self.probe = None if probe is None else tiles.row(probe)
-
-    def run(self, stored: Floats | None) -> Totals:
-        known, n = None, len(self.dots)  # the mean, where the first walk can multiply by it
-        if stored is not None and self.tiles.long:
-            known = flat(np.asarray(stored)[None])[0].astype(self.tiles.dtype)
-        for places, values in self.tiles.walk(keep=known is None):
-            self._add(places, values, known)
-        mean = self.sums.sum(0) / n
-        if known is None:
-            known = mean.astype(self.tiles.dtype)
-            for places, values in self.tiles.again():
-                for rows, columns, block in self.tiles.blocks(values):
-                    self.dots[places[rows]] += block @ known[columns]
-        found: Any = self.found
-        found.dots[:] += self.dots
-        if self.picked is not None:
-            for left in range(0, self.tiles.width, self.tiles.columns):
-                block = wide(self.picked[:, left : left + self.tiles.columns])
-                found.gram[:] += block @ block.T
-        if found.group_squares is not None:
-            sizes = zip(self.sums, np.bincount(self.groups), strict=True)
-            found.group_squares[:] += [s @ s / c**2 for s, c in sizes]
-        return Totals(
-            mean_square=float(self.squares.sum()) / n,
-            mean_squared=float(mean @ mean),
-            opposing=float(np.mean(self.dots < 0)),
-            entries=Entries.of(mean, self.squares / n),
-        )
-
-    def _add(self, places: Positions, values: NDArray[Any], mean: Floats | None) -> None:
-        found: Any = self.found
-        chosen = found.among[places]
-        if chosen.any():
-            if self.picked is None:
-                self.picked = np.empty((found.among.sum(), self.tiles.width), values.dtype)
-            self.picked[np.cumsum(found.among)[places[chosen]] - 1] = values[chosen]
-        groups, order = self.groups[places], None
-        if len(self.sums) > 1:  # one class after the other
-            order = np.argsort(groups, kind="stable")
-            places, groups = places[order], groups[order]
-        for rows, columns, block in self.tiles.blocks(values, order):
-            if columns.start == 0:
-                here, group, ones = places[rows], groups[rows], np.ones(len(block), block.dtype)
-                edges = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(block)]
-            for start, stop in pairwise(edges):  # of equal class
-                self.sums[group[start], columns] += ones[start:stop] @ block[start:stop]
-            bucket = (self.bucket + columns.start // self.tiles.columns) % SKETCH
-            found.sketch[here, bucket] += block @ self.signs[columns].astype(block.dtype)
-            if self.probe is not None:
-                found.probed[here] += block @ self.probe[columns]
-            if mean is not None:
-                self.dots[here] += block @ mean[columns]
-            squares = np.square(block, out=self.scratch[: block.size].reshape(block.shape))
-            self.squares[columns] += ones @ squares
-            found.squares[here] += squares @ self.ones[: squares.shape[1]]
+        return sum(one.mean_squared for one in self.totals.values())
 
 
 def products(
@@ -379,7 +158,7 @@ def distances(pairs: Iterable[tuple[Any, Any]], first: Positions, second: Positi
     """
     squares = np.zeros(len(first))
     for pair in pairs:
-        for part in slices(len(squares), prod(pair[0].shape[1:]), _APART):
+        for part in slices(len(squares), prod(pair[0].shape[1:]), _COMPARED):
             a, b = (
                 np.asarray(array[rows[part]], np.result_type(array.dtype, np.float64))
                 for array, rows in zip(pair, (first, second), strict=True)
@@ -397,27 +176,23 @@ def _from_rows(
     limits: Limits,
 ) -> Products:
     """Walk through {name: (N, *shape)}, all rows of a parameter after those of another."""
-    sizes, n = [prod(shape) for shape in file.parameters.values()], samples.n
+    sizes = [prod(shape) for shape in file.parameters.values()]
     width = max(sizes, default=0)
     if members is not None and len(members.targets) * width * 8 > _GROUP_BYTES:
         members = None
-    among, mean = picked(samples, sum(sizes), width), mean_of(file)
-    m = int(among.sum())
-    found = Products(
+    among, mean = picked(samples, sum(sizes), width), mean_of(file) or {}
+    classes = None if members is None else members.of
+    sums = RowSums(samples.rows, among, classes, place, limits)
+    return Products(
         source="rows",
-        dots=np.zeros(n),
         pairs="rows",
-        gram=np.zeros((m, m)),
         among=among,
-        probed=None if place is None else np.zeros(n),
-        group_squares=None if members is None else np.zeros(len(members.targets)),
-        squares=np.zeros(n),
-        sketch=np.zeros((n, SKETCH)),
+        totals={name: sums.add(name, array, mean.get(name)) for name, array in arrays.items()},
+        dots=sums.dots.numpy(),
+        gram=sums.gram.numpy(),
+        probed=None if place is None else sums.probed.numpy(),
+        group_squares=None if members is None else sums.group_squares.numpy(),
+        squares=sums.squares.numpy(),
+        sketch=sums.sketch.numpy(),
         exact=not in_half(file),
     )
-    groups = np.zeros(n, np.int64) if members is None else members.of
-    with started(1, "gradscope-reader") as reader:
-        for name, array in arrays.items():
-            one = _Walk(name, Tiles(array, samples, reader, limits), found, groups, place)
-            found.parts[name] = one.run(None if mean is None else mean[name])
-    return found

@@ -13,11 +13,13 @@ from typing import Any, get_type_hints
 import numpy as np
 from pydantic import TypeAdapter
 
+from gradscope.blocks.base import as_rows
 from gradscope.core.registry import Registry
 from gradscope.errors import SpecError
 from gradscope.stats.certificate import FileFacts
-from gradscope.stats.products import Entries, Limits, Tiles, groups, products
+from gradscope.stats.products import groups, products
 from gradscope.stats.records import Floats, Positions, cosines_of, rounding
+from gradscope.stats.rows import Entries, Limits, row_blocks
 from gradscope.stats.sections import Brief, Overview, Picture, Section, Shown, joined
 from gradscope.stats.source import (
     Samples,
@@ -84,7 +86,7 @@ class Data:
         limits = options.limits if options.rows else None
         known = self.samples, self.mean_squared, self.groups, self.place
         self.products = products(file, *known, limits)
-        if self.products.parts and self.products.exact:  # more exact than rounded norms
+        if self.products.totals and self.products.exact:  # more exact than rounded norms
             self.samples = replace(self.samples, norm=np.sqrt(self.products.squares))
             self.mean_squared, self.rounding = self.products.mean_squared, 1e-12
         self._results: dict[str, Any] = {}
@@ -102,8 +104,8 @@ class Data:
 
         Complex parameters have |gⱼ|² in the second moment: their parts cannot be told apart.
         """
-        if self.products.parts:
-            return {name: part.entries for name, part in self.products.parts.items()}
+        if self.products.totals:
+            return {name: one.entries for name, one in self.products.totals.items()}
         mean, second = mean_of(self.file), aggregate_of(self.file, "second_moment")
         if mean is None or second is None or any(map(np.iscomplexobj, mean.values())):
             return None
@@ -117,8 +119,10 @@ class Data:
         """
         if self.options.rows:
             for name, array in (rows_of(self.file) or {}).items():
-                for places, values in Tiles.walked(array, self.samples):
-                    yield name, places, values.astype(np.float64)
+                blocks = row_blocks(array, self.samples.rows, self.options.limits)
+                for places, block in blocks:
+                    rows = as_rows(block.dense()).double()
+                    yield name, np.arange(places.start, places.stop), rows.numpy()
 
     def result(self, name: str) -> Any:
         """Return what the statistic `name` found, computed if it is not yet."""

@@ -22,6 +22,7 @@ from gradscope.storage.read.file import (
     StoredChain,
     chain_called,
     open_file,
+    stored_gradients,
 )
 from gradscope.storage.write.create import file_bytes
 from gradscope.storage.write.journal import LONGEST
@@ -63,6 +64,7 @@ __all__ = [
     "require_free",
     "require_other",
     "require_place",
+    "stored_gradients",
     "write_page",
     "writing",
     "written",

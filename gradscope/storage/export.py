@@ -36,8 +36,14 @@ from gradscope.storage.format.files import (
     told,
     written,
 )
-from gradscope.storage.format.numbers import escape
-from gradscope.storage.read.file import GradientFile, StoredArray, StoredChain, chain_called
+from gradscope.storage.format.numbers import as_numpy, escape
+from gradscope.storage.read.file import (
+    GradientFile,
+    StoredArray,
+    StoredChain,
+    chain_called,
+    stored_gradients,
+)
 
 FORMATS = (".npy", ".safetensors", ".parquet", ".csv")
 
@@ -88,11 +94,12 @@ class _Selected:
 
     def write(self, out: BinaryIO) -> None:
         """Write the numbers, little-endian, in C order, some rows at a time."""
-        rows = np.arange(prod(self.shape[:1])) if self.rows is None else self.rows
-        step = max(1, _BLOCK_BYTES // max(1, prod(self.shape[1:]) * self.array.dtype.itemsize))
-        for at in range(0, len(rows), step):
-            block = self.array[rows[at : at + step]] if self.shape else self.array[...].reshape(1)
-            out.write(np.ascontiguousarray(block, block.dtype.newbyteorder("<")).data)
+        if not self.shape:
+            _write_numbers(self.array[...].reshape(1), out)
+            return
+        rows = np.arange(self.shape[0]) if self.rows is None else self.rows
+        for _, gradients in stored_gradients({"": self.array}, rows, _BLOCK_BYTES):
+            _write_numbers(as_numpy(gradients[""].dense()), out)
 
     def write_npy(self, out: BinaryIO) -> None:
         """Write numpy's own format, version 1.0."""
@@ -100,6 +107,10 @@ class _Selected:
         header = {"descr": descr, "fortran_order": False, "shape": self.shape}
         np.lib.format.write_array_header_1_0(out, header)
         self.write(out)
+
+
+def _write_numbers(values: np.ndarray, out: BinaryIO) -> None:
+    out.write(np.ascontiguousarray(values, values.dtype.newbyteorder("<")).data)
 
 
 def export(

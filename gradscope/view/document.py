@@ -105,17 +105,13 @@ class View:
     @cached_property
     def _rows(self) -> dict[str, Floats] | None:
         """The stored gradients {name: (n, w)} where they are few enough to be held."""
-        file, samples = self.file, self.data.samples
-        rows = None if rows_unusable(file) else rows_of(file)
+        rows = None if rows_unusable(self.file) else rows_of(self.file)
         if not rows or sum(8 * prod(array.shape) for array in rows.values()) > _ROWS:
             return None
-        found = {}
-        for name, array in rows.items():
-            values = np.asarray(array[...])[samples.rows].reshape(samples.n, -1)
-            if np.iscomplexobj(values):
-                values = np.concatenate([values.real, values.imag], 1)
-            found[name] = wide(values)
-        return found
+        tiles: dict[str, list[Floats]] = {name: [] for name in rows}
+        for name, _, values in self.data.rows():
+            tiles[name].append(values)
+        return {name: np.concatenate(values) for name, values in tiles.items()}
 
     @cached_property
     def neighbours(self) -> "Neighbours | str":
@@ -238,8 +234,8 @@ class View:
             sums = {name: share @ values for name, values in self._rows.items()}
         elif rows_unusable(file) is None:
             for name, places, values in data.rows():
-                part = share[:, places] @ values
-                sums[name] = sums[name] + part if name in sums else part
+                some = share[:, places] @ values
+                sums[name] = sums[name] + some if name in sums else some
         snr = None
         if set(sums) == set(norms):
             with np.errstate(all="ignore"):

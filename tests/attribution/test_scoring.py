@@ -15,7 +15,6 @@ import gradscope
 from gradscope.attribution import Scores, Scoring, Settings, opened, writing_scores
 from gradscope.attribution.curvature import Moments, along, ekfac_curvature
 from gradscope.attribution.methods import Method, layers_of
-from gradscope.attribution.products import Part
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.config import load
 from gradscope.errors import GradscopeError, OutputError, ResultFileError, SpecError
@@ -341,9 +340,9 @@ def test_automatic_damping_is_the_same_by_pairs_and_by_moments(place: Place) -> 
     """A Fisher has one spectrum, whichever side it is inverted from."""
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(40, 6, generator=draw, dtype=torch.float64) + 1.5
-    part = Part(torch.arange(40), Gradients({"w": DenseBlock(rows)}))
+    gradients = Gradients({"w": DenseBlock(rows)})
     moments = Moments({"w": ""})
-    moments.add(part)
+    moments.add(gradients)
     ((values, squares),) = moments.spectra()
     others, projected = along(rows @ rows.T / 40, 40)
     torch.testing.assert_close(values, others[-6:])

@@ -1,17 +1,32 @@
 """A result file in memory, made of plain per-sample gradients."""
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+
+from gradscope.blocks import Block, DenseBlock
+
+
+class FakeArray(np.ndarray):
+    """An array in memory that is read as a `StoredArray`."""
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.itemsize
+
+    def block(self, start: int, stop: int) -> Block:
+        return DenseBlock(torch.from_numpy(np.asarray(self)[start:stop]))
 
 
 class FakeChain(dict):
     """Arrays by name, as `StoredChain` has them."""
 
     def __init__(self, text: str, arrays: dict[str, np.ndarray] | None = None, reduced=False):
-        super().__init__(arrays or {})
+        super().__init__({k: np.asarray(v).view(FakeArray) for k, v in (arrays or {}).items()})
         self.text, self.reduced = text, reduced
 
 

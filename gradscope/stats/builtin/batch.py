@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from gradscope.stats.products import Entries
 from gradscope.stats.records import Floats, Interval, Record, number, ratio
+from gradscope.stats.rows import Entries
 from gradscope.stats.sections import Fact, Section, Styled, between, short
 from gradscope.stats.summary import Data, Summary, statistic
 

@@ -89,7 +89,7 @@ def checks(data: Data) -> tuple[Check, ...]:
     if products.dots is not None:
         scale = float(np.sqrt(whole / samples.n * big))  # of ‖gᵢ‖ ‖G‖, which bounds each product
         found.append(("mean ⟨gᵢ, G⟩ = ‖G‖²", float(products.dots.mean()), big, scale, limit))
-    if products.parts:
+    if products.totals:
         squares, mean = float(products.squares.sum()), products.mean_squared
         found.append(("stored rows have the recorded norms", squares, whole, 0.0, limit))
         size = whole / samples.n**2

@@ -75,7 +75,7 @@ def duplicates(data: Data) -> Duplicates | None:
     rows, samples = rows_of(data.file), data.samples
     if samples.n < 2:
         return None
-    if data.products.parts and rows is not None:
+    if data.products.totals and rows is not None:
         return _by_rows(rows, samples, data.products.sketch)
     if data.products.whole is not None:
         return _by_gram(data.products.whole, samples)

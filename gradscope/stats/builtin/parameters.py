@@ -7,8 +7,9 @@ import numpy as np
 
 from gradscope.core.texts import count
 from gradscope.stats.builtin.batch import estimates, signal_to_noise
-from gradscope.stats.products import Entries, Products
+from gradscope.stats.products import Products
 from gradscope.stats.records import Mask, Record, number, ratio, rounding, wide
+from gradscope.stats.rows import Entries
 from gradscope.stats.sections import (
     BarPicture,
     Column,
@@ -53,19 +54,19 @@ def parameter_rows(
 
     `products` are from its rows, and `entries` tell signal and noise, where these are known.
     """
-    parts = {} if products is None else products.parts
+    totals = {} if products is None else products.totals
     exact = products is not None and products.exact
     with np.errstate(over="ignore", invalid="ignore"):  # what overflows becomes None
         total = float(np.square(wide(file.samples["norm"])[finite]).sum())
         if exact:
-            total = float(finite.sum()) * sum(part.mean_square for part in parts.values())
+            total = float(finite.sum()) * sum(one.mean_square for one in totals.values())
         rows = []
         for name, shape in file.parameters.items():
-            part, norms = parts.get(name), wide(file.norms[name])[finite]  # they may be many
+            known, norms = totals.get(name), wide(file.norms[name])[finite]  # they may be many
             n, length = norms.size, mean_gradient_norm(file, name)
             small, big = float(np.square(norms).mean()) if n else math.nan, length**2
-            if part is not None and exact:
-                small, big = part.mean_square, part.mean_squared
+            if known is not None and exact:
+                small, big = known.mean_square, known.mean_squared
             resolved = 1e-12 if exact else rounding(file.norms[name])
             row = ParameterRow(
                 name=name,
@@ -78,7 +79,7 @@ def parameter_rows(
                 signal_to_noise=signal_to_noise(n, small, big, resolved),
                 noise_scale=ratio(*estimates(n, small, big)) if n > 1 else None,
                 entry_signal_to_noise=entries[name].mean_ratio if entries else None,
-                opposing=None if part is None else part.opposing,
+                opposing=None if known is None else known.opposing,
             )
             rows.append(row)
         return tuple(rows)

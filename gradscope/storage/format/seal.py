@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from crc32c import crc32c
 
-from gradscope.blocks import from_factors
+from gradscope.blocks import Block, DenseBlock, from_factors
 from gradscope.errors import ResultFileError
 from gradscope.process.shortage import require_memory, started
 from gradscope.storage.format.files import read, read_into, write
@@ -176,19 +176,26 @@ class Checks:
         self._fill(dataset, known, start * row, made.reshape(-1).view(np.uint8))
         return as_numpy(torch.from_numpy(made).view(torch.bfloat16)) if halves else made
 
-    def dense(self, group: h5py.Group, start: int, stop: int) -> np.ndarray:
-        """Return dense rows start:stop (n, *shape) of a factored group, in their factors' dtype."""
-        kind, shape = str(group.attrs["kind"]), tuple(int(s) for s in group.attrs["shape"])
-        factors = {k: torch.from_numpy(self.rows(group[k], start, stop)) for k in KINDS[kind]}
+    def block(self, item: h5py.HLObject, start: int, stop: int) -> Block:
+        """Return rows start:stop of a data set, or of a group of factors, as a block.
+
+        Factors of half precision are kept in more: their product is formed and rounded.
+        """
+        if isinstance(item, h5py.Dataset):
+            return DenseBlock(torch.from_numpy(self.rows(item, start, stop)))
+        kind, shape = str(item.attrs["kind"]), tuple(int(s) for s in item.attrs["shape"])
+        factors = {k: torch.from_numpy(self.rows(item[k], start, stop)) for k in KINDS[kind]}
         index = factors.get("index", torch.zeros(0))
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < shape[0]:
             raise ResultFileError(
                 f"an index points outside the table of {shape[0]} rows",
-                where=f"{group.file.filename}: {group.name}",
+                where=f"{item.file.filename}: {item.name}",
                 remedy="The file is damaged; compute it again.",
             )
-        block = from_factors(kind, factors, shape)
-        return as_numpy(block.dense().to(named(str(group.attrs["dtype"]))))
+        block, dtype = from_factors(kind, factors, shape), named(str(item.attrs["dtype"]))
+        if block.dtype == dtype:
+            return block
+        return DenseBlock(torch.from_numpy(as_numpy(block.dense().to(dtype))))
 
     def whole(self, dataset: h5py.Dataset) -> np.ndarray:
         """Return all numbers, also of a data set without axes."""

@@ -16,13 +16,17 @@ from typing import Self, TypeVar
 
 import h5py
 import numpy as np
+import torch
+from torch import Tensor
 
 from gradscope import markup
+from gradscope.blocks import Block, DenseBlock, Gradients, joined
 from gradscope.core.texts import count
 from gradscope.errors import ResultFileError, SpecError
+from gradscope.process.memory import slices
 from gradscope.storage.format.files import reading
 from gradscope.storage.format.layout import AXES, KEYS, KINDS, SOURCES
-from gradscope.storage.format.numbers import escape, named, numpy_dtype, unescape
+from gradscope.storage.format.numbers import as_numpy, escape, named, numpy_dtype, unescape
 from gradscope.storage.format.seal import Checks, seal_of
 from gradscope.storage.read.opening import Opened, document, opened, opened_again
 
@@ -91,6 +95,20 @@ class StoredArray:
         found = self._read(min(chosen), max(chosen) + 1)
         return found if chosen.step == 1 else found[::-1]
 
+    def block(self, start: int, stop: int) -> Block:
+        """Return rows start:stop as a block, of their factors if they are stored so."""
+        with reading(self._where):
+            return self._checks.block(self._item, start, stop)
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row in memory: dense, or of its factors where these take more."""
+        dense = prod(self.shape[1:]) * int(self.dtype.itemsize)
+        if isinstance(self._item, h5py.Dataset):
+            return dense
+        factors = (self._item[name] for name in KINDS[str(self._item.attrs["kind"])])
+        return max(dense, sum(prod(f.shape[1:]) * int(f.dtype.itemsize) for f in factors))
+
     def _listed(self, rows: np.ndarray) -> np.ndarray:
         """Read each run of neighbouring rows once, then put them in the order asked for."""
         positions = np.arange(self.shape[0])[rows.astype(int) if rows.size == 0 else rows]
@@ -105,10 +123,7 @@ class StoredArray:
         return found[order]
 
     def _read(self, start: int, stop: int) -> np.ndarray:
-        with reading(self._where):
-            if isinstance(self._item, h5py.Group):
-                return self._checks.dense(self._item, start, stop)
-            return self._checks.rows(self._item, start, stop)
+        return as_numpy(self.block(start, stop).dense())
 
     def __repr__(self) -> str:
         return f"<StoredArray {self.name!r} {self.shape} {self.dtype} {self.representation}>"
@@ -159,6 +174,30 @@ class StoredChain(Lazy[StoredArray]):
 
         names = [name for name in dict.fromkeys([*order, *found]) if name in found]
         super().__init__(names, read, kept=True)
+
+
+def stored_gradients(
+    arrays: Mapping[str, StoredArray], rows: np.ndarray, size: int
+) -> Iterator[tuple[Tensor, Gradients]]:
+    """Yield some rows of a chain after the others, as their positions (b,) and their gradients.
+
+    It is the one way in which rows are walked through, whoever wants them.
+
+    Args:
+        arrays: {name: array} of a chain without reducer, or of some of its parameters.
+        rows: The positions in the file (m,) int64 of the rows wanted, which ascend.
+        size: The bytes of rows in memory at a time; one row, if it takes more. Rows that are not
+            wanted are read where they lie between two others.
+    """
+    row = sum(array.row_bytes for array in arrays.values())
+    for part in slices(int(rows[-1]) + 1 if len(rows) else 0, row, size):
+        some = rows[np.searchsorted(rows, part.start) : np.searchsorted(rows, part.stop)]
+        if len(some) == 0:
+            continue
+        start, stop = int(some[0]), int(some[-1]) + 1
+        found = Gradients({name: array.block(start, stop) for name, array in arrays.items()})
+        wanted = torch.from_numpy(some)
+        yield wanted, found if len(some) == stop - start else found.select(wanted - start)
 
 
 def stored_states(group: h5py.Group, checks: Checks) -> Lazy[np.ndarray]:
@@ -300,11 +339,10 @@ class GradientFile:
                 where=str(self.path),
                 remedy=f"Read file.chains[{chain}][name][...].",
             )
-        row = sum(prod(array.shape[1:]) * array.dtype.itemsize for array in stored.values())
+        row = sum(array.row_bytes for array in stored.values())
         step = batch_size or min(_MOST_ROWS, max(1, _BATCH_BYTES // max(1, row)))
-        for start in range(0, self.n, step):
-            rows = slice(start, start + step)
-            yield {name: array[rows] for name, array in stored.items()}
+        for _, gradients in stored_gradients(stored, np.arange(self.n), step * max(1, row)):
+            yield {name: as_numpy(block.dense()) for name, block in gradients.items()}
 
     def _repr_html_(self) -> str:
         """Return what the file holds, for a notebook."""
@@ -398,9 +436,9 @@ class Sources:
         self._open: OrderedDict[int, Opened] = OrderedDict()
         self._sound: set[int] = set()  # those that were opened before
 
-    def read(self, chain: int, name: str, like: StoredArray, start: int, stop: int) -> np.ndarray:
-        """Return rows start:stop (n, *shape) of one parameter's array."""
-        pieces = []
+    def read(self, chain: int, name: str, like: StoredArray, start: int, stop: int) -> Block:
+        """Return rows start:stop of one parameter's array."""
+        blocks = []
         for k, source in enumerate(self.files):
             first, last = max(start, source.start), min(stop, source.stop)
             if first >= last:
@@ -412,8 +450,9 @@ class Sources:
             array = StoredArray(name, group[escape(name)], opened_.checks)
             if (len(array), *array.shape[1:]) != (source.stop - source.start, *like.shape[1:]):
                 raise _other(source, f"its {name!r} has the shape {array.shape}")
-            pieces.append(array[first - source.start : last - source.start])
-        return np.concatenate(pieces) if pieces else np.empty((0, *like.shape[1:]), like.dtype)
+            blocks.append(array.block(first - source.start, last - source.start))
+        none = torch.from_numpy(np.empty((0, *like.shape[1:]), like.dtype))
+        return joined(blocks, torch.arange(stop - start)) if blocks else DenseBlock(none)
 
     def close(self) -> None:
         """Close them."""
@@ -456,7 +495,8 @@ class VirtualArray(StoredArray):
         """The bytes it takes in this file: none."""
         return 0
 
-    def _read(self, start: int, stop: int) -> np.ndarray:
+    def block(self, start: int, stop: int) -> Block:
+        """Return rows start:stop as a block, from the files that hold them."""
         return self._sources.read(self._chain, self.name, self, start, stop)
 
 

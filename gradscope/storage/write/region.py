@@ -140,12 +140,9 @@ def copy_rows(
     for start in range(0, n, step):
         stop = min(start + step, n)
         with reading(f"{item.file.filename}: {item.name}"):
-            if isinstance(item, h5py.Dataset):
-                rows = checks.rows(item, start, stop)
-            else:
-                rows = checks.dense(item, start, stop)
+            rows = checks.block(item, start, stop).dense()
         with writing(path):
-            region.add(torch.from_numpy(rows).to(region.dtype), target)
+            region.add(rows.to(region.dtype), target)
 
 
 class Scratch:

@@ -1,7 +1,7 @@
-"""The two sides of an attribution, training samples and queries: rows of a file, or computed.
+"""Sources of the gradients of training samples and of queries: rows of a file, or computed.
 
-A side can be walked through any number of times. Samples whose gradient is not finite are left out
-of the walk and stay in the table, where `finite` says so.
+A source can be walked through any number of times. Samples whose gradient is not finite are left
+out of the walk and stay in the table, where `finite` says so.
 """
 
 import tomllib
@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from gradscope.attribution.products import Part
-from gradscope.blocks import DenseBlock, Gradients, wide
+from gradscope.attribution.products import GradientBatch
+from gradscope.blocks import Gradients, wide
+from gradscope.blocks.base import as_rows
 from gradscope.config import RunSpec, load, resolve
 from gradscope.core.batch import Batch, Tokens
 from gradscope.core.grammar import parse
@@ -28,13 +29,12 @@ from gradscope.engine.fold import fold, settled, usable
 from gradscope.engine.session import Session
 from gradscope.errors import ResultFileError, SpecError
 from gradscope.model.problem import RowKind
-from gradscope.process.memory import slices
 from gradscope.run import Job, plan, prepare
 from gradscope.run.execute import batches, samples_of, table_of
 from gradscope.run.overlap import BatchSize
 from gradscope.scope import Scope
 from gradscope.stages.chain import Chain
-from gradscope.storage import GradientFile, StoredChain, chain_called, open_file
+from gradscope.storage import GradientFile, StoredChain, chain_called, open_file, stored_gradients
 
 _SAME = {
     "second_moment": ("square|mean",),
@@ -50,8 +50,8 @@ Table = dict[str, Tensor]  # columns (n,) by name; `id` may be UTF-8 (n, w) uint
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What two sides must have in common, and what is told of each."""
+class SourceFacts:
+    """What two sources must have in common, and what is recorded of each."""
 
     name: str  # where it comes from
     chain: str  # what happened to each gradient
@@ -69,10 +69,10 @@ class Facts:
         return " | ".join(map(str, stages)) or "identity"
 
 
-class Side(ABC):
+class GradientSource(ABC):
     """Samples with their gradients."""
 
-    facts: Facts  # what they are of
+    facts: SourceFacts  # what they are of
     n: int  # how many there are, finite or not
     cheap: ClassVar[bool]  # whether a second walk costs little
 
@@ -90,7 +90,7 @@ class Side(ABC):
         """Return index, loss, norm, finite, each (stop,); target, id, ... where there are any."""
 
     @abstractmethod
-    def parts(self) -> Iterator[Part]:
+    def batches(self) -> Iterator[GradientBatch]:
         """Yield the finite samples, in order."""
 
     @abstractmethod
@@ -98,7 +98,7 @@ class Side(ABC):
         """Return the results of chains with reducers over all samples, in one walk."""
 
 
-class FileSide(Side):
+class FileSource(GradientSource):
     """The rows of a chain in a result file."""
 
     cheap = True
@@ -108,7 +108,7 @@ class FileSide(Side):
         self._rows = _chosen(file, chain)
         self._seen = 0  # samples whose rows were found finite or not
         digests = file.run.get("digests", {})
-        self.facts = Facts(
+        self.facts = SourceFacts(
             name=str(file.path),
             chain=self._rows.text,
             parameters=file.parameters,
@@ -131,20 +131,17 @@ class FileSide(Side):
         found["finite"] = found["finite"].bool()
         return found
 
-    def parts(self) -> Iterator[Part]:
-        row = sum(prod(a.shape[1:]) * a.dtype.itemsize for a in self._rows.values())
-        for rows in slices(self.n, row, _READ):
-            places = torch.arange(rows.start, rows.stop)
-            kept = self._table["finite"][places]
-            read = {k: torch.from_numpy(a[rows]) for k, a in self._rows.items()}
-            if rows.start >= self._seen:  # also where a stage has overflowed
-                kept &= torch.stack([v.flatten(1).isfinite().all(1) for v in read.values()]).all(0)
-                self._table["finite"][places] = kept
-                self._seen = rows.stop
-            if bool(kept.any()):
-                some = {k: v if bool(kept.all()) else v[kept] for k, v in read.items()}
-                blocks = {name: DenseBlock(values) for name, values in some.items()}
-                yield Part(places[kept], Gradients(blocks))
+    def batches(self) -> Iterator[GradientBatch]:
+        finite = self._table["finite"]
+        for places, gradients in stored_gradients(self._rows, np.flatnonzero(finite), _READ):
+            kept = finite[places]
+            if int(places[-1]) >= self._seen:  # also where a stage has overflowed
+                kept = finite[places] = _finite_rows(gradients)
+                self._seen = int(places[-1]) + 1
+            if bool(kept.all()):
+                yield GradientBatch(places, gradients)
+            elif bool(kept.any()):
+                yield GradientBatch(places[kept], gradients.select(kept))
 
     def aggregates(self, chains: Sequence[str]) -> list[dict[str, Tensor]]:
         found = {chain: stored_result(self._file, chain) for chain in chains}
@@ -154,23 +151,31 @@ class FileSide(Side):
         if missing:
             own = {"transform": ("identity",), "shard": None, "backend": "auto"}  # knows factors
             job = prepare(training_run(self._file).computing(**own))
-            side = of_job(job, f"the run of {self._file.path}")
-            require_same(self.facts, side.facts)
-            found |= dict(zip(missing, side.aggregates(missing), strict=True))
+            source = job_source(job, f"the run of {self._file.path}")
+            require_same(self.facts, source.facts)
+            found |= dict(zip(missing, source.aggregates(missing), strict=True))
         return [result for result in found.values() if result is not None]
 
     def _mean(self) -> dict[str, Tensor]:
         """Return the mean of the rows, by a walk through the file."""
         count, found = 0, dict[str, Tensor]()
-        for part in self.parts():
-            count += len(part.places)
-            for name, block in part.gradients.items():
-                total = wide(block).dense().sum(0)
+        for batch in self.batches():
+            count += len(batch.places)
+            for name, block in batch.gradients.items():
+                total = wide(block).weighted_sum()
                 found[name] = found[name].add_(total) if name in found else total
         return {name: total / count for name, total in found.items()}
 
 
-class SessionSide(Side):
+def _finite_rows(gradients: Gradients) -> Tensor:
+    """Return which rows have finite numbers only (n,)."""
+    if gradients.bounded():
+        return torch.ones(gradients.n, dtype=torch.bool)
+    every = [as_rows(block.dense()).isfinite().all(1) for block in gradients.values()]
+    return torch.stack(every).all(0)
+
+
+class SessionSource(GradientSource):
     """Samples whose gradients are computed on each walk; none of them is stored."""
 
     cheap = False
@@ -182,7 +187,7 @@ class SessionSide(Side):
         walk: Callable[[], Iterable[Batch]],  # starts a walk through all batches
         table: Callable[..., Table],  # what is kept in the table of a batch and its evaluation
         n: int,
-        facts: Facts,
+        facts: SourceFacts,
     ) -> None:
         self.facts, self.n = facts, n
         self._session, self._walk, self._table_of = session, walk, table
@@ -203,12 +208,12 @@ class SessionSide(Side):
     def table(self, stop: int | None = None) -> Table:
         wanted = self.n if stop is None else stop
         if sum(len(one["index"]) for one in self._seen) < wanted:
-            for _ in self.parts():
+            for _ in self.batches():
                 pass
         names = self._seen[0]
         return {name: _joined([one[name] for one in self._seen])[:wanted] for name in names}
 
-    def parts(self) -> Iterator[Part]:
+    def batches(self) -> Iterator[GradientBatch]:
         session = self._session
         if self._ready is None:
             self._ready = settled(session, [self._chain], self._walk)[0]
@@ -221,7 +226,7 @@ class SessionSide(Side):
             kept = usable(session, batch, evaluation)
             if kept is not None:
                 places = torch.arange(start, stop)[table["finite"].cpu()]
-                yield Part(places, chain.rows(*kept))
+                yield GradientBatch(places, chain.rows(*kept))
             start = stop
 
     def aggregates(self, chains: Sequence[str]) -> list[dict[str, Tensor]]:
@@ -234,12 +239,12 @@ class SessionSide(Side):
         return found
 
 
-def of_job(job: Job, name: str) -> SessionSide:
+def job_source(job: Job, name: str) -> SessionSource:
     """Return the samples of a run, with the first of its chains that keeps rows."""
     every = {chain.text: chain for chain in job.chains if chain.reducer is None}
     chain = every[best_rows(every)] if every else bind("identity")
     size = BatchSize(samples_at_a_time(job), fixed=job.scope.settings.own_loss)
-    return _side(job, name, chain, len(job.rows), lambda: batches(job, size))
+    return _job_source(job, name, chain, len(job.rows), lambda: batches(job, size))
 
 
 def samples_at_a_time(job: Job) -> int:
@@ -247,7 +252,7 @@ def samples_at_a_time(job: Job) -> int:
     return plan(replace(job, chains=(bind("norm"),))).samples  # dense rows are formed in pieces
 
 
-def some_of(job: Job, name: str, places: Tensor) -> SessionSide:
+def selected_source(job: Job, name: str, places: Tensor) -> SessionSource:
     """Return the full gradients of some samples or tokens of a run, by their rows in it (n,).
 
     Raises:
@@ -258,37 +263,37 @@ def some_of(job: Job, name: str, places: Tensor) -> SessionSide:
     chosen, data = torch.arange(job.rows.start, job.rows.stop)[places], job.dataset
     tokens, used = (None, chosen) if job.tokens is None else job.tokens.some(chosen)
     inner = replace(data, chosen=used if data.chosen is None else data.chosen[used])
-    part = replace(job, dataset=inner, rows=range(len(chosen)), tokens=tokens)
+    selected = replace(job, dataset=inner, rows=range(len(chosen)), tokens=tokens)
 
     def walk() -> Iterator[Batch]:
-        for batch in batches(part, BatchSize(job.batch_size)):
+        for batch in batches(selected, BatchSize(job.batch_size)):
             own = {"held": used[batch.held]} if isinstance(batch, Tokens) else {}
             yield replace(batch, index=chosen[batch.index.cpu()].to(batch.index.device), **own)
 
-    return _side(job, name, bind("identity"), len(chosen), walk)
+    return _job_source(job, name, bind("identity"), len(chosen), walk)
 
 
-def _side(
+def _job_source(
     job: Job, name: str, chain: Chain, n: int, walk: Callable[[], Iterable[Batch]]
-) -> SessionSide:
+) -> SessionSource:
     record = job.record()
-    told = (job.digests, str(record["loss"]), record["spec"], job.spec.compute.rows)
-    facts = Facts(name, chain.text, job.shapes, *told)
-    return SessionSide(job.scope, chain, walk, partial(samples_of, job), n, facts)
+    run = (job.digests, str(record["loss"]), record["spec"], job.spec.compute.rows)
+    facts = SourceFacts(name, chain.text, job.shapes, *run)
+    return SessionSource(job.scope, chain, walk, partial(samples_of, job), n, facts)
 
 
-def of_scope(name: str, scope: Scope, inputs: Any, targets: Any = None) -> SessionSide:
+def scope_source(name: str, scope: Scope, inputs: Any, targets: Any = None) -> SessionSource:
     """Return samples in memory, or their tokens, whose gradients a scope computes."""
     session, whole = scope.session, Batch.of(inputs, targets)
     tokens = session.settings.rows == "token"
     shapes = {name: tuple(p.shape) for name, p in scope.problem.parameters.items()}
-    return SessionSide(
+    return SessionSource(
         session,
         bind("identity"),
         lambda: scope.parts(whole),
         partial(table_of, session),
         sum(map(len, scope.parts(whole))) if tokens else len(whole),
-        Facts(name, "identity", shapes, {}, "", rows=session.settings.rows),
+        SourceFacts(name, "identity", shapes, {}, "", rows=session.settings.rows),
     )
 
 
@@ -381,7 +386,7 @@ def _joined(columns: list[Tensor]) -> Tensor:
     return torch.cat(padded)
 
 
-def require_same(train: Facts, query: Facts) -> tuple[str, ...]:
+def require_same(train: SourceFacts, query: SourceFacts) -> tuple[str, ...]:
     """Refuse queries of another model, checkpoint or chain; return what is worth a note.
 
     Raises:
@@ -411,7 +416,7 @@ def require_same(train: Facts, query: Facts) -> tuple[str, ...]:
     return ()
 
 
-def stored_aggregate(path: str, train: Facts, chain: str) -> dict[str, Tensor]:
+def stored_aggregate(path: str, train: SourceFacts, chain: str) -> dict[str, Tensor]:
     """Return the result of a chain from a result file of the training side's model.
 
     Raises:
@@ -441,20 +446,20 @@ def stored_result(file: GradientFile, chain: str) -> dict[str, Tensor] | None:
     return None
 
 
-def projection_error(side: Side) -> float | None:
+def projection_error(source: GradientSource) -> float | None:
     """Return by how much a product of two projected gradients is off, in units of ‖g‖ ‖h‖ (RMS).
 
     Found from what the projection did to the first samples' own norms: of a random projection
     (‖Pg‖² / ‖g‖² − 1) / √2 is as large as the error of ⟨Pg, Ph⟩ / (‖g‖ ‖h‖), 1 / √dim where its
     entries are independent. None where the rows are no projections.
     """
-    if [stage.name for stage in parse(side.facts.chain)] != ["project"]:
+    if [stage.name for stage in parse(source.facts.chain)] != ["project"]:
         return None
-    part = next(iter(side.parts()), None)
-    if part is None:
+    batch = next(iter(source.batches()), None)
+    if batch is None:
         return None
-    norms = side.table(int(part.places[-1]) + 1)["norm"][part.places].double()
-    found = sum_squares(part.gradients)
+    norms = source.table(int(batch.places[-1]) + 1)["norm"][batch.places].double()
+    found = sum_squares(batch.gradients)
     share = (found / norms.square())[norms > 0] - 1.0
     return float((share.square().mean() / 2).sqrt()) if len(share) else None
 
