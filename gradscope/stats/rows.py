@@ -27,7 +27,7 @@ _NOISELESS = 1e-12  # of E[g²]: a variance below it is a rounding error
 class Limits:
     """How much of a parameter's rows is in memory at a time."""
 
-    tile: int = 2**22  # bytes, which stay near the caches
+    tile: int = 2**20  # bytes, which stay near the caches
     # bytes of all rows from which on they are summed as stored, not in float64: the errors of many
     # short sums, added in float64, average out
     long: int = 2**28

@@ -108,10 +108,12 @@ class View:
         rows = None if rows_unusable(self.file) else rows_of(self.file)
         if not rows or sum(8 * prod(array.shape) for array in rows.values()) > _ROWS:
             return None
-        tiles: dict[str, list[Floats]] = {name: [] for name in rows}
-        for name, _, values in self.data.rows():
-            tiles[name].append(values)
-        return {name: np.concatenate(values) for name, values in tiles.items()}
+        found: dict[str, Floats] = {}
+        for name, places, values in self.data.rows():
+            if name not in found:
+                found[name] = np.empty((self.data.samples.n, values.shape[1]))
+            found[name][places[0] : places[-1] + 1] = values  # they follow each other
+        return found
 
     @cached_property
     def neighbours(self) -> "Neighbours | str":
