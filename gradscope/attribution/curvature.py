@@ -264,7 +264,7 @@ def _coordinates(
 Rows = dict[str, Tensor]  # {name: (m, entries)}, real
 
 
-@dataclass(frozen=True)
+@dataclass
 class Gram:
     """The Gram matrix of N training samples, and its damping."""
 

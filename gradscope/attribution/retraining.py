@@ -157,7 +157,7 @@ def _require_alike(known: nn.Module, model: nn.Module) -> None:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Retrainings:
     """A folder of retrainings for the queries of a score file."""
 

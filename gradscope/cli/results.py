@@ -255,7 +255,7 @@ def _looked(files: list[Path], scores: Path | None, stack: ExitStack) -> "View":
     """Open one result file or two, with the scores of their samples where these are given."""
     from gradscope.attribution import open_scores
     from gradscope.storage import open_file
-    from gradscope.view import look
+    from gradscope.view import View
 
     opened = [stack.enter_context(open_file(file)) for file in files]
     for file in opened:
@@ -265,4 +265,4 @@ def _looked(files: list[Path], scores: Path | None, stack: ExitStack) -> "View":
                 remedy="Give the queries' result file, and the scores as --scores.",
             )
     found = None if scores is None else stack.enter_context(open_scores(scores))
-    return look(opened[0], opened[1] if len(opened) > 1 else None, found)
+    return View(opened[0], opened[1] if len(opened) > 1 else None, found)

@@ -46,14 +46,14 @@ from gradscope.storage import (
     ChainPlan,
     FilePlan,
     Joiner,
-    Part,
-    Parts,
-    check_parts,
+    PartialFile,
+    RunFiles,
+    check_files,
     differences,
     named,
     open_file,
     open_joiner,
-    require_apart,
+    require_output,
     writing,
 )
 
@@ -86,7 +86,7 @@ class MergeReport(Record):
 class Merge:
     """A merge under way."""
 
-    parts: Parts  # the files, checked
+    parts: RunFiles  # the files, checked
     chains: Mapping[int, Chain]  # the reduced ones
     path: Path
     joiner: Joiner  # the file that is written, open
@@ -96,7 +96,7 @@ class Merge:
     notes: tuple[str, ...] = ()  # why no more of them were
     states: dict[str, State] = field(default_factory=dict)  # of reducers, by number and owner
 
-    def add(self, part: Part) -> None:
+    def add(self, part: PartialFile) -> None:
         """Copy the rows of the next file, and merge its reducers' states with those so far."""
         for owner, state in self.joiner.add(part).items():
             before = self.states.get(owner)
@@ -166,9 +166,9 @@ def merging(
         OutputError: The file exists or cannot be written.
     """
     begun = time.perf_counter()
-    parts = check_parts(paths)
+    parts = check_files(paths)
     chains = _reduced_chains(parts, code)
-    require_apart(output, parts, overwrite=overwrite)
+    require_output(output, parts, overwrite=overwrite)
     samples = [sample for part in parts.files for sample in _looked_at(part)]
     recomputed, notes = (0, ()) if anew is None else _recompute(parts, samples, anew)
     plan = _plan(parts)
@@ -185,7 +185,7 @@ def merge(paths: Iterable[Path], output: Path, **how: Any) -> MergeReport:
         return under_way.finish()
 
 
-def _plan(parts: Parts) -> FilePlan:
+def _plan(parts: RunFiles) -> FilePlan:
     """Return what one process would have planned to write."""
     samples = [parts.start, parts.stop]
     facts = {k: v for k, v in parts.identity.items() if k not in ("stored", "shard")}
@@ -211,7 +211,7 @@ def _plan(parts: Parts) -> FilePlan:
     )
 
 
-def _reduced_chains(parts: Parts, code: Iterable[Path]) -> dict[int, Chain]:
+def _reduced_chains(parts: RunFiles, code: Iterable[Path]) -> dict[int, Chain]:
     """Return the reduced chains by number, from their reducers on.
 
     A file says which code its chains run, and a file comes from somewhere else: nothing is run
@@ -245,7 +245,7 @@ def _bound(stages: Sequence[Stage]) -> Chain:
 
 
 def _require_known_code(
-    parts: Parts, stages: Iterable[tuple[Stage, ...]], code: Iterable[Path]
+    parts: RunFiles, stages: Iterable[tuple[Stage, ...]], code: Iterable[Path]
 ) -> None:
     """Check that the user's own stages may be run, and are those of the run."""
     own = [stage.name for chain in stages for stage in chain if ".py:" in stage.name]
@@ -280,7 +280,7 @@ class _Stored:
     largest: tuple[float, float]
 
 
-def _looked_at(part: Part) -> list[_Stored]:
+def _looked_at(part: PartialFile) -> list[_Stored]:
     """Return what a file says of a few samples; refuse one whose numbers contradict each other."""
     seed = drawn(part.start)
     with open_file(part.path) as file:
@@ -304,7 +304,7 @@ def _looked_at(part: Part) -> list[_Stored]:
 
 
 def _recompute(
-    parts: Parts, samples: Sequence[_Stored], spec: RunSpec
+    parts: RunFiles, samples: Sequence[_Stored], spec: RunSpec
 ) -> tuple[int, tuple[str, ...]]:
     """Compute samples anew by the backend `loop`, each as a batch of its own, and compare.
 
@@ -341,7 +341,7 @@ def _recompute(
     return len(samples), ()
 
 
-def _as_they_were(parts: Parts, spec: RunSpec) -> RunSpec:
+def _as_they_were(parts: RunFiles, spec: RunSpec) -> RunSpec:
     """Return a run of single samples on what `spec` names, with the files' own settings."""
     kept: Any = parts.run.get("spec", {}).get("compute", {})
     settings = ("parameters", "dtype", "seed", "labels", "coupling", "randomness")
@@ -362,7 +362,7 @@ def _as_they_were(parts: Parts, spec: RunSpec) -> RunSpec:
     return spec.model_copy(update={"compute": compute, "model": model})
 
 
-def _require_same_run(parts: Parts, job: Job) -> None:
+def _require_same_run(parts: RunFiles, job: Job) -> None:
     """Check that checkpoint, data, loss and code are those of the files."""
     there, here = ({k: f.get(k) for k in _FACTS} for f in (parts.identity, file_plan(job).identity))
     for facts in (there, here):  # chains are not run

@@ -21,7 +21,7 @@ from gradscope.errors import OutputError
 from gradscope.stages.chain import Chain
 from gradscope.stages.reducers.base import State, taken_result
 from gradscope.stats import Json, ParameterRow, Proof, Record
-from gradscope.storage import GradientFile, Part
+from gradscope.storage import GradientFile, PartialFile
 
 NONFINITE = "nonfinite"  # the counts by chain, among the reducers' states
 MEAN_GRADIENT = "mean_gradient"  # kept in every run, for signal-to-noise
@@ -184,7 +184,7 @@ class _FirstBatch(BaseModel):
             return cls()
 
 
-def combined(parts: Sequence[Part]) -> dict[str, Any]:
+def combined(parts: Sequence[PartialFile]) -> dict[str, Any]:
     """Return the certificate of files that become one, given in the order of their samples.
 
     The proofs of their first batches stand together: counts are sums, errors the largest. It is
@@ -218,7 +218,7 @@ def combined(parts: Sequence[Part]) -> dict[str, Any]:
     }
 
 
-def _audit(proofs: Sequence[tuple[Part, Proof]]) -> dict[str, Any]:
+def _audit(proofs: Sequence[tuple[PartialFile, Proof]]) -> dict[str, Any]:
     counted = [proof for _, proof in proofs if proof.error is not None]
     worst = max(counted, key=lambda proof: proof.error or 0.0, default=Proof())
     words = {proof.verify for _, proof in proofs}

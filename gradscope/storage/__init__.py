@@ -14,7 +14,14 @@ from gradscope.storage.format.files import (
 )
 from gradscope.storage.format.layout import require_compression
 from gradscope.storage.format.numbers import named
-from gradscope.storage.merge import Joiner, Part, Parts, check_parts, open_joiner, require_apart
+from gradscope.storage.merge import (
+    Joiner,
+    PartialFile,
+    RunFiles,
+    check_files,
+    open_joiner,
+    require_output,
+)
 from gradscope.storage.plan import ChainPlan, FilePlan, Layout, Rows, States, differences
 from gradscope.storage.read.file import (
     GradientFile,
@@ -39,16 +46,16 @@ __all__ = [
     "GradientFile",
     "Joiner",
     "Layout",
-    "Part",
-    "Parts",
+    "PartialFile",
     "Rows",
+    "RunFiles",
     "Scratch",
     "States",
     "StoredArray",
     "StoredChain",
     "Writer",
     "chain_called",
-    "check_parts",
+    "check_files",
     "deferred",
     "differences",
     "export",
@@ -59,10 +66,10 @@ __all__ = [
     "open_joiner",
     "open_writer",
     "put_in_place",
-    "require_apart",
     "require_compression",
     "require_free",
     "require_other",
+    "require_output",
     "require_place",
     "stored_gradients",
     "write_page",

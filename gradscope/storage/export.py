@@ -29,11 +29,11 @@ from gradscope.storage.format.files import (
     Known,
     Write,
     excess,
+    reporting_errors,
     require_free,
     require_other,
     require_place,
     require_short,
-    told,
     written,
 )
 from gradscope.storage.format.numbers import as_numpy, escape
@@ -94,11 +94,10 @@ class _Selected:
 
     def write(self, out: BinaryIO) -> None:
         """Write the numbers, little-endian, in C order, some rows at a time."""
-        if not self.shape:
-            _write_numbers(self.array[...].reshape(1), out)
+        if self.rows is None:
+            _write_numbers(np.atleast_1d(self.array[...]), out)
             return
-        rows = np.arange(self.shape[0]) if self.rows is None else self.rows
-        for _, gradients in stored_gradients({"": self.array}, rows, _BLOCK_BYTES):
+        for _, gradients in stored_gradients({"": self.array}, self.rows, _BLOCK_BYTES):
             _write_numbers(as_numpy(gradients[""].dense()), out)
 
     def write_npy(self, out: BinaryIO) -> None:
@@ -139,7 +138,7 @@ def export(
         OutputError: A file cannot be written.
     """
     require_short(path, DRAFT if path.suffix else "")
-    with told(path):
+    with reporting_errors(path):
         require_other(path, [file.path])
         suffix = "" if path.is_dir() else path.suffix.lower()
     if suffix in _TABLES:
@@ -166,7 +165,7 @@ def _require_room(places: Sequence[Path], size: int, overwrite: bool) -> None:
     """Check that files of `size` bytes in all may be written, and that the disk has room."""
     for place in places:
         require_place(place, DRAFT)
-        with told(place):
+        with reporting_errors(place):
             free = shutil.disk_usage(place.absolute().parent).free
             ending = place.suffix.lower()
             kind = f"export to {ending}"

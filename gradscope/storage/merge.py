@@ -41,7 +41,7 @@ from gradscope.storage.format.numbers import h5_type, numpy_dtype, unescape
 from gradscope.storage.plan import FilePlan, States, differences, to_json
 from gradscope.storage.read.file import column, stored_states
 from gradscope.storage.read.opening import Opened, document, opened, opened_again
-from gradscope.storage.write.create import Look, complete, lay_out
+from gradscope.storage.write.create import Inspect, complete, lay_out
 from gradscope.storage.write.journal import LONGEST, Paths, require_not_there
 from gradscope.storage.write.region import copy_rows
 from gradscope.storage.write.target import Target
@@ -52,7 +52,7 @@ _NUMBER = re.compile(r"\.shard-\d+-of-")
 
 
 @dataclass(frozen=True)
-class Part:
+class PartialFile:
     """One file."""
 
     path: Path  # where it is
@@ -68,10 +68,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Parts:
+class RunFiles:
     """The files of one run."""
 
-    files: tuple[Part, ...]  # in the order of their samples
+    files: tuple[PartialFile, ...]  # in the order of their samples
     start: int  # the position in the data set of the run's first sample
     stop: int  # one beyond that of its last
     # what is equal in all of them: `FilePlan.identity` without what tells them apart
@@ -93,9 +93,9 @@ class Parts:
         return "token" if "tokens" in self.run else "sample"
 
 
-def check_parts(paths: Iterable[Path]) -> Parts:
+def check_files(paths: Iterable[Path]) -> RunFiles:
     """Open every file, and return what they are together; refuse what is not all of one run."""
-    found: Parts | None = None
+    found: RunFiles | None = None
     for path in paths:
         with opened(path) as source, reading(str(path)):
             one = _parts(path, source)
@@ -105,7 +105,7 @@ def check_parts(paths: Iterable[Path]) -> Parts:
     return _in_order(found)
 
 
-def _parts(path: Path, source: Opened) -> Parts:
+def _parts(path: Path, source: Opened) -> RunFiles:
     """Return what one file is, as the only one of its run."""
     file = source.file
     if SOURCES in file.attrs:
@@ -138,7 +138,7 @@ def _parts(path: Path, source: Opened) -> Parts:
     batch = run.get("batch_size")
     groups = [f"/{table}" for table in TABLES]
     groups += [f"/chains/{k}" for k, c in file["chains"].items() if not c.attrs["reduced"]]
-    part = Part(
+    part = PartialFile(
         path=path,
         start=start,
         stop=stop,
@@ -147,7 +147,7 @@ def _parts(path: Path, source: Opened) -> Parts:
         certificate=document(file.attrs, "certificate"),
         batch=batch if isinstance(batch, int) and batch > 0 else None,
     )
-    return Parts(
+    return RunFiles(
         files=(part,),
         start=whole[0],
         stop=whole[-1],
@@ -163,7 +163,7 @@ def _parts(path: Path, source: Opened) -> Parts:
     )
 
 
-def _joined(a: Parts, b: Parts) -> Parts:
+def _joined(a: RunFiles, b: RunFiles) -> RunFiles:
     """Add a file that must be of the same run."""
     path = b.files[0].path
     different = list(differences(a.identity, b.identity))
@@ -207,7 +207,7 @@ def _common_forms(a: Mapping[str, Form], b: Mapping[str, Form], path: Path) -> d
     return kept
 
 
-def _in_order(parts: Parts) -> Parts:
+def _in_order(parts: RunFiles) -> RunFiles:
     """Sort the files by their samples, of which none may be missing or there twice."""
     files = sorted(parts.files, key=lambda part: (part.start, part.stop))
     for before, after in pairwise(files):
@@ -238,7 +238,7 @@ def _in_order(parts: Parts) -> Parts:
     return replace(parts, files=tuple(files))
 
 
-def _gaps(parts: Parts, files: list[Part]) -> Iterator[str]:
+def _gaps(parts: RunFiles, files: list[PartialFile]) -> Iterator[str]:
     """Yield what lies between the files, before the first and after the last."""
     position = parts.start
     last, count = -1, parts.identity["shard"].get("count")
@@ -250,7 +250,7 @@ def _gaps(parts: Parts, files: list[Part]) -> Iterator[str]:
         yield f"{position:,} to {parts.stop:,}{_absent(files[-1], last, count)}"
 
 
-def _absent(like: Part, last: int, index: int | None) -> str:
+def _absent(like: PartialFile, last: int, index: int | None) -> str:
     """Return which shards lie between two, and whether they are on their way."""
     numbers = range(last + 1, last + 1 if index is None else index)
     if not numbers:
@@ -265,7 +265,7 @@ def _absent(like: Part, last: int, index: int | None) -> str:
 def open_joiner(
     path: Path,
     plan: FilePlan,
-    parts: Parts,
+    parts: RunFiles,
     batch: int,
     *,
     overwrite: bool = False,
@@ -281,7 +281,7 @@ def open_joiner(
         OutputError: The file cannot be written, is there already or is one of the parts.
     """
     paths = Paths(path)
-    require_apart(path, parts, overwrite=overwrite)
+    require_output(path, parts, overwrite=overwrite)
     with ExitStack() as stack:
         with writing(path):
             descriptor = stack.enter_context(locked(paths.part))
@@ -302,7 +302,7 @@ def open_joiner(
 class Joiner:
     """The file of a whole run, which is put together from parts."""
 
-    def __init__(self, paths: Paths, descriptor: int, parts: Parts, virtual: bool) -> None:
+    def __init__(self, paths: Paths, descriptor: int, parts: RunFiles, virtual: bool) -> None:
         self._paths, self._parts, self._virtual = paths, parts, virtual
         self._target = Target(descriptor)
         self._done = False
@@ -316,7 +316,7 @@ class Joiner:
         with writing(self._paths.final):
             self._regions = lay_out(self._paths, self._target, plan, forms, batch, *more)
 
-    def add(self, part: Part) -> Owned:
+    def add(self, part: PartialFile) -> Owned:
         """Copy the rows of the next part, and return its reducers' states."""
         with opened_again(part.path, part.seal) as source:
             file, checks = source.file, source.checks
@@ -365,7 +365,7 @@ class Joiner:
         certificate: Mapping[str, Any],
         norm_attributes: Mapping[str, Mapping[str, float]],
         states: States,
-        look: Look | None = None,
+        look: Inspect | None = None,
     ) -> None:
         """Complete the file, as `Writer.finish` does."""
         ending = (results, certificate, norm_attributes, states, look)
@@ -382,7 +382,7 @@ class Joiner:
                 self._paths.part.unlink(missing_ok=True)
 
 
-def require_apart(path: Path, parts: Parts, *, overwrite: bool) -> None:
+def require_output(path: Path, parts: RunFiles, *, overwrite: bool) -> None:
     """Check that the final file of some parts may be written."""
     require_place(path, LONGEST)
     with writing(path):
@@ -390,7 +390,7 @@ def require_apart(path: Path, parts: Parts, *, overwrite: bool) -> None:
         require_free(path, overwrite=overwrite)
 
 
-def _create_virtual(file: h5py.File, parts: Parts, folder: Path) -> None:
+def _create_virtual(file: h5py.File, parts: RunFiles, folder: Path) -> None:
     """Create virtual data sets for the rows of all chains, and record where they are.
 
     Other programs read them through HDF5, which looks for the files beside the virtual one and

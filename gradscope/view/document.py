@@ -59,16 +59,18 @@ def packed(values: Any) -> dict[str, str]:
     return {kind: b64encode(np.ascontiguousarray(array, f"<{kind}").tobytes()).decode()}
 
 
-@dataclass(frozen=True)
 class View:
-    """An open result file to be looked at, with a second one and scores where they are given."""
+    """An open result file to be looked at, with a second one and scores where they are given.
 
-    file: GradientFile
-    opened: Opened
-    other: GradientFile | None = None
-    scores: Scores | None = None
+    Raises:
+        SpecError: They are about other data.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self, file: GradientFile, other: GradientFile | None = None, scores: Scores | None = None
+    ) -> None:
+        self.file, self.other, self.scores = file, other, scores
+        self.opened = Opened.of(file.run, file.samples)
         for what, record in (("second file", self.other), ("scores", self.scores)):
             if record is not None and self.digest not in _digests(record):
                 raise SpecError(
@@ -340,17 +342,6 @@ def _chosen(data: Data, most: int) -> Places:
     even = np.linspace(0, n - 1, most).astype(np.int64) if most else np.arange(0)
     first = dict.fromkeys([*by_norm.tolist(), *by_loss.tolist()])
     return np.array([*dict.fromkeys([*first, *even.tolist()])][:most], np.int64)
-
-
-def look(
-    file: GradientFile, other: GradientFile | None = None, scores: Scores | None = None
-) -> View:
-    """Open the samples of a file; beside a second of the same data, and scores of them as queries.
-
-    Raises:
-        SpecError: They are about other data.
-    """
-    return View(file, Opened.of(file.run, file.samples), other, scores)
 
 
 _LARGEST = 96  # pixels of a picture's side

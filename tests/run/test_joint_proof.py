@@ -7,7 +7,7 @@ import pytest
 
 from gradscope.run.outcome import combined
 from gradscope.stats import Proof
-from gradscope.storage import Part
+from gradscope.storage import PartialFile
 
 
 def certificate(start: int, error: float, **changes: Any) -> dict[str, Any]:
@@ -33,8 +33,8 @@ def certificate(start: int, error: float, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def part(start: int, document: dict[str, Any]) -> Part:
-    return Part(Path(f"{start}.h5"), start, start + 20, None, b"", document, 4)
+def part(start: int, document: dict[str, Any]) -> PartialFile:
+    return PartialFile(Path(f"{start}.h5"), start, start + 20, None, b"", document, 4)
 
 
 def first_only(start: int) -> dict[str, Any]:

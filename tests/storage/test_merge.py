@@ -16,7 +16,7 @@ import torch
 from gradscope.blocks import DenseBlock, Gradients, OuterBlock
 from gradscope.config import Compression
 from gradscope.errors import OutputError, RefusedError, ResultFileError
-from gradscope.storage import FilePlan, check_parts, open_file, open_joiner, open_writer
+from gradscope.storage import FilePlan, check_files, open_file, open_joiner, open_writer
 from gradscope.storage.format.seal import NO_RECORDS, write_seal
 from tests.storage.disk import FULL, Disk, Stopped, operations
 from tests.storage.example import (
@@ -84,7 +84,7 @@ def shards(
 
 
 def merge(files: list[Path], path: Path, base: FilePlan = PLAN, **options: Any) -> None:
-    parts = check_parts(files)
+    parts = check_files(files)
     with open_joiner(path, whole_plan(base), parts, BATCH, **options) as joiner:
         total: dict[str, torch.Tensor] = {}
         for part in parts.files:
@@ -394,7 +394,7 @@ def test_a_source_that_is_not_as_it_was(
 
 def test_a_virtual_file_is_no_part(virtual: Path) -> None:
     with pytest.raises(ResultFileError, match="virtual file"):
-        check_parts([virtual / "o.h5"])
+        check_files([virtual / "o.h5"])
 
 
 def _resealed(path: Path, change: Callable[[h5py.File], None]) -> None:
@@ -486,7 +486,7 @@ def test_own_loss_batches_are_not_cut(tmp_path: Path) -> None:
 
 def test_a_file_changed_between_check_and_copy(tmp_path: Path) -> None:
     files = shards(tmp_path, SHARES["two"])
-    parts = check_parts(files)
+    parts = check_files(files)
     shutil.copy(files[0], files[1])
     with (
         pytest.raises(ResultFileError, match="no longer what it was"),

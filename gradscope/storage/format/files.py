@@ -126,7 +126,7 @@ def locked(part: Path) -> Iterator[int]:
 
 
 @contextmanager
-def told(path: Path) -> Iterator[None]:
+def reporting_errors(path: Path) -> Iterator[None]:
     """Turn what the system says of a file that is to be written into an `OutputError`."""
     try:
         yield
@@ -144,7 +144,7 @@ def written(path: Path, write: Write) -> int:
     Whatever goes wrong, `path` stays as it was and nothing stays beside it; a process that is
     killed leaves the `.draft`, which the next one clears. A device or a pipe is written to.
     """
-    with told(path):
+    with reporting_errors(path):
         if path.exists() and not path.is_file():
             with path.open("wb") as file:
                 write(file)
@@ -316,7 +316,7 @@ def _require_kind(path: Path, kind: str, known: Known) -> None:
 
     A result is no stream: it cannot be written to a device, nor to a pipe.
     """
-    with told(path):
+    with reporting_errors(path):
         wrong = path.exists() and kind == _RESULT
         if path.is_file():
             with path.open("rb") as file:

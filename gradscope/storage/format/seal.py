@@ -140,7 +140,7 @@ def _digest(descriptor: int, table: np.ndarray, size: int) -> bytes:
 
 
 @dataclass(frozen=True)
-class Known:
+class DatasetChecks:
     """What is known of one data set."""
 
     chunks: ChunkOffsets  # where its bytes lie
@@ -161,7 +161,7 @@ class Checks:
         self._descriptor = descriptor
         self._ends = np.append(0, table[:, :2].sum(1))  # of what is before each chunk
         self._table = np.append(table, [[np.iinfo(np.int64).max, 0, _SEALED]], 0)
-        self._known: dict[str, Known] = {}
+        self._known: dict[str, DatasetChecks] = {}
 
     def rows(self, dataset: h5py.Dataset, start: int, stop: int) -> np.ndarray:
         """Return rows start:stop (n, *shape); bfloat16 as float32."""
@@ -204,7 +204,7 @@ class Checks:
         self._look(dataset, self._known_of(dataset), 0, 1)
         return np.asarray(dataset[()])
 
-    def _known_of(self, dataset: h5py.Dataset) -> Known:
+    def _known_of(self, dataset: h5py.Dataset) -> DatasetChecks:
         """Return where a data set lies, and its checksums."""
         name = str(dataset.name)
         if name not in self._known:
@@ -216,24 +216,28 @@ class Checks:
             if not (exact | ((self._ends[at] <= chunks.offsets) & (ends <= offsets))).all():
                 raise ResultFileError(f"the checksums are of other bytes than those of {name}")
             sums = np.where(exact, known, _SEALED)
-            self._known[name] = Known(chunks, sums, sums == _SEALED, _is_plain(dataset, chunks))
+            self._known[name] = DatasetChecks(
+                chunks, sums, sums == _SEALED, _is_plain(dataset, chunks)
+            )
         return self._known[name]
 
-    def _look(self, dataset: h5py.Dataset, known: Known, start: int, stop: int) -> None:
+    def _look(self, dataset: h5py.Dataset, known: DatasetChecks, start: int, stop: int) -> None:
         """Compare the chunks that hold bytes start:stop of a data set."""
         last = min(known.chunks.number(stop - 1) + 1, len(known.seen)) if stop > start else 0
         for number in range(known.chunks.number(start), last):
             if not known.seen[number]:
                 self._stored(dataset, known, number)
 
-    def _stored(self, dataset: h5py.Dataset, known: Known, number: int) -> np.ndarray:
+    def _stored(self, dataset: h5py.Dataset, known: DatasetChecks, number: int) -> np.ndarray:
         """Return a chunk (m,) uint8 as it lies in the file, compared."""
         found = np.empty(int(known.chunks.sizes[number]), np.uint8)
         self._read(int(known.chunks.offsets[number]), found)
         self._compare(dataset, known, number, crc32c(found.data))
         return found
 
-    def _fill(self, dataset: h5py.Dataset, known: Known, position: int, out: np.ndarray) -> None:
+    def _fill(
+        self, dataset: h5py.Dataset, known: DatasetChecks, position: int, out: np.ndarray
+    ) -> None:
         """Read the bytes of a data set from `position` on into `out` (m,) uint8."""
         chunks = known.chunks
         while len(out):
@@ -257,7 +261,9 @@ class Checks:
         if read_into(self._descriptor(), out.data, offset) < len(out):
             raise ResultFileError("the file is cut short", remedy=REMEDY)
 
-    def _compare(self, dataset: h5py.Dataset, known: Known, number: int, found: int) -> None:
+    def _compare(
+        self, dataset: h5py.Dataset, known: DatasetChecks, number: int, found: int
+    ) -> None:
         if found != known.sums[number]:
             where = _rows_text(dataset, known.chunks, number)
             raise ResultFileError(

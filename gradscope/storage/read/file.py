@@ -79,21 +79,17 @@ class StoredArray:
         if not self.shape:
             with reading(self._where):
                 return self._checks.whole(self._item)
-        if isinstance(rows, EllipsisType):
-            return self._read(0, self.shape[0])
+        every = range(self.shape[0])
         if isinstance(rows, int | np.integer):
-            position = range(self.shape[0])[rows]
-            one: np.ndarray = self._read(position, position + 1)[0]
+            one: np.ndarray = self._read(every[rows], every[rows] + 1)[0]
             return one
-        if not isinstance(rows, slice):
-            return self._listed(np.asarray(rows))
-        chosen = range(self.shape[0])[rows]
-        if len(chosen) == 0:
-            return np.empty((0, *self.shape[1:]), self.dtype)
-        if abs(chosen.step) > 1:
-            return self._listed(np.array(chosen))
-        found = self._read(min(chosen), max(chosen) + 1)
-        return found if chosen.step == 1 else found[::-1]
+        rows = slice(None) if isinstance(rows, EllipsisType) else rows
+        chosen = every[rows] if isinstance(rows, slice) else np.arange(len(every))[_indices(rows)]
+        wanted, order = np.unique(np.asarray(chosen, np.int64), return_inverse=True)
+        runs = np.split(wanted, np.flatnonzero(np.diff(wanted) > 1) + 1) if len(wanted) else []
+        found = [self._read(int(run[0]), int(run[-1]) + 1) for run in runs] or [self._read(0, 0)]
+        whole = found[0] if len(found) == 1 else np.concatenate(found)
+        return whole if np.array_equal(order, np.arange(len(whole))) else whole[order]
 
     def block(self, start: int, stop: int) -> Block:
         """Return rows start:stop as a block, of their factors if they are stored so."""
@@ -103,30 +99,23 @@ class StoredArray:
     @property
     def row_bytes(self) -> int:
         """The bytes of a row in memory: dense, or of its factors where these take more."""
-        dense = prod(self.shape[1:]) * int(self.dtype.itemsize)
+        dense: int = prod(self.shape[1:]) * self.dtype.itemsize
         if isinstance(self._item, h5py.Dataset):
             return dense
         factors = (self._item[name] for name in KINDS[str(self._item.attrs["kind"])])
         return max(dense, sum(prod(f.shape[1:]) * int(f.dtype.itemsize) for f in factors))
-
-    def _listed(self, rows: np.ndarray) -> np.ndarray:
-        """Read each run of neighbouring rows once, then put them in the order asked for."""
-        positions = np.arange(self.shape[0])[rows.astype(int) if rows.size == 0 else rows]
-        wanted, order = np.unique(positions, return_inverse=True)
-        with reading(self._where):
-            found = np.empty((len(wanted), *self.shape[1:]), self.dtype)
-        at = 0
-        for run in np.split(wanted, np.flatnonzero(np.diff(wanted) > 1) + 1):
-            if len(run):
-                found[at : at + len(run)] = self._read(int(run[0]), int(run[-1]) + 1)
-                at += len(run)
-        return found[order]
 
     def _read(self, start: int, stop: int) -> np.ndarray:
         return as_numpy(self.block(start, stop).dense())
 
     def __repr__(self) -> str:
         return f"<StoredArray {self.name!r} {self.shape} {self.dtype} {self.representation}>"
+
+
+def _indices(rows: np.ndarray | list[int] | list[bool]) -> np.ndarray:
+    """Return positions or a mask as an array; an empty list is of no position."""
+    found = np.asarray(rows)
+    return found if found.size else found.astype(np.int64)
 
 
 class Lazy(Mapping[str, T]):

@@ -42,7 +42,7 @@ from gradscope.storage.write.region import ASIDE, Region, Regions
 from gradscope.storage.write.target import Target
 from gradscope.version import VERSION
 
-Look = Callable[[GradientFile], None]
+Inspect = Callable[[GradientFile], None]
 Shapes = Mapping[str, tuple[Shape, torch.dtype]]
 
 _NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable. "  # netCDF-4's own marker
@@ -114,7 +114,7 @@ def complete(
     certificate: Mapping[str, Any],
     norm_attributes: Mapping[str, Mapping[str, float]],
     states: States,
-    look: Look | None,
+    look: Inspect | None,
 ) -> None:
     """Turn the `.part`, whose rows are all there, into the final file.
 
@@ -159,7 +159,7 @@ def complete(
     sync_folder(paths.final)
 
 
-def _verify(part: Path, look: Look | None) -> None:
+def _verify(part: Path, look: Inspect | None) -> None:
     """Open the file as a reader does, with all its checks."""
     try:
         with open_file(part) as file:

@@ -21,7 +21,7 @@ from gradscope.storage.format.layout import create_columns, stored_form
 from gradscope.storage.format.seal import Checks
 from gradscope.storage.plan import FilePlan, Rows, States
 from gradscope.storage.read.file import open_file
-from gradscope.storage.write.create import Look, complete, forms_of, lay_out
+from gradscope.storage.write.create import Inspect, complete, forms_of, lay_out
 from gradscope.storage.write.journal import (
     LONGEST,
     Entry,
@@ -157,7 +157,7 @@ class Writer:
         certificate: Mapping[str, Any],
         norm_attributes: Mapping[str, Mapping[str, float]] | None = None,
         states: States | None = None,
-        look: Look | None = None,
+        look: Inspect | None = None,
     ) -> None:
         """Complete the file: verify it, and put it in its final place.
 
