@@ -193,6 +193,7 @@ class Checks:
                 remedy="The file is damaged; compute it again.",
             )
         block, dtype = from_factors(kind, factors, shape), named(str(item.attrs["dtype"]))
+        require_memory(prod(shape) * block.dtype.itemsize)  # the file may claim any shape
         if block.dtype == dtype:
             return block
         return DenseBlock(torch.from_numpy(as_numpy(block.dense().to(dtype))))

@@ -92,7 +92,7 @@ class StoredArray:
         return whole if np.array_equal(order, np.arange(len(whole))) else whole[order]
 
     def block(self, start: int, stop: int) -> Block:
-        """Return rows start:stop as a block, of their factors if they are stored so."""
+        """Return rows start:stop as a block: of factors, if the file stores factors."""
         with reading(self._where):
             return self._checks.block(self._item, start, stop)
 
@@ -103,10 +103,12 @@ class StoredArray:
         if isinstance(self._item, h5py.Dataset):
             return dense
         factors = (self._item[name] for name in KINDS[str(self._item.attrs["kind"])])
-        return max(dense, sum(prod(f.shape[1:]) * int(f.dtype.itemsize) for f in factors))
+        stored: int = sum(prod(f.shape[1:]) * f.dtype.itemsize for f in factors)
+        return max(dense, stored)
 
     def _read(self, start: int, stop: int) -> np.ndarray:
-        return as_numpy(self.block(start, stop).dense())
+        with reading(self._where):
+            return as_numpy(self.block(start, stop).dense())
 
     def __repr__(self) -> str:
         return f"<StoredArray {self.name!r} {self.shape} {self.dtype} {self.representation}>"
@@ -170,7 +172,7 @@ def stored_gradients(
 ) -> Iterator[tuple[Tensor, Gradients]]:
     """Yield some rows of a chain after the others, as their positions (b,) and their gradients.
 
-    It is the one way in which rows are walked through, whoever wants them.
+    Statistics, attribution, export and `iterate` read rows in this way.
 
     Args:
         arrays: {name: array} of a chain without reducer, or of some of its parameters.
