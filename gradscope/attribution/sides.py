@@ -238,7 +238,7 @@ def of_job(job: Job, name: str) -> SessionSide:
     """Return the samples of a run, with the first of its chains that keeps rows."""
     every = {chain.text: chain for chain in job.chains if chain.reducer is None}
     chain = every[best_rows(every)] if every else bind("identity")
-    size = BatchSize(samples_at_a_time(job), fixed=job.scope.settings.own_loss)
+    size = BatchSize(samples_at_a_time(job), fixed=job.session.settings.own_loss)
     return _side(job, name, chain, len(job.rows), lambda: batches(job, size))
 
 
@@ -253,7 +253,7 @@ def some_of(job: Job, name: str, places: Tensor) -> SessionSide:
     Raises:
         SpecError: The gradient of a sample depends on others of its batch.
     """
-    if job.scope.settings.own_loss:
+    if job.session.settings.own_loss:
         raise SpecError("with own-loss coupling, gradients of a few samples are others", where=name)
     chosen, data = torch.arange(job.rows.start, job.rows.stop)[places], job.dataset
     tokens, used = (None, chosen) if job.tokens is None else job.tokens.some(chosen)
@@ -274,7 +274,7 @@ def _side(
     record = job.record()
     told = (job.digests, str(record["loss"]), record["spec"], job.spec.compute.rows)
     facts = Facts(name, chain.text, job.shapes, *told)
-    return SessionSide(job.scope, chain, walk, partial(samples_of, job), n, facts)
+    return SessionSide(job.session, chain, walk, partial(samples_of, job), n, facts)
 
 
 def of_scope(name: str, scope: Scope, inputs: Any, targets: Any = None) -> SessionSide:

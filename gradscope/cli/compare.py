@@ -76,7 +76,7 @@ def _compared(job: "Job", rows: range, others: dict[str, Any]) -> "Comparison":
     from gradscope.comparison import COMPILED, compare, compiled
     from gradscope.run.job import read
 
-    asked, problem = job.spec.compute, job.scope.problem
+    asked, problem = job.spec.compute, job.session.problem
     if asked.compile:
         others = others | {COMPILED: compiled(asked.parameters)}
     batch = read(job.dataset, problem, rows)

@@ -26,7 +26,7 @@ from gradscope.model.locate import PACKED, shapes_of, user_code
 from gradscope.model.randomness import Fixed, forked, switched_off
 from gradscope.model.ranks import Ranks, Sharding, alone, ranks_of
 from gradscope.model.reach import reachable
-from gradscope.model.state import State
+from gradscope.model.state import ModelState
 from gradscope.process.shortage import is_outer
 from gradscope.process.stops import require_time
 
@@ -124,7 +124,7 @@ def is_model_loss(loss: Loss) -> bool:
 _model_losses: WeakSet[Loss] = WeakSet()  # a registry: the functions given to `model_loss`
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Problem:
     """What is differentiated, by what; `state` is what model and loss carry from call to call."""
 
@@ -132,7 +132,7 @@ class Problem:
     loss: Loss  # `(outputs, targets) -> (n,)`, or a `model_loss`
     parameters: dict[str, nn.Parameter]  # the selected ones; tied ones under their first name
     running_statistics: bool = False  # normalisation layers use these, whatever their mode
-    state: State = None  # type: ignore[assignment]  # made when it is not given
+    state: ModelState = None  # type: ignore[assignment]  # made when it is not given
     seen: Seen | None = None  # is told of each forward pass whose outputs are left as they were
     ranks: Ranks | None = None  # the processes that train the model together, if there are several
     # what has a row of its own; of tokens the loss returns (n, t), and batches are `Tokens`
@@ -141,9 +141,9 @@ class Problem:
     of_model: bool = field(init=False)  # known once: compilers cannot ask the registry
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "of_model", is_model_loss(self.loss))
+        self.of_model = is_model_loss(self.loss)
         if self.state is None:
-            object.__setattr__(self, "state", State(self.model, self.function))
+            self.state = ModelState(self.model, self.function)
 
     @classmethod
     def of(
@@ -181,7 +181,7 @@ class Problem:
 
     def fixed(self, fixed: Fixed | None) -> "Problem":
         """Return the same problem with its random numbers drawn by `fixed`."""
-        return replace(self, state=State(self.model, self.function, fixed))
+        return replace(self, state=ModelState(self.model, self.function, fixed))
 
     @property
     def function(self) -> Loss:
@@ -335,7 +335,7 @@ class Problem:
         loss = copies.of(self.loss)
         loss = model_loss(loss) if self.of_model and not is_model_loss(loss) else loss
         made = replace(self, model=model, loss=loss, parameters=parameters, original=self)
-        return replace(made, state=State(model, made.function, self.state.fixed))
+        return replace(made, state=ModelState(model, made.function, self.state.fixed))
 
     def _require_own(self, losses: Tensor) -> None:
         """Refuse losses of a copied model that are computed with the original's parameters."""

@@ -31,7 +31,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MOST = 50_000  # objects that are looked at
 _SKIPPED = (*PLAIN, types.BuiltinFunctionType, enum.Enum, Path, np.ndarray)
 _SKIPPED_FROM = ("logging", "threading", "weakref", "io", "_io", "concurrent", "multiprocessing")
-_OWN = tuple(f"gradscope.{part}" for part in ("scope", "engine", "training", "core.state"))
+_OWN = tuple(f"gradscope.{part}" for part in ("scope", "engine", "training", "model.state"))
 _FOREIGN = (
     *(sysconfig.get_path(k) for k in ("stdlib", "platstdlib", "purelib", "platlib")),
     str(Path(__file__).parents[1]),

@@ -90,7 +90,7 @@ class _Taken:
         return {k for k in keys & self.copies.keys() if not isinstance(self.items[k], nn.Parameter)}
 
 
-class State:
+class ModelState:
     """The state of a model and its loss; `latest` is the name of what was last seen to change.
 
     `fixed` draws its random numbers, where these are fixed for each sample; `drew` says whether a

@@ -1,6 +1,6 @@
 """From a run spec to a result file: prepare a job, plan its cost, run it, merge files."""
 
-from gradscope.run.budget import Budget, plan
+from gradscope.run.budget import MemoryPlan, plan
 from gradscope.run.divided import compute_divided
 from gradscope.run.execute import Run
 from gradscope.run.inspection import (
@@ -18,10 +18,10 @@ from gradscope.run.outcome import RunReport
 from gradscope.run.start import compute, refuse_inputs, start
 
 __all__ = [
-    "Budget",
     "Estimate",
     "Inspection",
     "Job",
+    "MemoryPlan",
     "MergeReport",
     "Phase",
     "Room",

@@ -178,14 +178,14 @@ def test_an_error_of_another_process_costs_none_of_the_samples_of_this_one(
     with monkeypatch.context() as patch:
         patch.setattr(Auditor, "clock", lambda _: 0.0)  # time for no more than the first proof
         stopped = prepare(run)
-        evaluate = stopped.scope.evaluate
+        evaluate = stopped.session.evaluate
 
         def failing(batch: Batch, *asked: Any, **more: Any) -> Evaluation:
             if int(batch.index.min()) >= WRONG_FROM:
                 raise ElsewhereError("process 1 could not go on: on purpose")
             return evaluate(batch, *asked, **more)
 
-        patch.setattr(stopped.scope, "evaluate", failing)
+        patch.setattr(stopped.session, "evaluate", failing)
         with pytest.raises(ElsewhereError, match="on purpose"):
             compute(stopped, path)
     with start(prepare(run), path, resume=True) as going_on:
