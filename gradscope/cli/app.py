@@ -106,7 +106,7 @@ def _code(error: BaseException, flags: Mapping[str, str]) -> int:
         flags: The command's flags by their names in Python, for the message.
     """
     stop = Stopped(signal.SIGINT) if stops.is_stop(error) else None
-    stop = stops.stop_behind(error) or stop
+    stop = stops.stop_cause(error) or stop
     if stop is not None:
         return _show_stop(stop)
     if isinstance(error, GradscopeError):

@@ -166,7 +166,7 @@ def _followed(file: Path, *, json: bool) -> "History":
         for step in new:
             typer.echo(line(step), file=streams.out(), nl=False)
 
-    with stops.told(lambda: "followed no more; the training goes on"):
+    with stops.stop_message(lambda: "followed no more; the training goes on"):
         return follow(HistoryReader(file), console(), tell if json else None)
 
 
@@ -201,7 +201,7 @@ def export(
 
     stops.unwinding()
     chosen = None if samples is None else parse_samples(samples)
-    with stops.told(lambda: "stopped; nothing was written"), open_file(file) as opened:
+    with stops.stop_message(lambda: "stopped; nothing was written"), open_file(file) as opened:
         found = write(opened, output, chain, parameter or (), chosen, overwrite=overwrite)
     document = {"schema": "gradscope.export", "version": 1, "files": [vars(one) for one in found]}
     options.show(document, lambda _, console: render_export(found, console), json=json)

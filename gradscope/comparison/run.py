@@ -29,7 +29,7 @@ from gradscope.errors import (
 )
 from gradscope.model.locate import first_line, layer_of
 from gradscope.model.problem import Loss, Problem, RowKind, double_precision
-from gradscope.model.randomness import Fixed, forked
+from gradscope.model.randomness import FixedRandomness, forked
 from gradscope.process.memory import peak_memory, timed
 from gradscope.process.stops import is_stop
 from gradscope.scope import Scope
@@ -165,7 +165,7 @@ def compare(
     """
     others = dict(against or {})
     chosen = _chosen(backends, others, rows)
-    fixed = Fixed(seed) if randomness == "fixed" else None
+    fixed = FixedRandomness(seed) if randomness == "fixed" else None
     problem = _problem(model, loss, parameters, rows, fixed)
     batch = Batch.of(inputs, targets, index).detached().to(problem.device, None)
     if rows == "token":
@@ -193,7 +193,7 @@ def _problem(
     loss: str | Loss,
     parameters: str | list[str] | None,
     rows: RowKind,
-    fixed: Fixed | None,
+    fixed: FixedRandomness | None,
 ) -> Problem:
     """Return what is differentiated, with its random numbers drawn by `fixed`."""
     own = resolve(loss) if rows == "sample" else of_tokens(resolve(loss))

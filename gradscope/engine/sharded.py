@@ -37,7 +37,7 @@ from gradscope.engine.judge import (
 from gradscope.errors import CertificateError, CoupledSamplesError, SpecError, UnsupportedError
 from gradscope.model.independence import other_random_numbers
 from gradscope.model.problem import Problem, summed
-from gradscope.model.ranks import Sharding
+from gradscope.model.ranks import ModelParallel
 from gradscope.model.rounding import UNITS, computed_in, same
 from gradscope.process.stops import within
 from gradscope.sources.code import load_function
@@ -68,9 +68,9 @@ class Lockstep:
     attended: bool = False
 
     def __post_init__(self) -> None:
-        sharding = self.problem.sharding
+        sharding = self.problem.model_parallel
         assert sharding is not None
-        self.sharding: Sharding = sharding
+        self.sharding: ModelParallel = sharding
         self._stack = ExitStack()
         self._evaluate: Evaluate | None = None
         self._due = True  # a proof is

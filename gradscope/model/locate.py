@@ -16,7 +16,7 @@ from gradscope.core.batch import Batch, tensors, whole_of
 from gradscope.core.texts import count
 from gradscope.errors import GradscopeError, ModelError, UnsupportedError
 from gradscope.model.randomness import Unplanned
-from gradscope.process.shortage import is_lost, is_outer
+from gradscope.process.shortage import is_device_lost, is_machine_error
 from gradscope.process.stops import is_stop
 
 _OURS = Path(__file__).parents[1]
@@ -103,7 +103,7 @@ def is_bug(error: BaseException) -> bool:
 
 def stopped(error: BaseException, where: str | None = None) -> ModelError | None:
     """Return the error for a GPU that has stopped, None for any other."""
-    if not is_lost(error):
+    if not is_device_lost(error):
         return None
     return ModelError(
         f"the device has stopped, and computes no more in this process: {first_line(error)}",
@@ -157,7 +157,7 @@ def unsupported(what: str, model: nn.Module, remedy: str) -> Iterator[None]:
             error.where = error.where or layer_of(error, model)
         raise
     except Exception as error:  # whatever torch or the user's code raises
-        if is_outer(error) or is_bug(error):
+        if is_machine_error(error) or is_bug(error):
             raise
         where = layer_of(error, model)
         raise UnsupportedError(
@@ -172,7 +172,7 @@ def _translating(translated: Callable[[BaseException], ModelError]) -> Iterator[
     except (GradscopeError, Unplanned):
         raise
     except BaseException as error:
-        if is_stop(error) or is_outer(error) or is_bug(error):
+        if is_stop(error) or is_machine_error(error) or is_bug(error):
             raise
         found, lines = translated(error), own_lines(error, 3)
         if lines:

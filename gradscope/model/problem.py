@@ -23,11 +23,11 @@ from gradscope.core.texts import listed
 from gradscope.errors import ModelError, RefusedError, SpecError, UnsupportedError
 from gradscope.model.copies import copied, reached
 from gradscope.model.locate import PACKED, shapes_of, user_code
-from gradscope.model.randomness import Fixed, forked, switched_off
-from gradscope.model.ranks import Ranks, Sharding, alone, ranks_of
+from gradscope.model.randomness import FixedRandomness, forked, switched_off
+from gradscope.model.ranks import ModelParallel, Ranks, alone, ranks_of
 from gradscope.model.reach import reachable
 from gradscope.model.state import ModelState
-from gradscope.process.shortage import is_outer
+from gradscope.process.shortage import is_machine_error
 from gradscope.process.stops import require_time
 
 T = TypeVar("T")
@@ -166,20 +166,20 @@ class Problem:
         for name, p in chosen.items():
             _require_ordinary(name, p)
         ranks = ranks_of(model)
-        if isinstance(ranks, Sharding):  # the graph knows them as the forward pass uses them
+        if isinstance(ranks, ModelParallel):  # the graph knows them as the forward pass uses them
             chosen = {k: ranks.whole.get(k, p) for k, p in chosen.items()}
         return cls(model, loss, chosen, ranks=ranks)
 
     @property
-    def sharding(self) -> Sharding | None:
+    def model_parallel(self) -> ModelParallel | None:
         """How the model's parameters are divided over processes, None where they are not."""
-        return self.ranks if isinstance(self.ranks, Sharding) else None
+        return self.ranks if isinstance(self.ranks, ModelParallel) else None
 
     def any(self, flag: bool) -> bool:
         """Whether it is so on any of the processes that a model is divided over."""
-        return flag if self.sharding is None else self.sharding.any(flag)
+        return flag if self.model_parallel is None else self.model_parallel.any(flag)
 
-    def fixed(self, fixed: Fixed | None) -> "Problem":
+    def fixed(self, fixed: FixedRandomness | None) -> "Problem":
         """Return the same problem with its random numbers drawn by `fixed`."""
         return replace(self, state=ModelState(self.model, self.function, fixed))
 
@@ -221,19 +221,19 @@ class Problem:
         """Return which positions of samples count, (n, t) bool, and whether the loss says so."""
         return self.drawn(batch, partial(self._counted, batch))
 
-    def drawn(self, batch: Batch, evaluate: Callable[[], T], *, apart: bool = False) -> T:
+    def drawn(self, batch: Batch, evaluate: Callable[[], T], *, single: bool = False) -> T:
         """Return what `evaluate` does to a batch, random numbers fixed if that was asked for.
 
         Args:
             batch: The samples.
             evaluate: Runs the model on them.
-            apart: The model sees a batch of one, though there are all samples.
+            single: The model sees a batch of one, though there are all samples.
         """
         fixed = self.state.fixed
         if fixed is None:
             return evaluate()
         losses = replace(self, seen=None)._of_samples
-        return fixed.over(self.model, whole_of(batch), evaluate, losses, apart=apart)
+        return fixed.over(self.model, whole_of(batch), evaluate, losses, single=single)
 
     def _evaluated(self, batch: Batch, *, graph: bool = True) -> Tensor:
         try:
@@ -272,7 +272,7 @@ class Problem:
             self._scratch_buffers(),
             self._frozen_statistics(),
             torch.set_grad_enabled(graph),
-            nullcontext() if self.sharding is None else self.sharding.forward(),
+            nullcontext() if self.model_parallel is None else self.model_parallel.forward(),
             user_code(self.model, batch),
         ):
             yield
@@ -315,7 +315,7 @@ class Problem:
         except RefusedError:
             raise
         except Exception as error:  # deepcopy runs the user's code
-            if is_outer(error):
+            if is_machine_error(error):
                 raise
             raise RefusedError(
                 f"the model cannot be copied for a cross-check: {error}",

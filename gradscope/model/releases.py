@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gradscope.errors import UnsupportedError
-from gradscope.process.shortage import is_outer
+from gradscope.process.shortage import is_machine_error
 
 OLDEST, NEWEST = (2, 8), (2, 15)
 _OURS = str(Path(__file__).parents[1])
@@ -83,7 +83,7 @@ def _failure(probe: Callable[[], None]) -> str | None:
         with torch.inference_mode(False), torch.enable_grad():
             probe()
     except Exception as error:  # whatever another torch raises
-        if is_outer(error):
+        if is_machine_error(error):
             raise
         from gradscope.model.locate import first_line  # needs more of torch than this file does
 

@@ -20,7 +20,7 @@ from typing import Any
 import platformdirs
 import torch
 
-from gradscope.process.memory import beside_host
+from gradscope.process.memory import accelerator_module
 
 _VARIABLE = "GRADSCOPE_CACHE"
 _OFF = ("", "0", "off", "no", "none")
@@ -90,7 +90,7 @@ def machine(device: torch.device) -> str:
     parts = [processor(), torch.backends.cpu.get_cpu_capability()]
     parts += [f"{name}={os.environ[name]}" for name in _LIMITS if name in os.environ]
     parts += [f"{torch.get_num_threads()} threads", f"torch {torch.__version__}"]
-    module = beside_host(device)
+    module = accelerator_module(device)
     if module is not None:
         name = getattr(module, "get_device_name", None)
         parts.append(str(device.type) if name is None else str(name(device)))

@@ -157,18 +157,18 @@ def restored() -> Iterator[None]:
 
 
 @contextmanager
-def told(message: Callable[[], str]) -> Iterator[None]:
+def stop_message(message: Callable[[], str]) -> Iterator[None]:
     """Raise `Stopped` with a message when a signal stops the body, whatever the body raises."""
     try:
         yield
     except BaseException as error:
-        stop = stop_behind(error)
+        stop = stop_cause(error)
         if stop is None:
             raise
         raise Stopped(stop.number, stop.word or message()) from None
 
 
-def once_more() -> None:
+def raise_pending() -> None:
     """Raise `Stopped` if a signal has raised it and the user's code has swallowed it."""
     for handler in map(signal.getsignal, _SIGNALS):
         if isinstance(handler, _Unwinding) and handler.arrived:
@@ -188,7 +188,7 @@ def is_stop(error: BaseException) -> bool:
     return main and callable(handler) and not isinstance(handler, _Unwinding | _Leaving)
 
 
-def stop_behind(error: BaseException) -> Stopped | None:
+def stop_cause(error: BaseException) -> Stopped | None:
     """Return the stop that an exception was raised in answer to, if it was."""
     found: BaseException | None = error
     seen: set[int] = set()

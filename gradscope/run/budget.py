@@ -33,10 +33,16 @@ from gradscope.engine.session import Verify
 from gradscope.errors import ModelError, SpecError
 from gradscope.model.independence import require_independent, require_unaffected
 from gradscope.model.problem import Problem
-from gradscope.process.memory import available, peak_memory, release_freed_memory, slices, taken
+from gradscope.process.memory import (
+    available,
+    peak_memory,
+    release_freed_memory,
+    slices,
+    used_memory,
+)
 from gradscope.process.shortage import is_shortage
 from gradscope.run.execute import Run
-from gradscope.run.job import Job, held_densely
+from gradscope.run.job import Job, max_dense_samples
 from gradscope.run.overlap import BatchSize
 from gradscope.stages.reducers.base import carried_bytes
 from gradscope.storage import KEEP_BYTES, PART_BYTES, Rows, Scratch, States
@@ -89,7 +95,7 @@ def _planned(job: Job, there: int | None, *, measured: bool) -> MemoryPlan:
             return _within(rehearsed, parse_memory(asked.memory), there)
     given = asked.batch_size is not None or job.session.settings.own_loss
     if there is None and not given:
-        return MemoryPlan(min(job.batch_size, held_densely(job.session)))
+        return MemoryPlan(min(job.batch_size, max_dense_samples(job.session)))
     if given and not measured:
         return MemoryPlan(job.batch_size, available=there)
     with rehearsal(job) as rehearsed:
@@ -275,12 +281,12 @@ class Rehearsals:
         job.load(0, min(2, len(job.rows)))  # data that do not fit together are the data's fault
         gc.collect()  # a peak is above what is in use
         release_freed_memory()
-        self._base = taken(self._device)
+        self._base = used_memory(self._device)
 
     def peak(self, n: int) -> int | None:
         """Return the peak bytes with batches of n samples; None if unknown, or too much."""
         with peak_memory(self._device) as above:
-            start = taken(self._device)
+            start = used_memory(self._device)
             fits = rehearse(self._job, n)
         if self._base is None or start is None or not above or not fits:
             return None

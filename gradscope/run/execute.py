@@ -26,7 +26,7 @@ from gradscope.errors import (
     RefusedError,
     ResultFileError,
 )
-from gradscope.model.ranks import ElsewhereError
+from gradscope.model.ranks import OtherProcessError
 from gradscope.run.job import Job
 from gradscope.run.outcome import (
     MEAN_GRADIENT,
@@ -130,7 +130,7 @@ class Run:
             try:
                 done += self.size.fitting(part, len(batch) - done)
             except RefusedError as error:
-                if isinstance(error, ElsewhereError):  # nothing was found wrong here
+                if isinstance(error, OtherProcessError):  # nothing was found wrong here
                     raise
                 self._go_back(error)
 

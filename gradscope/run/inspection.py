@@ -27,7 +27,7 @@ from gradscope.model.problem import slopes
 from gradscope.process.memory import timed
 from gradscope.run.budget import Sizes, plan, rehearsal
 from gradscope.run.execute import keeps_states, rows_of
-from gradscope.run.job import Job, file_plan, held_densely
+from gradscope.run.job import Job, file_plan, max_dense_samples
 from gradscope.run.overlap import BatchSize
 from gradscope.stages.chain import Chain
 from gradscope.stages.labels import mean_loss, mean_norm
@@ -45,7 +45,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
-class Room:
+class DiskSpace:
     """What a result file takes, and what there is for it."""
 
     layout: str  # the one asked for
@@ -99,7 +99,7 @@ class Estimate:
     backend: str  # chosen on the first batch
     notes: tuple[str, ...]
     chains: tuple[str, ...]  # in canonical spelling
-    room: Room  # on the disk; and seconds, from the second evaluation of the first batch
+    room: DiskSpace  # on the disk; and seconds, from the second evaluation of the first batch
     memory: int | None  # bytes at the peak, above the loaded model and data; None if unknown
     available: int | None  # bytes that there are for it; None if unknown
     ways: tuple[Chosen, ...]  # kernel variants
@@ -241,7 +241,7 @@ def estimate(job: Job, path: Path | None) -> Estimate:
 
 def preflight(
     job: Job, path: Path, *, overwrite: bool = False, large: int | None = None
-) -> Room | None:
+) -> DiskSpace | None:
     """Return what a run needs whose file may have more than `large` bytes, None for any other.
 
     A few samples are computed, and forgotten again.
@@ -257,7 +257,7 @@ def preflight(
     sizes = Sizes.of(job)
     if sizes is not None and n * sizes.rows + others <= large:
         return None  # a chain makes rows smaller
-    few = min(_FEW, job.batch_size, max(2, held_densely(job.session)))
+    few = min(_FEW, job.batch_size, max(2, max_dense_samples(job.session)))
     size = BatchSize(few, fixed=job.session.settings.own_loss)
     with rehearsal(job, verify="never") as rehearsed:
         found = size.fitting(partial(_tried, rehearsed, path), len(job.rows))
@@ -265,7 +265,7 @@ def preflight(
     return found if found.bytes > large else None
 
 
-def _tried(job: Job, path: Path | None, n: int) -> Room:
+def _tried(job: Job, path: Path | None, n: int) -> DiskSpace:
     """Evaluate the first n samples twice: the second time tells how long it takes."""
     batch = job.load(0, n)
     passes = 1
@@ -295,7 +295,7 @@ def _room(
     batch: Batch,
     evaluation: Evaluation,
     seconds: float,
-) -> Room:
+) -> DiskSpace:
     """Return what the result file takes, by how one batch is structured.
 
     Of a file in the working directory where `path` is None; the chains have had earlier passes.
@@ -324,7 +324,7 @@ def _room(
     if sys.platform != "win32":
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         limit = None if limit == resource.RLIM_INFINITY else limit
-    return Room(
+    return DiskSpace(
         layout=plan.layout,
         layouts=layouts,
         smaller={k: v for k, v in smaller.items() if v < layouts[plan.layout]},

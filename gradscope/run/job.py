@@ -36,7 +36,7 @@ from gradscope.engine.session import Session, Settings
 from gradscope.errors import RefusedError, SpecError
 from gradscope.model.locate import first_line
 from gradscope.model.problem import Loss, Problem, is_model_loss
-from gradscope.model.ranks import Ranks, divided
+from gradscope.model.ranks import Ranks, apply_fully_shard
 from gradscope.process.shortage import is_shortage
 from gradscope.run.overlap import to_device
 from gradscope.sources import code
@@ -336,7 +336,7 @@ def _in_turn(spec: RunSpec) -> tuple[LoadedModel, nn.Module]:
         with ranks.together():
             if turn == ranks.rank:
                 loaded = load_model(spec.model, spec.checkpoint, lean=True, dtype=_dtype(spec))
-                model = divided(loaded.model, device.type)
+                model = apply_fully_shard(loaded.model, device.type)
                 mine.append((loaded, _placed(model, None, _dtype(spec))))
     return mine[0]
 
@@ -472,13 +472,13 @@ def _usual_batch(
     """
     samples = min(_BATCH_SAMPLES if each == 1 else -(-_BATCH_TOKENS // each) * each, len(rows))
     if _keeps_gradients(spec, bound) or spec.compute.backend not in ("auto", "hooks"):
-        samples = min(samples, held_densely(session))
+        samples = min(samples, max_dense_samples(session))
     if session.labels.mode == "exact":
         samples //= session.labels.each(read(dataset, session.problem, rows[:1]))
     return max(1, samples)
 
 
-def held_densely(session: Session) -> int:
+def max_dense_samples(session: Session) -> int:
     """Return how many samples' gradients may be held in their dense form at a time."""
     row = sum(p.nbytes for p in session.problem.parameters.values())
     return max(1, _DENSE_BYTES // max(1, row))

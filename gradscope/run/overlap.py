@@ -21,8 +21,8 @@ from gradscope.blocks import DerivedBlock, Gradients
 from gradscope.core.batch import Batch, map_tensors, tensors
 from gradscope.errors import OutputError, RefusedError
 from gradscope.model.locate import first_line
-from gradscope.process.memory import beside_host, release_freed_memory
-from gradscope.process.shortage import is_shortage, started
+from gradscope.process.memory import accelerator_module, release_freed_memory
+from gradscope.process.shortage import is_shortage, thread_pool
 from gradscope.storage import Rows, States, Writer, deferred
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ class BatchSize:
             self.samples = n // 2
             gc.collect()  # a traceback may hold on to what the attempt had computed
             release_freed_memory()
-            module = beside_host(torch.accelerator.current_accelerator())
+            module = accelerator_module(torch.accelerator.current_accelerator())
             if hasattr(module, "empty_cache"):
                 module.empty_cache()
 
@@ -93,7 +93,7 @@ def prefetch(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
         with stream.entered():
             return next(batches, None)
 
-    with started(1, "gradscope-loader") as thread:
+    with thread_pool(1, "gradscope-loader") as thread:
         coming = thread.submit(load)
         while (batch := coming.result()) is not None:
             coming = thread.submit(load)
@@ -131,7 +131,7 @@ class BackgroundWriter:
     def __init__(self, writer: Writer, device: torch.device, *, dense: bool) -> None:
         self._writer, self._stream = writer, CopyStream(device)
         self._pinned = PinnedBuffers(pin=True) if dense and streaming(device) else None
-        self._thread = started(1, "gradscope-writer")
+        self._thread = thread_pool(1, "gradscope-writer")
         self._last: Future[None] | None = None
 
     @property
@@ -223,7 +223,7 @@ class CopyStream:
 
 def streaming(device: torch.device) -> Any:
     """Return torch's module of a device with streams of work, as CUDA and XPU have; else None."""
-    module = beside_host(device)
+    module = accelerator_module(device)
     return module if hasattr(module, "Stream") else None
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradscope.process.memory import slices
-from gradscope.process.shortage import started
+from gradscope.process.shortage import thread_pool
 from gradscope.stats.records import Floats, Mask, Positions, number, spread, wide
 from gradscope.stats.source import (
     Arrays,
@@ -89,7 +89,7 @@ class Tiles:
     @classmethod
     def walked(cls, array: Any, samples: Samples) -> Iterator[Tile]:
         """Yield the tiles of one parameter once, none of them to be kept."""
-        with started(1, "gradscope-reader") as reader:
+        with thread_pool(1, "gradscope-reader") as reader:
             yield from cls(array, samples, reader, Limits()).walk(keep=False)
 
     def walk(self, keep: bool) -> Iterator[Tile]:
@@ -416,7 +416,7 @@ def _from_rows(
         exact=not in_half(file),
     )
     groups = np.zeros(n, np.int64) if members is None else members.of
-    with started(1, "gradscope-reader") as reader:
+    with thread_pool(1, "gradscope-reader") as reader:
         for name, array in arrays.items():
             one = _Walk(name, Tiles(array, samples, reader, limits), found, groups, place)
             found.parts[name] = one.run(None if mean is None else mean[name])

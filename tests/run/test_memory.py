@@ -23,7 +23,7 @@ from gradscope import Scope
 from gradscope.config import memory_text, parse_memory, resolve
 from gradscope.engine.certificate import certify
 from gradscope.errors import CoupledSamplesError, SpecError
-from gradscope.process.memory import available, peak_memory, release_freed_memory, taken
+from gradscope.process.memory import available, peak_memory, release_freed_memory, used_memory
 from gradscope.run import compute, estimate, plan, prepare
 from gradscope.run.budget import PeakCurve, Rehearsals, Sizes, recorded
 from gradscope.storage import open_file
@@ -108,9 +108,9 @@ def test_what_the_system_says(name: str, tmp_path: Path) -> None:
 
 def test_what_this_process_holds() -> None:
     release_freed_memory()  # or it would be used again
-    before = taken(CPU)
+    before = used_memory(CPU)
     held = torch.ones(2**25)  # 128 MiB
-    after = taken(CPU)
+    after = used_memory(CPU)
     assert before is not None and after is not None
     assert after - before == pytest.approx(held.nbytes, rel=0.2)
 
