@@ -50,7 +50,7 @@ _ITERATORS: tuple[type, ...] = (
 )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Snapshot:
     """A table as it was."""
 

@@ -56,7 +56,9 @@ class Cache:
             found = json.loads(self._place(name).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             return None
-        return found["fact"] if isinstance(found, dict) and _is_of(found, name) else None
+        if not isinstance(found, dict) or found.get("name") != name:
+            return None
+        return found["fact"] if isinstance(found.get("fact"), dict) else None
 
     def put(self, name: str, fact: Mapping[str, Any], *, over: bool = False) -> dict[str, Any]:
         """Keep a fact, unless another process was first; return the one that is kept.
@@ -115,7 +117,3 @@ def processor() -> str:
 def _file_name(text: str) -> str:
     """Return a text as a file's name; `Cache.get` tells two of one name apart."""
     return re.sub(r"[^\w.,=+()-]+", "-", text)[:200]
-
-
-def _is_of(found: Mapping[str, Any], name: str) -> bool:
-    return found.get("name") == name and isinstance(found.get("fact"), dict)

@@ -55,7 +55,7 @@ _SPARE = 2**30  # tiles, random matrices, libraries
 _MARGIN = 0.8  # of a budget is planned with
 _SHARE = 0.5  # of what there is, when no budget is given
 _CLEAR = 48 * 2**20  # bytes: a difference of two peaks that is due to the samples
-_WRITER = 8 * 2**20  # HDF5 itself, and pieces on their way to the disk
+_WRITER = 16 * 2**20  # HDF5, the checks of the finished file, pieces on their way to the disk
 
 
 @dataclass(frozen=True)
