@@ -118,7 +118,7 @@ def attribute(
         factors=None if factors is None else str(factors),
         refine=refine,
     )
-    stops.unwinding()
+    stops.raise_on_signal()
     if more and not checkpoints:
         raise SpecError(f"{more[0]} is one file too many", remedy="Give TRAIN and QUERY.")
     if output is not None:
@@ -222,7 +222,7 @@ def validate(
     from gradscope.report import render, track
 
     asked = Asked(retrainings, fraction, seed, width, removal)
-    stops.unwinding()
+    stops.raise_on_signal()
     with stops.stop_message(lambda: "stopped; the same command goes on with what is finished"):
         work = Validating(scores, train, asked, folder, overwrite=overwrite)
         for _ in track(

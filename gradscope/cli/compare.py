@@ -48,7 +48,7 @@ def compare(
     from gradscope.run import prepare
     from gradscope.sources.code import code_digests
 
-    stops.unwinding()
+    stops.raise_on_signal()
     job = prepare(spec)
     size = spec.compute.batch_size if spec.is_flag("compute", "batch_size") else _SAMPLES
     rows = job.samples if spec.compute.samples else job.samples[:size]

@@ -49,7 +49,7 @@ def compute(
     from gradscope.run import compute_model_parallel, estimate, preflight, prepare
     from gradscope.storage import LONGEST, require_place
 
-    stops.unwinding()
+    stops.raise_on_signal()
     if output is not None:
         require_place(output, LONGEST)
     if spec.compute.sharded and output is not None and not dry_run:
@@ -155,7 +155,7 @@ def merge(
     from gradscope.report import render_merge, track
     from gradscope.run import merging
 
-    stops.unwinding()
+    stops.raise_on_signal()
     files = [file for place in shards for file in _files_in(place)]
     how = {"overwrite": overwrite, "virtual": virtual}
     with (

@@ -35,7 +35,7 @@ from gradscope.errors import (
     SpecError,
 )
 from gradscope.model.kernels import MISTAKEN
-from gradscope.model.locate import stopped
+from gradscope.model.locate import device_error
 from gradscope.model.problem import Problem, RowKind, require_module
 from gradscope.model.randomness import FixedRandomness, probe
 from gradscope.model.releases import require, untested
@@ -300,7 +300,7 @@ class Session:
             raise
         except BaseException as error:
             self._due = True  # until a proof has passed, nothing more is answered
-            gone = stopped(error, batch.told)
+            gone = device_error(error, batch.told)
             if gone is None:
                 raise
             raise gone from error

@@ -39,7 +39,7 @@ from gradscope.model.independence import other_random_numbers
 from gradscope.model.problem import Problem, summed
 from gradscope.model.ranks import ModelParallel
 from gradscope.model.rounding import UNITS, computed_in, same
-from gradscope.process.stops import within
+from gradscope.process.stops import time_limit
 from gradscope.sources.code import load_function
 from gradscope.stages.chain import Chain
 from gradscope.stages.reducers.base import State, carried_state, joined, parts
@@ -306,7 +306,7 @@ class Lockstep:
                     wrong.insert(0, _random(batch))
             if kind == _FIRST:
                 few = order[:2][finite[order[:2]]]
-                with within(math.inf, time.perf_counter):  # only together they are out of time
+                with time_limit(math.inf, time.perf_counter):  # only together they are out of time
                     require_consistent("hooks", found.gradients, few)
         failed = [check for check in checks if not check.passed]
         if wrong or failed:

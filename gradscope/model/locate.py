@@ -101,7 +101,7 @@ def is_bug(error: BaseException) -> bool:
     return isinstance(error, AttributeError) and ours
 
 
-def stopped(error: BaseException, where: str | None = None) -> ModelError | None:
+def device_error(error: BaseException, where: str | None = None) -> ModelError | None:
     """Return the error for a GPU that has stopped, None for any other."""
     if not is_device_lost(error):
         return None
@@ -113,7 +113,7 @@ def stopped(error: BaseException, where: str | None = None) -> ModelError | None
     )
 
 
-def raised(error: BaseException) -> str:
+def describe_raised(error: BaseException) -> str:
     """Return what the user's code did."""
     if isinstance(error, SystemExit):
         return f"called sys.exit({error.code!r})"
@@ -131,7 +131,9 @@ def user_code(model: nn.Module, batch: Batch | None = None) -> Iterator[None]:
     def translated(error: BaseException) -> ModelError:
         sample, remedy = _hint(error, batch)
         where = ", ".join(filter(None, (layer_of(error, model), sample))) or None
-        return ModelError(f"the model or its loss {raised(error)}", where=where, remedy=remedy)
+        return ModelError(
+            f"the model or its loss {describe_raised(error)}", where=where, remedy=remedy
+        )
 
     with _translating(translated):
         yield
@@ -140,7 +142,7 @@ def user_code(model: nn.Module, batch: Batch | None = None) -> Iterator[None]:
 @contextmanager
 def own_stage(what: str) -> Iterator[None]:
     """Turn what a stage of the user's (such as "transform soft_threshold") raises likewise."""
-    with _translating(lambda error: ModelError(f"your code {raised(error)}", where=what)):
+    with _translating(lambda error: ModelError(f"your code {describe_raised(error)}", where=what)):
         yield
 
 

@@ -21,7 +21,7 @@ from gradscope.core.batch import Batch, Tokens, call, map_tensors, output, token
 from gradscope.core.precision import cast, double
 from gradscope.core.texts import listed
 from gradscope.errors import ModelError, RefusedError, SpecError, UnsupportedError
-from gradscope.model.copies import copied, reached
+from gradscope.model.copies import deep_copy, graph_leaves
 from gradscope.model.locate import PACKED, shapes_of, user_code
 from gradscope.model.randomness import FixedRandomness, forked, switched_off
 from gradscope.model.ranks import ModelParallel, Ranks, alone, ranks_of
@@ -311,7 +311,7 @@ class Problem:
         try:
             with torch.no_grad():  # TorchScript copies parameters by an operation that is recorded
                 leaves = dtype == torch.float64 and double(self.device) != dtype
-                model, copies = copied(self.model, _hosted(self.model) if leaves else {})
+                model, copies = deep_copy(self.model, _hosted(self.model) if leaves else {})
         except RefusedError:
             raise
         except Exception as error:  # deepcopy runs the user's code
@@ -342,7 +342,7 @@ class Problem:
         if self.original is None or not losses.requires_grad:
             return
         others = {id(p): name for name, p in self.original.model.named_parameters()}
-        names = sorted({others[id(leaf)] for leaf in reached(losses) if id(leaf) in others})
+        names = sorted({others[id(leaf)] for leaf in graph_leaves(losses) if id(leaf) in others})
         if names:
             raise _shared(names)
 

@@ -96,7 +96,7 @@ class Ranks:
             if error is self._failed:
                 raise
             if isinstance(error, RuntimeError) and _LOST.search(str(error)):
-                raise lost(error) from error
+                raise lost_process(error) from error
             what = f"process {self.rank} could not go on: {type(error).__name__}: {error}"
             with suppress(Exception):
                 dist.distributed_c10d._get_default_store().set(_OUT_OF_STEP, what)
@@ -202,7 +202,7 @@ class Ranks:
         except RuntimeError as error:  # torch has no class of its own for what gloo finds
             if is_machine_error(error):
                 raise
-            raise lost(error) from error
+            raise lost_process(error) from error
 
 
 def _words(error: BaseException) -> str:
@@ -213,7 +213,7 @@ def _refutes(error: BaseException) -> bool:
     return isinstance(error, RefusedError) and not isinstance(error, OtherProcessError)
 
 
-def lost(error: BaseException) -> GradscopeError:
+def lost_process(error: BaseException) -> GradscopeError:
     """Return what a collective call that failed is told as."""
     what = (
         "another process of the group has ended, or does not answer: "
@@ -316,7 +316,7 @@ class ModelParallel(Ranks):
         try:
             module.unshard()
         except RuntimeError as error:
-            raise lost(error) from error
+            raise lost_process(error) from error
         try:
             yield
         finally:
@@ -364,7 +364,7 @@ class ModelParallel(Ranks):
         except Exception as error:
             cause = error.__cause__
             if isinstance(cause, RuntimeError) and _LOST.search(str(cause)):
-                raise lost(cause) from error
+                raise lost_process(cause) from error
             for module in self._order[len(gathered) :]:
                 with self._present(module):
                     pass

@@ -332,7 +332,7 @@ class Monitor(Held):
         budget = math.inf if self.overhead is None else self.overhead * trained
         left = budget - self._spent - (self._clock() - begun)
         try:
-            with stops.within(left, self._clock):
+            with stops.time_limit(left, self._clock):
                 self.scope.evaluate(batch.select(slice(0, self._few)))
                 synchronize(self.scope.problem.device)
             self._cut_off, self._proof = 0.0, self._clock() - begun
