@@ -60,19 +60,24 @@ _WRITER = 16 * 2**20  # HDF5, the checks of the finished file, pieces on their w
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How a run uses memory."""
+    """The batch size of a run and the memory that it takes."""
 
     samples: int  # computed at a time
-    notes: tuple[str, ...] = ()  # why, where it is not what one would expect
-    peak: int | None = None  # bytes beside model and data, with what finding out takes
-    available: int | None = None  # bytes that there are
+    notes: tuple[str, ...] = ()  # the reason, if the batch size is smaller than usual
+    peak: int | None = None  # bytes in addition to model and data; None if not measured
+    available: int | None = None  # free bytes; None if the system does not report them
 
 
 def plan(job: Job, *, measured: bool = False, there: int | None = None) -> MemoryPlan:
     """Return the batch size that was asked for, or one that fits into memory.
 
-    The peak is found out where the batch size depends on it, or where it is to be `measured`;
-    `there` are the bytes of memory that there are, by default what the system tells.
+    Args:
+        job: The run.
+        measured: Measure the peak, even if the batch size does not depend on it.
+        there: Free bytes, by default what the system reports.
+
+    Raises:
+        SpecError: A single sample takes more than `--memory`.
     """
     there = available(job.session.problem.device) if there is None else there
     asked = job.session.settings
@@ -125,7 +130,7 @@ def _require_independent(job: Job) -> None:
 
 
 def _within(job: Job, memory: int, there: int | None) -> MemoryPlan:
-    """Choose by a given budget."""
+    """Return the largest power of two whose measured peak stays within `--memory`."""
     most, budget = min(len(job.rows), _LARGEST), _MARGIN * memory
     found = Rehearsals(job).curve(most, budget)
     if found is None:
@@ -158,11 +163,13 @@ def _beside_others(job: Job, there: int | None, *, fixed: bool, measured: bool) 
     budget = limit if fixed else _SHARE * limit
     takes = inf if sizes is None else sizes.most(most)
     # where a batch is the smaller part, a smaller one saves little, and each trial takes a proof
-    if takes <= budget or (sizes is not None and most * sizes.each <= sizes.fixed):
-        note = f"any batch may take up to {memory_text(takes)}: there is {memory_text(limit)}"
-        notes: tuple[str, ...] = () if takes <= limit else (note,)
-        peak = rehearsals.largest_peak(most) if measured else None
-        return MemoryPlan(samples, notes, peak, there)
+    fits = takes <= budget or (sizes is not None and most * sizes.each <= sizes.fixed)
+    note = f"any batch may take up to {memory_text(takes)}: there is {memory_text(limit)}"
+    notes: tuple[str, ...] = () if takes <= limit else (note,)
+    if fits and not measured:
+        return MemoryPlan(samples, notes, available=there)
+    if fits and (size := rehearsals.largest_peak(most)) is not None:
+        return MemoryPlan(samples, notes, size, there)
     found = rehearsals.curve(most, budget)
     if found is None:
         return MemoryPlan(samples, available=there)
@@ -176,8 +183,7 @@ def _beside_others(job: Job, there: int | None, *, fixed: bool, measured: bool) 
     peak = found.peak(most)
     if peak > limit:
         note = f"batches of {count(most, 'sample')} take about {memory_text(peak)}, and there is"
-        fits = found.most(limit, most)
-        notes += (f"{note} {memory_text(limit)}: {fits:,} would fit",)
+        notes += (f"{note} {memory_text(limit)}: {found.most(limit, most):,} would fit",)
     elif measured:
         peak = max(found.largest, rehearsals.largest_peak(most) or peak)
     return MemoryPlan(samples, notes, peak, there)
@@ -270,10 +276,10 @@ class PeakCurve:
 
 
 class Rehearsals:
-    """Measures a job's peak memory above what is taken when this is made.
+    """Measures a job's peak memory above the memory in use when the object is made.
 
-    What the first rehearsal leaves behind for good (code that is loaded when it is first used) so
-    counts in every later one, as it does in a run.
+    Code that the first rehearsal loads stays loaded. So it counts in every later rehearsal, as it
+    counts in a run.
     """
 
     def __init__(self, job: Job) -> None:
@@ -284,7 +290,10 @@ class Rehearsals:
         self._base = used_memory(self._device)
 
     def peak(self, n: int) -> int | None:
-        """Return the peak bytes with batches of n samples; None if unknown, or too much."""
+        """Return the peak bytes with batches of n samples, or None.
+
+        It is None if the system does not report memory, or if memory runs out.
+        """
         with peak_memory(self._device) as above:
             start = used_memory(self._device)
             fits = rehearse(self._job, n)
@@ -297,11 +306,11 @@ class Rehearsals:
         return max(filter(None, (self.peak(n) for _ in range(2))), default=None)
 
     def curve(self, most: int, budget: float) -> PeakCurve | None:
-        """Measure small batches, up to `most` samples and to what would seem to take `budget`.
+        """Measure small batches, up to `most` samples, while the next is likely to fit `budget`.
 
-        None where the system does not tell how much memory is taken.
+        Returns None if the system does not report memory.
         """
-        self.peak(1)  # what is loaded now is not the samples'
+        self.peak(1)  # loads code, whose memory is not due to the samples
         first = self.peak(1)
         if first is None:
             return None
@@ -373,7 +382,7 @@ class NullWriter:
 
 
 def rehearse(job: Job, n: int) -> bool:
-    """Compute the first n samples twice, as a run does; return whether memory sufficed for all."""
+    """Compute n samples twice, as a run does; return whether memory sufficed for all n."""
     job.session.close()  # so that the first batch is proved, as a run's is
     size = BatchSize(n)
     batches = [job.load(0, n) for _ in range(2)]  # while one is computed, the next is loaded
@@ -387,10 +396,10 @@ def rehearse(job: Job, n: int) -> bool:
 
 @contextmanager
 def rehearsal(job: Job, verify: Verify | None = None) -> Iterator[Job]:
-    """Yield the job with a session of its own, which compiles nothing and is closed afterwards.
+    """Yield the job with a separate session, which compiles nothing and is closed afterwards.
 
-    It proves its answers as the job's does, unless it is told how to `verify` them.
-    Kernels are not measured in the body: they would be for other sizes than the run's.
+    The session verifies its answers as the job's does, or by `verify`. Kernels are not timed in the
+    body, since the run has other batch sizes.
     """
     session = job.session.rehearsal(verify)
     try:
