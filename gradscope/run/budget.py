@@ -168,7 +168,7 @@ def _beside_others(job: Job, there: int | None, *, fixed: bool, measured: bool) 
     notes: tuple[str, ...] = () if takes <= limit else (note,)
     if fits and not measured:
         return MemoryPlan(samples, notes, available=there)
-    if fits and (size := rehearsals.largest_peak(most)) is not None:
+    if fits and (size := rehearsals.peak(most)) is not None:
         return MemoryPlan(samples, notes, size, there)
     found = rehearsals.curve(most, budget)
     if found is None:
@@ -185,7 +185,7 @@ def _beside_others(job: Job, there: int | None, *, fixed: bool, measured: bool) 
         note = f"batches of {count(most, 'sample')} take about {memory_text(peak)}, and there is"
         notes += (f"{note} {memory_text(limit)}: {found.most(limit, most):,} would fit",)
     elif measured:
-        peak = max(found.largest, rehearsals.largest_peak(most) or peak)
+        peak = max(found.largest, rehearsals.peak(most) or peak)
     return MemoryPlan(samples, notes, peak, there)
 
 
@@ -300,10 +300,6 @@ class Rehearsals:
         if self._base is None or start is None or not above or not fits:
             return None
         return _WRITER + start + above[0] - self._base
-
-    def largest_peak(self, n: int) -> int | None:
-        """Return the larger of two peaks with batches of n samples, which differ a little."""
-        return max(filter(None, (self.peak(n) for _ in range(2))), default=None)
 
     def curve(self, most: int, budget: float) -> PeakCurve | None:
         """Measure small batches, up to `most` samples, while the next is likely to fit `budget`.

@@ -170,7 +170,7 @@ class BackgroundWriter:
 
     def _write(self, rows: Rows, states: States | None, mark: Any, proved: bool) -> None:
         with torch.no_grad(), self._stream.entered(mark):  # grad mode is a thread's own
-            taken = rows if self._pinned is None else on_host(rows, self._pinned)
+            taken = rows if self._pinned is None else dense_on_host(rows, self._pinned)
             self._writer.append(taken, states, proved=proved)
 
     def wait(self) -> None:
@@ -283,7 +283,7 @@ class HostBlock(DerivedBlock):
         return host
 
 
-def on_host(rows: Rows, pinned: PinnedBuffers) -> Rows:
+def dense_on_host(rows: Rows, pinned: PinnedBuffers) -> Rows:
     """Return rows of which a writer takes the dense form by way of `pinned`."""
 
     def moved(gradients: Gradients | None) -> Gradients | None:

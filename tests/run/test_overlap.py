@@ -24,7 +24,7 @@ from gradscope.run.overlap import (
     CopyStream,
     HostBlock,
     PinnedBuffers,
-    on_host,
+    dense_on_host,
     prefetch,
     to_device,
 )
@@ -228,7 +228,7 @@ def test_rows_by_way_of_pinned_memory_are_the_same() -> None:
     outer = OuterBlock.matrix(torch.randn(8, 3, 4), torch.randn(8, 3, 5))
     dense = DenseBlock(torch.randn(8, 2, 2, dtype=torch.float64))
     given = replace(rows(0, 8), chains=(Gradients({"w": outer, "b": dense}), None))
-    moved = on_host(given, PinnedBuffers(pin=False))
+    moved = dense_on_host(given, PinnedBuffers(pin=False))
     assert moved.chains[1] is None
     assert moved.chains[0] is not None
     for name, block in (("w", outer), ("b", dense)):
