@@ -1,15 +1,15 @@
 """The memory budget: how many samples are computed at a time, and how much memory that takes.
 
-The sizes of one sample are counted first: what its forward pass records, its rows and the reducers'
-states. A batch is no larger than keeps the kernels busy. If a generous sum of these sizes fits into
-memory, or a smaller batch would save next to nothing, nothing is measured.
+The sizes of one sample are counted: what its forward pass records, its rows and the reducers'
+states. A batch is no larger than keeps the kernels busy, nor than a generous sum of these sizes
+that fits into half of the memory. If memory runs out all the same, `BatchSize` halves the batch.
 
 Counted sizes are no estimate of the peak: a convolution takes eight times what autograd records on
-a CPU, a linear layer three times, since kernels allocate workspace that torch does not show. So
-where the peak matters, it is measured: small batches are computed and proved as a run does it,
-without a file. The batch is doubled until the difference between two peaks exceeds what libraries
-and the allocator keep, and what tiles that are not full yet hide. Larger batches lie on the line
-through the last two.
+a CPU, a linear layer three times, since kernels allocate workspace that torch does not show. So for
+`--memory`, and where the peak is shown, it is measured: small batches are computed and proved as a
+run does it, without a file. The batch is doubled until the difference between two peaks exceeds
+what libraries and the allocator keep, and what tiles that are not full yet hide. Larger batches lie
+on the line through the last two.
 """
 
 import gc
@@ -51,7 +51,7 @@ _LARGEST = 4096  # larger batches gain nothing
 _BUSY = 2**28  # nor, on a processor, such whose graph has more bytes a thread,
 _THREADS = 2  # of which there are as many at least
 _GRAPHS = 8  # times what the forward pass records: with gradients, factors and workspace
-_SPARE = 2**30  # tiles, random matrices, libraries
+_SPARE = 2**28  # tiles, libraries
 _MARGIN = 0.8  # of a budget is planned with
 _SHARE = 0.5  # of what there is, when no budget is given
 _CLEAR = 48 * 2**20  # bytes: a difference of two peaks that is due to the samples
@@ -153,40 +153,34 @@ def _within(job: Job, memory: int, there: int | None) -> MemoryPlan:
 
 def _beside_others(job: Job, there: int | None, *, fixed: bool, measured: bool) -> MemoryPlan:
     """Keep to the batch size of the job, unless it is not `fixed` and memory is short."""
-    rehearsals = Rehearsals(job)  # before anything runs: loaded code is a part of the peak
-    samples, sizes = job.batch_size, Sizes.of(job)
+    rehearsals = Rehearsals(job) if measured else None  # first: loaded code is a part of the peak
+    samples, sizes, notes = job.batch_size, Sizes.of(job), list[str]()
+    limit = inf if there is None else there
     if sizes is not None and not fixed:
         raw = any(c.reducer is not None and c.reducer.raw for c in job.chains)
         least = 2 if raw or job.spec.compute.layout != "dense" else 1  # structure shows in two
         samples = min(samples, max(least, sizes.busy(job.session.problem.device)))
-    most, limit = min(samples, len(job.rows)), inf if there is None else there
-    budget = limit if fixed else _SHARE * limit
+        wanted = min(samples, len(job.rows))
+        fitting = sizes.fitting(wanted, _SHARE * limit)
+        if fitting < wanted:
+            samples, half = fitting, memory_text(_SHARE * limit)
+            note = f"batches of {count(samples, 'sample')}: larger ones may take more than {half}"
+            notes.append(f"{note}, half of the memory there is")
+    most = min(samples, len(job.rows))
     takes = inf if sizes is None else sizes.most(most)
-    # where a batch is the smaller part, a smaller one saves little, and each trial takes a proof
-    fits = takes <= budget or (sizes is not None and most * sizes.each <= sizes.fixed)
-    note = f"any batch may take up to {memory_text(takes)}: there is {memory_text(limit)}"
-    notes: tuple[str, ...] = () if takes <= limit else (note,)
-    if fits and not measured:
-        return MemoryPlan(samples, notes, available=there)
-    if fits and (size := rehearsals.peak(most)) is not None:
-        return MemoryPlan(samples, notes, size, there)
-    found = rehearsals.curve(most, budget)
+    if inf > takes > limit and not fixed:
+        note = f"any batch may take up to {memory_text(takes)}: there is {memory_text(limit)}"
+        notes.append(note)
+    if rehearsals is None:
+        return MemoryPlan(samples, tuple(notes), available=there)
+    found = rehearsals.curve(most, limit) if takes > limit else None
     if found is None:
-        return MemoryPlan(samples, available=there)
-    notes = ()
-    if not fixed and found.most(budget, most) < most:
-        most = samples = max(1, found.most(budget, most))
-        note = (
-            f"batches of {count(samples, 'sample')} are to take {memory_text(found.peak(samples))}"
-        )
-        notes = (f"{note}: half of the memory there is is {memory_text(budget)}",)
-    peak = found.peak(most)
+        return MemoryPlan(samples, tuple(notes), rehearsals.peak(most), there)
+    peak, fits = found.peak(most), found.most(limit, most)
     if peak > limit:
         note = f"batches of {count(most, 'sample')} take about {memory_text(peak)}, and there is"
-        notes += (f"{note} {memory_text(limit)}: {found.most(limit, most):,} would fit",)
-    elif measured:
-        peak = max(found.largest, rehearsals.peak(most) or peak)
-    return MemoryPlan(samples, notes, peak, there)
+        notes.append(f"{note} {memory_text(limit)}: {fits:,} would fit")
+    return MemoryPlan(samples, tuple(notes), peak, there)
 
 
 @dataclass(frozen=True)
@@ -233,6 +227,14 @@ class Sizes:
         """Return more bytes than batches of n samples take."""
         return _SPARE + n * self.each + self.fixed
 
+    def fitting(self, most: int, budget: float) -> int:
+        """Return the largest of `most` and the powers of two below that fits `budget`, at least 1.
+
+        Samples may take as much as states and gradients, since fewer would save little.
+        """
+        room = max(budget - _SPARE - self.fixed, self.fixed)
+        return next((n for n in _powers(most) if n * self.each <= room), 1)
+
     @property
     def each(self) -> int:
         """More bytes than a sample takes: one batch is computed, one is written."""
@@ -242,6 +244,11 @@ class Sizes:
     def fixed(self) -> int:
         """More bytes than states and gradients of any batch take."""
         return 2 * self.states + 4 * self.gradient
+
+
+def _powers(limit: int) -> list[int]:
+    """Return `limit` and the powers of two up to it, the largest first."""
+    return [limit, *(1 << k for k in reversed(range(limit.bit_length())))]
 
 
 @dataclass(frozen=True)
@@ -270,8 +277,7 @@ class PeakCurve:
 
         Powers of two, since what is measured differs a little from run to run.
         """
-        sizes = [limit, *(1 << k for k in reversed(range(limit.bit_length())))]
-        known = [n for n in sizes if self.complete or n <= self.points[-1][0]]
+        known = [n for n in _powers(limit) if self.complete or n <= self.points[-1][0]]
         return next((n for n in known if self.peak(n) <= budget), 0)
 
 
