@@ -298,6 +298,24 @@ def test_a_batch_is_not_made_smaller_where_it_is_the_smaller_part(
         assert bool(found.notes) == (share == 2) or wide
 
 
+def test_a_batch_that_would_not_fit_is_not_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its peak follows from those of smaller batches: 40 MB, and 1 MB for each sample."""
+    tried: list[int] = []
+
+    def linear(self: Rehearsals, n: int) -> int:
+        tried.append(n)
+        return 40 * 10**6 + n * 10**6
+
+    monkeypatch.setattr(Rehearsals, "peak", linear)
+    job = prepare(spec(write(tmp_path), {"wide": 1000}, batch_size=60))
+    found = plan(job, measured=True, there=60 * 10**6)
+    assert found.samples == 60 and found.peak == 100 * 10**6
+    assert max(tried) == 16
+    assert found.notes[-1].endswith("16 would fit")
+
+
 def test_a_rehearsal_leaves_no_trace(tmp_path: Path) -> None:
     """The first batch of the run is proved as a whole, whatever was tried before."""
     job = prepare(spec(write(tmp_path), memory="1GB", transform=["center | var"], backend="auto"))
