@@ -88,7 +88,7 @@ def picture(path: Path, command: str, render: Callable[[Console], None]) -> None
 
 
 def _comparison(job: Job) -> gradscope.Comparison:
-    problem, batch = job.scope.problem, job.load(0, COMPARED)
+    problem, batch = job.session.problem, job.load(0, COMPARED)
     return compare(problem.model, problem.loss, batch.inputs, batch.targets)
 
 

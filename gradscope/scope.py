@@ -340,7 +340,7 @@ class Scope(Held):
             what: What is asked; it has to be the same on every process.
             ranks: These processes; if None, those that the model is divided over.
         """
-        ranks, empty = ranks or self.problem.sharding, self.problem.sharding is None
+        ranks, empty = ranks or self.problem.model_parallel, self.problem.model_parallel is None
         if ranks is None:
             return Batch.of(inputs, targets, index, empty=empty)
         self.session.bound_anew()

@@ -23,7 +23,7 @@ from gradscope.errors import (
     RefusedError,
     UnsupportedError,
 )
-from gradscope.model.randomness import Place
+from gradscope.model.randomness import DrawAxis
 from tests.oracle import cross_entropy, per_sample_gradients
 
 BACKENDS = ("hooks", "vmap", "expand")
@@ -439,12 +439,12 @@ def test_sequences_of_other_lengths_and_other_ways_are_learnt_anew() -> None:
 def test_the_numbers_of_a_wrong_place_are_caught_by_the_proof(monkeypatch) -> None:
     model, x, y = built(CASES["dropout"])
 
-    arranged = Place.arranged
+    arranged = DrawAxis.arranged
 
-    def shifted(place: Place, each: Tensor) -> Tensor:
+    def shifted(place: DrawAxis, each: Tensor) -> Tensor:
         return arranged(place, each.roll(1, 0))  # a batch of one remains as it is
 
-    monkeypatch.setattr(Place, "arranged", shifted)
+    monkeypatch.setattr(DrawAxis, "arranged", shifted)
     with pytest.raises((RefusedError, CertificateError)):
         scope(model, "hooks").per_sample_gradients(x, y)
 

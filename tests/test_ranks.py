@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import gradscope
 from gradscope.errors import SpecError
-from gradscope.run.divided import processes
+from gradscope.run.model_parallel import processes
 from gradscope.stats import read_history
 from tests.ranks_worker import CHAINS, OWN
 
@@ -83,7 +83,7 @@ def test_an_error_on_one_process_is_one_on_both(tmp_path: Path) -> None:
         "index": "index out of range",
         "empty": "no sample",
     }.items():
-        assert first[name].startswith("ElsewhereError: process 1 could not go on"), name
+        assert first[name].startswith("OtherProcessError: process 1 could not go on"), name
         assert words in first[name]
         assert words in second[name]
     assert "process 1 could not go on" in first["parallel"]

@@ -116,12 +116,12 @@ class Queries:
             ModelError: The model is of another form than that of the run.
             NonFiniteError: A loss is not finite.
         """
-        own, job = self._job.scope.problem, self._job
+        own, job = self._job.session.problem, self._job
         _require_alike(own.model, model)
         parameters = dict(model.named_parameters())
         problem = Problem(model, own.loss, parameters, own.running_statistics)
         problem = problem.fixed(own.state.fixed)
-        size = BatchSize(job.batch_size, fixed=job.scope.settings.own_loss)
+        size = BatchSize(job.batch_size, fixed=job.session.settings.own_loss)
         losses = np.empty(0)
         while (done := len(losses)) < len(job.rows):
             some = size.fitting(partial(self._some, problem, done), len(job.rows) - done)

@@ -243,7 +243,7 @@ def job_source(job: Job, name: str) -> SessionSource:
     """Return the samples of a run, with the first of its chains that keeps rows."""
     every = {chain.text: chain for chain in job.chains if chain.reducer is None}
     chain = every[best_rows(every)] if every else bind("identity")
-    size = BatchSize(samples_at_a_time(job), fixed=job.scope.settings.own_loss)
+    size = BatchSize(samples_at_a_time(job), fixed=job.session.settings.own_loss)
     return _job_source(job, name, chain, len(job.rows), lambda: batches(job, size))
 
 
@@ -258,7 +258,7 @@ def selected_source(job: Job, name: str, places: Tensor) -> SessionSource:
     Raises:
         SpecError: The gradient of a sample depends on others of its batch.
     """
-    if job.scope.settings.own_loss:
+    if job.session.settings.own_loss:
         raise SpecError("with own-loss coupling, gradients of a few samples are others", where=name)
     chosen, data = torch.arange(job.rows.start, job.rows.stop)[places], job.dataset
     tokens, used = (None, chosen) if job.tokens is None else job.tokens.some(chosen)
@@ -279,7 +279,7 @@ def _job_source(
     record = job.record()
     run = (job.digests, str(record["loss"]), record["spec"], job.spec.compute.rows)
     facts = SourceFacts(name, chain.text, job.shapes, *run)
-    return SessionSource(job.scope, chain, walk, partial(samples_of, job), n, facts)
+    return SessionSource(job.session, chain, walk, partial(samples_of, job), n, facts)
 
 
 def scope_source(name: str, scope: Scope, inputs: Any, targets: Any = None) -> SessionSource:

@@ -36,11 +36,11 @@ from gradscope.blocks.base import precise, squares
 from gradscope.core.batch import Batch, map_tensors, tensors
 from gradscope.core.precision import doubled
 from gradscope.errors import CertificateError, UnsupportedError
-from gradscope.model.kernels import as_torch_has_them
+from gradscope.model.kernels import original_kernels
 from gradscope.model.locate import first_line
 from gradscope.model.problem import Problem
 from gradscope.process.memory import timed
-from gradscope.process.shortage import is_outer
+from gradscope.process.shortage import is_machine_error
 
 _compile = torch.compile  # as it is before a state takes its place
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -82,7 +82,7 @@ def compiled(fn: FunctionType, *arguments: Any) -> Callable[..., Any]:
         raise NotCompiledError("torch.compile is switched off")
 
     def serve(*arguments: Any) -> Any:
-        with as_torch_has_them(), torch.compiler.set_stance("fail_on_recompile"):
+        with original_kernels(), torch.compiler.set_stance("fail_on_recompile"):
             try:
                 return call(*arguments)
             except RuntimeError as error:
@@ -115,7 +115,7 @@ def _quiet() -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            stack.enter_context(as_torch_has_them())
+            stack.enter_context(original_kernels())
             stack.enter_context(torch.compiler.set_stance("default"))
             stack.enter_context(inductor.patch(compile_threads=1))
             # a hook that is attached later must be noticed
@@ -368,7 +368,7 @@ class Compiled:
             try:
                 return program(batch)
             except Exception as error:  # whatever torch raises where a program does not serve
-                if is_outer(error):
+                if is_machine_error(error):
                     raise
                 self._programs[key] = None
                 why = str(error) if isinstance(error, NotCompiledError) else first_line(error)

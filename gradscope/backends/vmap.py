@@ -119,7 +119,7 @@ def per_sample(problem: Problem, values: dict[str, Tensor], batch: Batch) -> Los
     every = torch.func.vmap(gradient, in_dims=over, randomness=drawing)
     with torch.no_grad():  # what torch.func differentiates needs no graph outside it
         (gradients, _), losses = problem.drawn(
-            batch, lambda: every(values, zero, leaves, batch.index), apart=True
+            batch, lambda: every(values, zero, leaves, batch.index), single=True
         )
     return losses, gradients
 

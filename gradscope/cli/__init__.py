@@ -15,14 +15,14 @@ def main() -> None:
     Within another program, `gradscope.cli.app.run` leaves the process as it was.
     """
     streams.open_standard_ones()
-    stops.at_once()
-    stops.ready_to_end()
+    stops.exit_on_signal()
+    stops.register_end()
     keep_pages()
     spin_briefly()  # before torch is loaded: OpenMP reads it then
     from gradscope.cli.app import execute
 
     code = execute()
-    stops.finished(code)
+    stops.exit_with(code)
     sys.exit(code)
 
 

@@ -33,7 +33,7 @@ class Command(TyperCommand):
         Raises:
             typer.Exit: It failed, and that has been told.
         """
-        with streams.kept(), _no_silent_exit():
+        with streams.reserve_stdout(), _no_silent_exit():
             try:
                 return super().invoke(ctx)
             except typer.Exit:
@@ -66,7 +66,7 @@ app.command("list", cls=Command, short_help=_summary(list_))(list_)
 def execute() -> int:
     """Run the command line, and return its exit code."""
     try:
-        with streams.written():
+        with streams.report_write_errors():
             app(prog_name="gradscope")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -79,8 +79,8 @@ def execute() -> int:
 
 def run() -> int:
     """Run the command line within another program, which finds its signals handled as before."""
-    with stops.restored():
-        stops.at_once()
+    with stops.restore_handlers():
+        stops.exit_on_signal()
         return execute()
 
 
@@ -106,18 +106,18 @@ def _code(error: BaseException, flags: Mapping[str, str]) -> int:
         flags: The command's flags by their names in Python, for the message.
     """
     stop = Stopped(signal.SIGINT) if stops.is_stop(error) else None
-    stop = stops.stop_behind(error) or stop
+    stop = stops.stop_cause(error) or stop
     if stop is not None:
         return _show_stop(stop)
     if isinstance(error, GradscopeError):
         return show_error(options.told(error, flags))
     found: GradscopeError | None = None
     with suppress(ImportError):  # another torch may lack what these import
-        from gradscope.model.releases import lost, untested
+        from gradscope.model.releases import missing_name, untested
 
         for note in filter(None, [untested()]):
             error.add_note(note)
-        found = lost(error)
+        found = missing_name(error)
         from gradscope.sources.code import blamed
 
         found = found or blamed(error)

@@ -118,7 +118,7 @@ def attribute(
         factors=None if factors is None else str(factors),
         refine=refine,
     )
-    stops.unwinding()
+    stops.raise_on_signal()
     if more and not checkpoints:
         raise SpecError(f"{more[0]} is one file too many", remedy="Give TRAIN and QUERY.")
     if output is not None:
@@ -128,7 +128,7 @@ def attribute(
     how["output"] = output
     others = [*(checkpoints or ()), *(more or ())]
     with (
-        stops.told(lambda: "stopped; go on with --resume" if output else "stopped"),
+        stops.stop_message(lambda: "stopped; go on with --resume" if output else "stopped"),
         opened(train, query, checkpoints=others, **how) as pairs,
     ):
         ways = {"resume": resume, "overwrite": overwrite}
@@ -146,7 +146,7 @@ def _run(scoring: Any, output: Path | None, top: int, *, quiet: bool, **how: boo
         shown: Any = {"unit": "queries", "size": lambda q: q.stop - q.start, "quiet": quiet}
         with writing_scores(scoring, output, **how) as writer:
             for _ in track(writer.remaining(), scoring.pairs[0].query.n, **shown):
-                stops.once_more()
+                stops.raise_pending()
             writer.finish()
     with in_memory(scoring) if output is None else open_scores(output) as scores:
         return summarize_scores(scores, top=top, notes=scoring.notes)
@@ -222,8 +222,8 @@ def validate(
     from gradscope.report import render, track
 
     asked = Asked(retrainings, fraction, seed, width, removal)
-    stops.unwinding()
-    with stops.told(lambda: "stopped; the same command goes on with what is finished"):
+    stops.raise_on_signal()
+    with stops.stop_message(lambda: "stopped; the same command goes on with what is finished"):
         work = Validating(scores, train, asked, folder, overwrite=overwrite)
         for _ in track(
             work.remaining(workers),
@@ -232,6 +232,6 @@ def validate(
             size=lambda _: 1,
             quiet=quiet or json,
         ):
-            stops.once_more()
+            stops.raise_pending()
         report = work.finish()
     options.show(report, render, json=json, quiet=quiet)

@@ -100,7 +100,7 @@ def check(*, spec: RunSpec, json: options.Json = False, verbose: options.Verbose
     from gradscope.report import render_inspection
     from gradscope.run import inspect, prepare
 
-    stops.unwinding()
+    stops.raise_on_signal()
     job = prepare(spec)
     if job.dataset.unused:
         typer.echo(job.dataset.unused, file=streams.err())

@@ -48,7 +48,7 @@ def compare(
     from gradscope.run import prepare
     from gradscope.sources.code import code_digests
 
-    stops.unwinding()
+    stops.raise_on_signal()
     job = prepare(spec)
     size = spec.compute.batch_size if spec.is_flag("compute", "batch_size") else _SAMPLES
     rows = job.samples if spec.compute.samples else job.samples[:size]
@@ -76,7 +76,7 @@ def _compared(job: "Job", rows: range, others: dict[str, Any]) -> "Comparison":
     from gradscope.comparison import COMPILED, compare, compiled
     from gradscope.run.job import read
 
-    asked, problem = job.spec.compute, job.scope.problem
+    asked, problem = job.spec.compute, job.session.problem
     if asked.compile:
         others = others | {COMPILED: compiled(asked.parameters)}
     batch = read(job.dataset, problem, rows)

@@ -45,23 +45,23 @@ def compute(
         device = worker.device(spec.compute.device)
         spec = spec.computing(shard=str(worker.shard), device=device)
         resume, quiet = resume or worker.restarted, quiet or worker.shard.index > 0
-    from gradscope.report import console, render_merge, render_plan, render_room, render_run
-    from gradscope.run import compute_divided, estimate, preflight, prepare
+    from gradscope.report import console, render_disk_space, render_merge, render_plan, render_run
+    from gradscope.run import compute_model_parallel, estimate, preflight, prepare
     from gradscope.storage import LONGEST, require_place
 
-    stops.unwinding()
+    stops.raise_on_signal()
     if output is not None:
         require_place(output, LONGEST)
     if spec.compute.sharded and output is not None and not dry_run:
         restarted = worker is not None and worker.restarted
-        merged = compute_divided(spec, output, overwrite=overwrite, restarted=restarted)
+        merged = compute_model_parallel(spec, output, overwrite=overwrite, restarted=restarted)
         if merged is None:
             return
-        with stops.told(lambda: f"stopped; {output} is complete"):
+        with stops.stop_message(lambda: f"stopped; {output} is complete"):
             options.show(merged, render_merge, json=json, quiet=quiet)
         options.exit_of(merged)
         return
-    with stops.told(lambda: _nothing_new(resume)):
+    with stops.stop_message(lambda: _nothing_new(resume)):
         here = Path.cwd()
         job, place = prepare(spec), None
         if output is not None:
@@ -74,9 +74,9 @@ def compute(
             return
         room = preflight(job, place, overwrite=overwrite)
         if room is not None and not (quiet or json):
-            render_room(room, console(stderr=True))
+            render_disk_space(room, console(stderr=True))
     report = _run(job, place, resume=resume, overwrite=overwrite, quiet=quiet or json)
-    with stops.told(lambda: f"stopped; {place} is complete"):
+    with stops.stop_message(lambda: f"stopped; {place} is complete"):
         options.show(report, render_run, json=json, quiet=quiet)
     if job.shard is None:  # of shards, merge says so: others wait for these
         options.exit_of(report)
@@ -88,7 +88,7 @@ def _run(job: "Job", output: Path, *, resume: bool, overwrite: bool, quiet: bool
 
     run: Run | None = None
     with (
-        stops.told(lambda: _stopped(job, run, output, resume)),
+        stops.stop_message(lambda: _stopped(job, run, output, resume)),
         start(job, output, resume=resume, overwrite=overwrite) as opened,
     ):
         run = opened
@@ -103,7 +103,7 @@ def _run(job: "Job", output: Path, *, resume: bool, overwrite: bool, quiet: bool
                 if note not in told:
                     screen.print(note, soft_wrap=True)
                     told.add(note)
-            stops.once_more()
+            stops.raise_pending()
         return run.finish()
 
 
@@ -155,11 +155,11 @@ def merge(
     from gradscope.report import render_merge, track
     from gradscope.run import merging
 
-    stops.unwinding()
+    stops.raise_on_signal()
     files = [file for place in shards for file in _files_in(place)]
     how = {"overwrite": overwrite, "virtual": virtual}
     with (
-        stops.told(lambda: "stopped; nothing was written"),
+        stops.stop_message(lambda: "stopped; nothing was written"),
         merging(files, output, **how, code=code or [], anew=anew) as under_way,
     ):
         total = len(under_way.parts)
@@ -167,7 +167,7 @@ def merge(
         for part in track(under_way.parts.files, total, unit=unit, quiet=quiet or json):
             under_way.add(part)
         report = under_way.finish()
-    with stops.told(lambda: f"stopped; {output} is complete"):
+    with stops.stop_message(lambda: f"stopped; {output} is complete"):
         options.show(report, render_merge, json=json, quiet=quiet)
     options.exit_of(report)
 

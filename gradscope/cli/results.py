@@ -70,7 +70,7 @@ def stats(
     own = {name: value for name, value in given.items() if value not in (None, [])}
     history = any(file.suffix == ".jsonl" for file in files)
     _require_options(files, list(own), history=history, by=by is not None, follow=follow)
-    stops.unwinding()
+    stops.raise_on_signal()
     if history:
         from gradscope.stats import read_history
 
@@ -166,7 +166,7 @@ def _followed(file: Path, *, json: bool) -> "History":
         for step in new:
             typer.echo(line(step), file=streams.out(), nl=False)
 
-    with stops.told(lambda: "followed no more; the training goes on"):
+    with stops.stop_message(lambda: "followed no more; the training goes on"):
         return follow(HistoryReader(file), console(), tell if json else None)
 
 
@@ -199,9 +199,9 @@ def export(
     from gradscope.storage import export as write
     from gradscope.storage import open_file
 
-    stops.unwinding()
+    stops.raise_on_signal()
     chosen = None if samples is None else parse_samples(samples)
-    with stops.told(lambda: "stopped; nothing was written"), open_file(file) as opened:
+    with stops.stop_message(lambda: "stopped; nothing was written"), open_file(file) as opened:
         found = write(opened, output, chain, parameter or (), chosen, overwrite=overwrite)
     document = {"schema": "gradscope.export", "version": 1, "files": [vars(one) for one in found]}
     options.show(document, lambda _, console: render_export(found, console), json=json)
@@ -230,7 +230,7 @@ def view(
     if serve and (json or output is not None):
         remedy = "Leave out --output and --json, or --serve."
         raise SpecError("--serve writes no page", remedy=remedy)
-    stops.unwinding()
+    stops.raise_on_signal()
     with ExitStack() as stack:
         shown = _looked(files, scores, stack)
         if serve:

@@ -32,7 +32,7 @@ class Mistake(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Compared:
+class GradientPair:
     """One parameter's gradients as found and as the loop has them, both real and in float64."""
 
     found: Tensor  # (m, *shape), the rows looked at
@@ -64,13 +64,13 @@ class Compared:
             return None
         return c
 
-    def rows(self, mask: Tensor) -> "Compared":
+    def rows(self, mask: Tensor) -> "GradientPair":
         """Return the pair of the samples in a mask (m,)."""
         parts = {k: getattr(self, k)[mask] for k in ("found", "loop", "errors", "samples")}
         return replace(self, **parts)
 
 
-def diagnose(pair: Compared) -> Mistake:
+def diagnose(pair: GradientPair) -> Mistake:
     """Say what is wrong with gradients that disagree."""
     for detect in DETECTORS:
         if mistake := detect(pair):
@@ -104,7 +104,7 @@ def diagnose(pair: Compared) -> Mistake:
     )
 
 
-def _missing(pair: Compared) -> Mistake | None:
+def _missing(pair: GradientPair) -> Mistake | None:
     """Zeros where the loop has a gradient, or a gradient where the loop has zeros."""
     here, there = bool(pair.found.any()), bool(pair.loop.any())
     if not here and there:
@@ -123,7 +123,7 @@ def _missing(pair: Compared) -> Mistake | None:
     return None
 
 
-def _imprecise(pair: Compared) -> Mistake | None:
+def _imprecise(pair: GradientPair) -> Mistake | None:
     """NaN or infinity on one side only; or the right numbers in a lower precision."""
     bad, right = (~as_rows(t).isfinite().all(1) for t in (pair.found, pair.loop))
     if bool((right & ~bad).any()):
@@ -151,13 +151,13 @@ def _imprecise(pair: Compared) -> Mistake | None:
     )
 
 
-def _scaled(pair: Compared) -> Mistake | None:
+def _scaled(pair: GradientPair) -> Mistake | None:
     """The loop's gradients times one factor that is not 1."""
     c = pair.multiple(pair.found, pair.loop)
     return None if c is None or pair.near(c, 1.0) else _explained(c, pair)
 
 
-def _explained(c: float, pair: Compared) -> Mistake:
+def _explained(c: float, pair: GradientPair) -> Mistake:
     """Say where a factor c ≠ 1 comes from."""
     n = pair.n
     if pair.near(c, -1.0):
@@ -194,11 +194,11 @@ def _explained(c: float, pair: Compared) -> Mistake:
     )
 
 
-def _besides(c: float, pair: Compared) -> str:
+def _besides(c: float, pair: GradientPair) -> str:
     return "" if pair.near(c, 1.0) else f" Besides, {_explained(c, pair).meaning}."
 
 
-def _reordered(pair: Compared) -> Mistake | None:
+def _reordered(pair: GradientPair) -> Mistake | None:
     """Every row is some sample's gradient but not its own, or the sum over all samples."""
     found, loop = as_rows(pair.found), as_rows(pair.loop)
     if len(found) < 2:
@@ -247,7 +247,7 @@ def _matched(a: Tensor, b: Tensor, slack: float) -> Tensor | None:
     return at if bool((best <= allowed).all()) else None
 
 
-def _rearranged(pair: Compared) -> Mistake | None:
+def _rearranged(pair: GradientPair) -> Mistake | None:
     """The right numbers with axes swapped, flipped, or the sample axis last."""
     for what, undone in _readings(pair.found):
         c = pair.multiple(undone, pair.loop)
@@ -292,7 +292,7 @@ def wrong_shape(found: tuple[int, ...], n: int, shape: tuple[int, ...]) -> Mista
     return Mistake("shape", f"has shape {found} instead of {(n, *shape)}: {cause}")
 
 
-DETECTORS: tuple[Callable[[Compared], Mistake | None], ...] = (
+DETECTORS: tuple[Callable[[GradientPair], Mistake | None], ...] = (
     _imprecise,
     _missing,
     _scaled,  # a factor or a sign
@@ -423,7 +423,7 @@ def _agreement(name: str, value: Any, oracle: Oracle) -> ParameterAgreement:
     if not agrees:
         seen = (errors > 0.0) | finite  # not the rows that are not finite on both sides
         mistake = diagnose(
-            Compared(
+            GradientPair(
                 found=a[seen],
                 loop=b[seen],
                 errors=errors[seen],

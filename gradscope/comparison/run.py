@@ -29,7 +29,7 @@ from gradscope.errors import (
 )
 from gradscope.model.locate import first_line, layer_of
 from gradscope.model.problem import Loss, Problem, RowKind, double_precision
-from gradscope.model.randomness import Fixed, forked
+from gradscope.model.randomness import FixedRandomness, forked
 from gradscope.process.memory import peak_memory, timed
 from gradscope.process.stops import is_stop
 from gradscope.scope import Scope
@@ -108,8 +108,8 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class _Setting:
-    """What every row is held against: the problem as it is, and its float64 copy."""
+class _Case:
+    """What every backend is given: the problem as it is, and a float64 copy with its oracle."""
 
     problem: Problem
     batch: Batch
@@ -118,7 +118,7 @@ class _Setting:
     oracle: Oracle
 
     @classmethod
-    def of(cls, problem: Problem, batch: Batch) -> "_Setting":
+    def of(cls, problem: Problem, batch: Batch) -> "_Case":
         exact, wide = problem.converted(torch.float64), batch.in_double_precision()
         with double_precision(), exact.state.kept():
             return cls(problem, batch, exact, wide, Oracle.of(exact, wide))
@@ -165,29 +165,40 @@ def compare(
     """
     others = dict(against or {})
     chosen = _chosen(backends, others, rows)
-    own = resolve(loss) if rows == "sample" else of_tokens(resolve(loss))
-    problem = replace(Problem.of(model, own, parameters), rows=rows)
-    if randomness == "fixed":
-        problem = problem.fixed(Fixed(seed))
+    fixed = FixedRandomness(seed) if randomness == "fixed" else None
+    problem = _problem(model, loss, parameters, rows, fixed)
     batch = Batch.of(inputs, targets, index).detached().to(problem.device, None)
     if rows == "token":
         batch = Tokens.among(batch, problem.counted(batch)[0])
-    setting = _Setting.of(problem, batch)
+    case = _Case.of(problem, batch)
     seconds, peak = measure(lambda: _backward(problem, batch), problem.device)
     with Tuner.remembering().active() as tuner:
-        found = [_backend_row(name, backend, setting) for name, backend in chosen.items()]
-    found += [_other_row(label, other, setting) for label, other in others.items()]
+        found = [_backend_row(name, backend, case) for name, backend in chosen.items()]
+    found += [_other_row(label, other, case) for label, other in others.items()]
     return Comparison(
         agrees=all(row.status in ("agrees", "refused") for row in found),
         samples=len(batch),
         dtype=dtype_name(problem.dtype),
         baseline_seconds=seconds,
         baseline_bytes=peak,
-        coupled=setting.oracle.coupled,
+        coupled=case.oracle.coupled,
         rows=tuple(found),
         ways=tuple(tuner.chosen.values()),
         tokens=tuple(batch.named) if isinstance(batch, Tokens) else None,
     )
+
+
+def _problem(
+    model: nn.Module,
+    loss: str | Loss,
+    parameters: str | list[str] | None,
+    rows: RowKind,
+    fixed: FixedRandomness | None,
+) -> Problem:
+    """Return what is differentiated, with its random numbers drawn by `fixed`."""
+    own = resolve(loss) if rows == "sample" else of_tokens(resolve(loss))
+    problem = replace(Problem.of(model, own, parameters), rows=rows)
+    return problem if fixed is None else problem.fixed(fixed)
 
 
 def _backward(problem: Problem, batch: Batch) -> None:
@@ -221,29 +232,29 @@ def _chosen(names: Sequence[str], others: Mapping[str, Any], rows: RowKind) -> d
     return chosen
 
 
-def _in_every_order(name: str, evaluate: Evaluate, setting: _Setting) -> BackendRow:
+def _in_every_order(name: str, evaluate: Evaluate, case: _Case) -> BackendRow:
     """Compare two answers of a backend: what it has kept of the first may not fit the second."""
-    n = len(setting.wide)
+    n = len(case.wide)
     shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(0))
-    row = _judged(name, agreements(evaluate(setting.wide).gradients.dense(), setting.oracle))
+    row = _judged(name, agreements(evaluate(case.wide).gradients.dense(), case.oracle))
     if n == 1 or row.status == "disagrees":
         return row
-    found = evaluate(setting.wide.select(shuffled)).gradients.dense()
+    found = evaluate(case.wide.select(shuffled)).gradients.dense()
     back = shuffled.argsort()
-    again = _judged(name, agreements({k: g[back] for k, g in found.items()}, setting.oracle))
+    again = _judged(name, agreements({k: g[back] for k, g in found.items()}, case.oracle))
     if again.status == "agrees":
         return row
     return replace(again, reason=f"the same samples in another order: {again.reason}")
 
 
-def _backend_row(name: str, backend: Backend, setting: _Setting) -> BackendRow:
+def _backend_row(name: str, backend: Backend, case: _Case) -> BackendRow:
     """Judge a backend in float64; then measure it, and hold each sample against a batch of one."""
-    problem, batch = setting.problem, setting.batch
+    problem, batch = case.problem, case.batch
     try:
-        with double_precision(), setting.exact.state.kept(), backend(setting.exact) as evaluate:
-            row = _in_every_order(name, evaluate, setting)
+        with double_precision(), case.exact.state.kept(), backend(case.exact) as evaluate:
+            row = _in_every_order(name, evaluate, case)
     except Exception as error:
-        return _stopped(name, error, setting.exact.model)
+        return _stopped(name, error, case.exact.model)
     if row.status == "disagrees":
         return row
     try:
@@ -263,13 +274,11 @@ def _backend_row(name: str, backend: Backend, setting: _Setting) -> BackendRow:
     return replace(row, seconds=seconds, peak_bytes=peak)
 
 
-def _other_row(
-    label: str, other: Implementation | Mapping[str, Any], setting: _Setting
-) -> BackendRow:
+def _other_row(label: str, other: Implementation | Mapping[str, Any], case: _Case) -> BackendRow:
     if isinstance(other, Mapping):
-        return _compared(label, other, setting)
-    device = setting.problem.device
-    copy = setting.exact.converted(None)  # what it does to its copy stays there
+        return _compared(label, other, case)
+    device = case.problem.device
+    copy = case.exact.converted(None)  # what it does to its copy stays there
 
     def called(problem: Problem, batch: Batch) -> Any:
         with torch.enable_grad(), forked(device):
@@ -278,7 +287,7 @@ def _other_row(
 
     try:
         with double_precision():
-            found = called(copy, setting.wide)
+            found = called(copy, case.wide)
     except BaseException as error:  # sys.exit is as good as an error
         if is_stop(error):
             raise
@@ -286,12 +295,12 @@ def _other_row(
     if not isinstance(found, Mapping):
         reason = f"it returned {type(found).__name__}, not a dict {{name: (n, *shape)}}"
         return BackendRow(label, "failed", reason)
-    row = _compared(label, found, setting)
+    row = _compared(label, found, case)
     if row.status == "failed":
         return row
-    spare = setting.problem.converted(None)
+    spare = case.problem.converted(None)
     try:
-        seconds, peak = measure(lambda: called(spare, setting.batch), device)
+        seconds, peak = measure(lambda: called(spare, case.batch), device)
     except BaseException as error:
         if is_stop(error):
             raise
@@ -299,17 +308,17 @@ def _other_row(
     return replace(row, seconds=seconds, peak_bytes=peak)
 
 
-def _compared(label: str, found: Mapping[str, Any], setting: _Setting) -> BackendRow:
+def _compared(label: str, found: Mapping[str, Any], case: _Case) -> BackendRow:
     """Compare what came from outside, whose names and values may be anything."""
-    model = setting.exact.model
-    aliases = {id(p): k for k, p in setting.exact.parameters.items()}
+    model = case.exact.model
+    aliases = {id(p): k for k, p in case.exact.parameters.items()}
     every = dict(model.named_parameters(remove_duplicate=False))
     names = {k: aliases.get(id(p), k) for k, p in every.items()}
     extra = [str(k) for k in found if k not in names]
     # a tied parameter may go by another of its names; its first name comes last, so that it wins
     known = sorted((k for k in found if k in names), key=lambda k: names[k] == k)
     try:
-        rows = agreements({names[k]: found[k] for k in known}, setting.oracle)
+        rows = agreements({names[k]: found[k] for k in known}, case.oracle)
     except (TypeError, ValueError, RuntimeError) as error:
         return BackendRow(label, "failed", f"a value is no array of numbers: {first_line(error)}")
     row = _judged(label, rows)

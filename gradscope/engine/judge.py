@@ -28,7 +28,7 @@ from gradscope.core.precision import doubled, dtype_name, on_host, products
 from gradscope.errors import CertificateError, ModelError, RefusedError
 from gradscope.model.problem import Problem, double_precision
 from gradscope.model.rounding import computed_in, nearby, widened
-from gradscope.process.stops import timely
+from gradscope.process.stops import until_time_limit
 
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _NOISE = 1e3  # roundings, relative to the whole gradient, that may be all there is of a parameter's
@@ -351,7 +351,7 @@ def sketch(t: Tensor) -> Tensor:
 
 def require_consistent(backend: str, gradients: Gradients, chosen: Tensor) -> None:
     """Hold what blocks say of samples at positions `chosen` against the sums of each by itself."""
-    for name, block in timely(gradients.items()):
+    for name, block in until_time_limit(gradients.items()):
         row = max(1, prod(block.shape) * block.dtype.itemsize)
         few = chosen[: max(1, min(_FEW, PIECE_BYTES // row))].to(block.device)
         if not len(few):

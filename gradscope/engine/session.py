@@ -35,9 +35,9 @@ from gradscope.errors import (
     SpecError,
 )
 from gradscope.model.kernels import MISTAKEN
-from gradscope.model.locate import stopped
+from gradscope.model.locate import device_error
 from gradscope.model.problem import Problem, RowKind, require_module
-from gradscope.model.randomness import Fixed, probe
+from gradscope.model.randomness import FixedRandomness, probe
 from gradscope.model.releases import require, untested
 from gradscope.model.rounding import computed_in, same
 from gradscope.model.state import compiled_part, facts
@@ -155,7 +155,7 @@ class Session:
         self._fixed = None
         if settings.randomness == "fixed":
             require("randomness fixed", probe)
-            self._fixed = Fixed(settings.seed)
+            self._fixed = FixedRandomness(settings.seed)
         if settings.rows == "token":
             self._loss = of_tokens(self._loss)
         self.keeps_apart = False  # the last answer about tokens had none in its dense form
@@ -208,9 +208,9 @@ class Session:
                 "operation, in which samples cannot be told apart"
             )
         self._trains, self._wary, self._doubtful = False, False, 0
-        self._facts = None if self.problem.sharding else facts(self._model)
+        self._facts = None if self.problem.model_parallel else facts(self._model)
         self.close()
-        if self.problem.sharding is not None:
+        if self.problem.model_parallel is not None:
             asked.require_divisible()
             self.backend = "hooks"
             self.lockstep = Lockstep(self.problem, asked.verify, self.auditor, self._told)
@@ -300,7 +300,7 @@ class Session:
             raise
         except BaseException as error:
             self._due = True  # until a proof has passed, nothing more is answered
-            gone = stopped(error, batch.told)
+            gone = device_error(error, batch.told)
             if gone is None:
                 raise
             raise gone from error
@@ -342,8 +342,8 @@ class Session:
 
     def bound_anew(self) -> list[Any]:
         """Bind the model again if it was changed; return what a proof takes for granted of it."""
-        if self.problem.sharding is not None:
-            self.problem.sharding.reshard()
+        if self.problem.model_parallel is not None:
+            self.problem.model_parallel.reshard()
         now = facts(self.problem.model)
         changed = self._facts is not None and self._facts != now
         if self.lockstep is None or not self.lockstep.attended:  # else others may attend to it

@@ -37,9 +37,9 @@ from gradscope.engine.judge import (
 from gradscope.errors import CertificateError, CoupledSamplesError, SpecError, UnsupportedError
 from gradscope.model.independence import other_random_numbers
 from gradscope.model.problem import Problem, summed
-from gradscope.model.ranks import Sharding
+from gradscope.model.ranks import ModelParallel
 from gradscope.model.rounding import UNITS, computed_in, same
-from gradscope.process.stops import within
+from gradscope.process.stops import time_limit
 from gradscope.sources.code import load_function
 from gradscope.stages.chain import Chain
 from gradscope.stages.reducers.base import State, carried_state, joined, parts
@@ -68,9 +68,9 @@ class Lockstep:
     attended: bool = False
 
     def __post_init__(self) -> None:
-        sharding = self.problem.sharding
+        sharding = self.problem.model_parallel
         assert sharding is not None
-        self.sharding: Sharding = sharding
+        self.sharding: ModelParallel = sharding
         self._stack = ExitStack()
         self._evaluate: Evaluate | None = None
         self._due = True  # a proof is
@@ -306,7 +306,7 @@ class Lockstep:
                     wrong.insert(0, _random(batch))
             if kind == _FIRST:
                 few = order[:2][finite[order[:2]]]
-                with within(math.inf, time.perf_counter):  # only together they are out of time
+                with time_limit(math.inf, time.perf_counter):  # only together they are out of time
                     require_consistent("hooks", found.gradients, few)
         failed = [check for check in checks if not check.passed]
         if wrong or failed:

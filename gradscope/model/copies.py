@@ -27,7 +27,7 @@ _CALLED = (types.FunctionType, types.MethodType, functools.partial, _Cached, wea
 _SKIPPED = (type, types.ModuleType, types.CodeType)
 
 
-def copied(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module, "Copies"]:
+def deep_copy(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module, "Copies"]:
     """Return a deep copy of a model, and what copies other objects that lead to the model.
 
     Args:
@@ -51,7 +51,7 @@ def copied(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module, "Copie
     return made, copies
 
 
-def reached(value: Tensor) -> Iterator[Tensor]:
+def graph_leaves(value: Tensor) -> Iterator[Tensor]:
     """Yield the leaves of a tensor's graph."""
     seen, waiting = set[Any](), [value.grad_fn]
     while waiting:

@@ -23,7 +23,7 @@ from gradscope.model.draws import EVAL
 from gradscope.model.locate import alone_remedy
 from gradscope.model.problem import Problem, differentiable_inputs, slopes
 from gradscope.model.randomness import (
-    Extreme,
+    ExtremeDraws,
     extreme_numbers,
     forked,
     random_numbers_kept,
@@ -37,7 +37,7 @@ from gradscope.model.rounding import (
     same,
     within,
 )
-from gradscope.process.shortage import is_outer
+from gradscope.process.shortage import is_machine_error
 
 T = TypeVar("T")
 
@@ -323,7 +323,7 @@ def require_own_gradients(problem: Problem, batch: Batch, seed: int = 0) -> Tens
         losses = problem.losses(given)
         once, often = (slopes(losses, inputs, w) for w in (None, weights[owner].to(losses)))
     except (ModelError, RuntimeError) as error:
-        if is_outer(error):
+        if is_machine_error(error):
             raise
         return problem.losses(batch).detach()  # not all can be differentiated by their inputs
     for one, many in zip(once, often, strict=True):
@@ -366,7 +366,7 @@ def require_deterministic(problem: Problem, batch: Batch) -> None:
     ways: list[Callable[[], AbstractContextManager[None]]] = [other_random_numbers]
     if problem.state.drew:
         ways += [partial(other_random_numbers, trial) for trial in range(2, _TRIALS + 1)]
-        ways += [partial(extreme_numbers, word) for word in Extreme.WORDS]
+        ways += [partial(extreme_numbers, word) for word in ExtremeDraws.WORDS]
     for other in ways:
         once, again = (t.detach() for t in _twice(Problem.losses, problem, batch, other))
         differs = not same(once, again, precision=problem.precision)

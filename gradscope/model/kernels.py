@@ -132,7 +132,7 @@ _OWN: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def mended(mistaken: Callable[[], object] = lambda: None) -> AbstractContextManager[None]:
+def patched_kernels(mistaken: Callable[[], object] = lambda: None) -> AbstractContextManager[None]:
     """Let the body's forward passes call these kernels where they are right.
 
     `mistaken` is called in a backward pass where torch alone would return a wrong gradient.
@@ -147,8 +147,8 @@ def mended(mistaken: Callable[[], object] = lambda: None) -> AbstractContextMana
     )
 
 
-def as_torch_has_them() -> AbstractContextManager[None]:
-    """Undo `mended` where torch compiles, which knows its own kernels only."""
+def original_kernels() -> AbstractContextManager[None]:
+    """Undo `patched_kernels` where torch compiles, which knows its own kernels only."""
     return _in_place(_OWN)
 
 

@@ -16,7 +16,7 @@ from gradscope.core.batch import Batch, tensors, whole_of
 from gradscope.core.texts import count
 from gradscope.errors import GradscopeError, ModelError, UnsupportedError
 from gradscope.model.randomness import Unplanned
-from gradscope.process.shortage import is_lost, is_outer
+from gradscope.process.shortage import is_device_lost, is_machine_error
 from gradscope.process.stops import is_stop
 
 _OURS = Path(__file__).parents[1]
@@ -101,9 +101,9 @@ def is_bug(error: BaseException) -> bool:
     return isinstance(error, AttributeError) and ours
 
 
-def stopped(error: BaseException, where: str | None = None) -> ModelError | None:
+def device_error(error: BaseException, where: str | None = None) -> ModelError | None:
     """Return the error for a GPU that has stopped, None for any other."""
-    if not is_lost(error):
+    if not is_device_lost(error):
         return None
     return ModelError(
         f"the device has stopped, and computes no more in this process: {first_line(error)}",
@@ -113,7 +113,7 @@ def stopped(error: BaseException, where: str | None = None) -> ModelError | None
     )
 
 
-def raised(error: BaseException) -> str:
+def describe_raised(error: BaseException) -> str:
     """Return what the user's code did."""
     if isinstance(error, SystemExit):
         return f"called sys.exit({error.code!r})"
@@ -131,7 +131,9 @@ def user_code(model: nn.Module, batch: Batch | None = None) -> Iterator[None]:
     def translated(error: BaseException) -> ModelError:
         sample, remedy = _hint(error, batch)
         where = ", ".join(filter(None, (layer_of(error, model), sample))) or None
-        return ModelError(f"the model or its loss {raised(error)}", where=where, remedy=remedy)
+        return ModelError(
+            f"the model or its loss {describe_raised(error)}", where=where, remedy=remedy
+        )
 
     with _translating(translated):
         yield
@@ -140,7 +142,7 @@ def user_code(model: nn.Module, batch: Batch | None = None) -> Iterator[None]:
 @contextmanager
 def own_stage(what: str) -> Iterator[None]:
     """Turn what a stage of the user's (such as "transform soft_threshold") raises likewise."""
-    with _translating(lambda error: ModelError(f"your code {raised(error)}", where=what)):
+    with _translating(lambda error: ModelError(f"your code {describe_raised(error)}", where=what)):
         yield
 
 
@@ -157,7 +159,7 @@ def unsupported(what: str, model: nn.Module, remedy: str) -> Iterator[None]:
             error.where = error.where or layer_of(error, model)
         raise
     except Exception as error:  # whatever torch or the user's code raises
-        if is_outer(error) or is_bug(error):
+        if is_machine_error(error) or is_bug(error):
             raise
         where = layer_of(error, model)
         raise UnsupportedError(
@@ -172,7 +174,7 @@ def _translating(translated: Callable[[BaseException], ModelError]) -> Iterator[
     except (GradscopeError, Unplanned):
         raise
     except BaseException as error:
-        if is_stop(error) or is_outer(error) or is_bug(error):
+        if is_stop(error) or is_machine_error(error) or is_bug(error):
             raise
         found, lines = translated(error), own_lines(error, 3)
         if lines:

@@ -21,13 +21,13 @@ from gradscope.core.batch import Batch, Tokens, call, map_tensors, output, token
 from gradscope.core.precision import cast, double
 from gradscope.core.texts import listed
 from gradscope.errors import ModelError, RefusedError, SpecError, UnsupportedError
-from gradscope.model.copies import copied, reached
+from gradscope.model.copies import deep_copy, graph_leaves
 from gradscope.model.locate import PACKED, shapes_of, user_code
-from gradscope.model.randomness import Fixed, forked, switched_off
-from gradscope.model.ranks import Ranks, Sharding, alone, ranks_of
+from gradscope.model.randomness import FixedRandomness, forked, switched_off
+from gradscope.model.ranks import ModelParallel, Ranks, alone, ranks_of
 from gradscope.model.reach import reachable
-from gradscope.model.state import State
-from gradscope.process.shortage import is_outer
+from gradscope.model.state import ModelState
+from gradscope.process.shortage import is_machine_error
 from gradscope.process.stops import require_time
 
 T = TypeVar("T")
@@ -124,7 +124,7 @@ def is_model_loss(loss: Loss) -> bool:
 _model_losses: WeakSet[Loss] = WeakSet()  # a registry: the functions given to `model_loss`
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Problem:
     """What is differentiated, by what; `state` is what model and loss carry from call to call."""
 
@@ -132,7 +132,7 @@ class Problem:
     loss: Loss  # `(outputs, targets) -> (n,)`, or a `model_loss`
     parameters: dict[str, nn.Parameter]  # the selected ones; tied ones under their first name
     running_statistics: bool = False  # normalisation layers use these, whatever their mode
-    state: State = None  # type: ignore[assignment]  # made when it is not given
+    state: ModelState = None  # type: ignore[assignment]  # made when it is not given
     seen: Seen | None = None  # is told of each forward pass whose outputs are left as they were
     ranks: Ranks | None = None  # the processes that train the model together, if there are several
     # what has a row of its own; of tokens the loss returns (n, t), and batches are `Tokens`
@@ -141,9 +141,9 @@ class Problem:
     of_model: bool = field(init=False)  # known once: compilers cannot ask the registry
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "of_model", is_model_loss(self.loss))
+        self.of_model = is_model_loss(self.loss)
         if self.state is None:
-            object.__setattr__(self, "state", State(self.model, self.function))
+            self.state = ModelState(self.model, self.function)
 
     @classmethod
     def of(
@@ -166,22 +166,22 @@ class Problem:
         for name, p in chosen.items():
             _require_ordinary(name, p)
         ranks = ranks_of(model)
-        if isinstance(ranks, Sharding):  # the graph knows them as the forward pass uses them
+        if isinstance(ranks, ModelParallel):  # the graph knows them as the forward pass uses them
             chosen = {k: ranks.whole.get(k, p) for k, p in chosen.items()}
         return cls(model, loss, chosen, ranks=ranks)
 
     @property
-    def sharding(self) -> Sharding | None:
+    def model_parallel(self) -> ModelParallel | None:
         """How the model's parameters are divided over processes, None where they are not."""
-        return self.ranks if isinstance(self.ranks, Sharding) else None
+        return self.ranks if isinstance(self.ranks, ModelParallel) else None
 
     def any(self, flag: bool) -> bool:
         """Whether it is so on any of the processes that a model is divided over."""
-        return flag if self.sharding is None else self.sharding.any(flag)
+        return flag if self.model_parallel is None else self.model_parallel.any(flag)
 
-    def fixed(self, fixed: Fixed | None) -> "Problem":
+    def fixed(self, fixed: FixedRandomness | None) -> "Problem":
         """Return the same problem with its random numbers drawn by `fixed`."""
-        return replace(self, state=State(self.model, self.function, fixed))
+        return replace(self, state=ModelState(self.model, self.function, fixed))
 
     @property
     def function(self) -> Loss:
@@ -221,19 +221,19 @@ class Problem:
         """Return which positions of samples count, (n, t) bool, and whether the loss says so."""
         return self.drawn(batch, partial(self._counted, batch))
 
-    def drawn(self, batch: Batch, evaluate: Callable[[], T], *, apart: bool = False) -> T:
+    def drawn(self, batch: Batch, evaluate: Callable[[], T], *, single: bool = False) -> T:
         """Return what `evaluate` does to a batch, random numbers fixed if that was asked for.
 
         Args:
             batch: The samples.
             evaluate: Runs the model on them.
-            apart: The model sees a batch of one, though there are all samples.
+            single: The model sees a batch of one, though there are all samples.
         """
         fixed = self.state.fixed
         if fixed is None:
             return evaluate()
         losses = replace(self, seen=None)._of_samples
-        return fixed.over(self.model, whole_of(batch), evaluate, losses, apart=apart)
+        return fixed.over(self.model, whole_of(batch), evaluate, losses, single=single)
 
     def _evaluated(self, batch: Batch, *, graph: bool = True) -> Tensor:
         try:
@@ -272,7 +272,7 @@ class Problem:
             self._scratch_buffers(),
             self._frozen_statistics(),
             torch.set_grad_enabled(graph),
-            nullcontext() if self.sharding is None else self.sharding.forward(),
+            nullcontext() if self.model_parallel is None else self.model_parallel.forward(),
             user_code(self.model, batch),
         ):
             yield
@@ -311,11 +311,11 @@ class Problem:
         try:
             with torch.no_grad():  # TorchScript copies parameters by an operation that is recorded
                 leaves = dtype == torch.float64 and double(self.device) != dtype
-                model, copies = copied(self.model, _hosted(self.model) if leaves else {})
+                model, copies = deep_copy(self.model, _hosted(self.model) if leaves else {})
         except RefusedError:
             raise
         except Exception as error:  # deepcopy runs the user's code
-            if is_outer(error):
+            if is_machine_error(error):
                 raise
             raise RefusedError(
                 f"the model cannot be copied for a cross-check: {error}",
@@ -335,14 +335,14 @@ class Problem:
         loss = copies.of(self.loss)
         loss = model_loss(loss) if self.of_model and not is_model_loss(loss) else loss
         made = replace(self, model=model, loss=loss, parameters=parameters, original=self)
-        return replace(made, state=State(model, made.function, self.state.fixed))
+        return replace(made, state=ModelState(model, made.function, self.state.fixed))
 
     def _require_own(self, losses: Tensor) -> None:
         """Refuse losses of a copied model that are computed with the original's parameters."""
         if self.original is None or not losses.requires_grad:
             return
         others = {id(p): name for name, p in self.original.model.named_parameters()}
-        names = sorted({others[id(leaf)] for leaf in reached(losses) if id(leaf) in others})
+        names = sorted({others[id(leaf)] for leaf in graph_leaves(losses) if id(leaf) in others})
         if names:
             raise _shared(names)
 

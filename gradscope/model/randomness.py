@@ -1,9 +1,10 @@
 """Random numbers of a forward pass, fixed: they belong to a seed, a call and a sample.
 
-In train mode a model draws numbers (dropout, stochastic depth, noise). `Fixed` answers every such
-call below autograd, and with the same numbers for a sample whatever batch it is in, wherever it
-stands there, and whoever evaluates it: a batch of one, a batch, `vmap` or `expand`. So there is one
-mask for each sample, and its gradient under that mask is as well defined as without any.
+In train mode a model draws numbers (dropout, stochastic depth, noise). `FixedRandomness` answers
+every such call below autograd, and with the same numbers for a sample whatever batch it is in,
+wherever it stands there, and whoever evaluates it: a batch of one, a batch, `vmap` or `expand`. So
+there is one mask for each sample, and its gradient under that mask is as well defined as without
+any.
 
 The numbers of call k for sample i are a hash of (seed, k, i, entry), in the order of the entries
 that a batch of one has. Which axis of a tensor of numbers holds the samples is found by comparing
@@ -35,7 +36,7 @@ from gradscope.core.batch import Batch
 from gradscope.core.precision import doubled
 from gradscope.errors import ModelError, UnsupportedError
 from gradscope.model.draws import EVAL, draw, is_random, kind_of
-from gradscope.process.memory import beside_host
+from gradscope.process.memory import accelerator_module
 
 T = TypeVar("T")
 _NUMBER = torch.ops.aten._local_scalar_dense.default
@@ -65,7 +66,7 @@ class _OwnNumbers(Exception):  # noqa: N818
 
 
 @dataclass(frozen=True)
-class Place:
+class DrawAxis:
     """Where the samples are in a tensor of random numbers."""
 
     kind: str  # the operation's name
@@ -96,17 +97,17 @@ class Place:
 
 # By the number of the call; what is computed anew, or draws from a state that the model has put
 # back, draws the same numbers again, maybe in another shape.
-Plan = dict[int, tuple[Place, ...]]
+DrawPlan = dict[int, tuple[DrawAxis, ...]]
 Call = tuple[int, str, tuple[int, ...]]  # number, kind and shape
 
 
 @dataclass
-class _Run:
+class _ForwardPass:
     """One forward pass, and what recomputes parts of it."""
 
     index: Tensor  # (n,) int64, of its samples
-    plans: list[Plan]  # that fit it so far
-    apart: bool = False  # to the model it looks like a batch of one
+    plans: list[DrawPlan]  # that fit it so far
+    single: bool = False  # to the model it looks like a batch of one
     recorded: list[Call] | None = None  # all of them, where they are looked for
     # the calls in which the sample at position 1 draws others, and the number of the trial
     other: tuple[frozenset[int], int] = (frozenset(), 0)
@@ -116,14 +117,14 @@ class _Run:
     unplanned: bool = False  # a call was; TorchScript makes an error of its own of the signal
     ended: bool = False  # what draws from here on computes parts of it anew
 
-    def place(self, call: int, kind: str, *shapes: tuple[int, ...]) -> Place:
+    def place(self, call: int, kind: str, *shapes: tuple[int, ...]) -> DrawAxis:
         """Return where the samples are in the numbers of a call, of one of some shapes.
 
         Raises:
             Unplanned: No plan says so, or plans differ.
             UnsupportedError: Likewise, when there is no way to begin anew.
         """
-        n = 1 if self.apart else len(self.index)
+        n = 1 if self.single else len(self.index)
         fitting = [
             (plan, place)
             for plan in self.plans
@@ -145,7 +146,7 @@ class _Run:
 
 
 @dataclass(eq=False)
-class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draws every random number of a model by `seed`, the number of the call, and the sample.
 
     Programs that draw in the same shapes pass for one, though one may turn what it draws another
@@ -156,11 +157,11 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     seed: int
     new: bool = False  # a sequence of operations has run as none did before; to be reset
     _programs: set[int] = field(default_factory=set)
-    _plans: list[Plan] = field(default_factory=list)
-    _runs: OrderedDict[int, _Run] = field(default_factory=OrderedDict)
+    _plans: list[DrawPlan] = field(default_factory=list)
+    _runs: OrderedDict[int, _ForwardPass] = field(default_factory=OrderedDict)
     _begun: int = 0
     _active: bool = False
-    _open: list[_Run] = field(default_factory=list)  # one within another
+    _open: list[_ForwardPass] = field(default_factory=list)  # one within another
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -192,7 +193,7 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         evaluate: Callable[[], T],
         losses: Callable[[Batch], Tensor],
         *,
-        apart: bool = False,
+        single: bool = False,
     ) -> T:
         """Return what `evaluate` does to a batch, with each sample's own numbers.
 
@@ -201,28 +202,28 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             batch: The samples.
             evaluate: Runs the model on them; again where it draws as it has not done so far.
             losses: Runs it on any samples, and returns their losses (n,).
-            apart: The model sees a batch of one, though there are all samples.
+            single: The model sees a batch of one, though there are all samples.
 
         Raises:
             UnsupportedError: It cannot be told which numbers are whose.
         """
         with self.active(model):
             try:
-                with self._run(_Run(batch.index, self._plans, apart)):
+                with self._run(_ForwardPass(batch.index, self._plans, single)):
                     return evaluate()
             except Unplanned:
                 plan = self._learnt(batch, losses)
             try:
-                with self._run(_Run(batch.index, [plan], apart)):
+                with self._run(_ForwardPass(batch.index, [plan], single)):
                     return evaluate()
             except Unplanned:
                 error = _unclear("it draws others for these samples than for some of them")
-                if apart:
+                if single:
                     error.remedy = "Use the backends hooks or loop, which may tell."
                 raise error from None
 
     @contextmanager
-    def _run(self, run: _Run) -> Iterator[None]:
+    def _run(self, run: _ForwardPass) -> Iterator[None]:
         before = torch.default_generator.initial_seed()
         self._begun = (self._begun + 1) % 2**_RUNS or 1
         self._runs[self._begun] = run
@@ -254,7 +255,7 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._open:
             run = self._open[-1]
             run.program = hash((run.program, func))
-            chosen = None if run.apart else _choice(func, args, len(run.index))
+            chosen = None if run.single else _choice(func, args, len(run.index))
             if chosen is not None:
                 with torch._C._DisableTorchDispatch():
                     run.picked = hash((run.picked, chosen.cpu().numpy().tobytes()))
@@ -283,7 +284,7 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return draw(func, args, kwargs, words)
         except _OwnNumbers:
             run = self._open[-1] if self._open else None
-            if run is not None and run.apart:
+            if run is not None and run.single:
                 raise UnsupportedError(
                     f"the model seeds what {kind_of(func)} draws by itself, for all samples alike",
                     remedy="Use the backends hooks or loop, which let it.",
@@ -324,7 +325,7 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if run.recorded is not None:
             run.recorded.append((call, kind, full))
             return made(None, full)[0]
-        stacked = run.apart and wrap is None  # vmap has the samples in front
+        stacked = run.single and wrap is None  # vmap has the samples in front
         n = len(run.index)  # in front of the axis of each, or merged with it
         shapes = [full[1:], (full[0] // n, *full[1:])] if stacked else [full]
         place = run.place(call, kind, *shapes)
@@ -342,13 +343,13 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return each.reshape(full)
         return place.arranged(each) if wrap is None else wrap(each)
 
-    def _learnt(self, batch: Batch, losses: Callable[[Batch], Tensor]) -> Plan:
+    def _learnt(self, batch: Batch, losses: Callable[[Batch], Tensor]) -> DrawPlan:
         """Find out where the samples are in what a model draws; keep it, and return it."""
         try:
             first, second = (self._recorded(batch.resized(n), losses) for n in (2, 3))
             if [call[:2] for call in first] != [call[:2] for call in second]:
                 raise _unclear("it draws others for another number of samples")
-            plan: Plan = {}
+            plan: DrawPlan = {}
             for (call, kind, two), (_, _, three) in zip(first, second, strict=True):
                 known = plan.get(call, ())
                 plan[call] = tuple(dict.fromkeys((*known, _place(kind, two, three))))
@@ -367,11 +368,11 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _recorded(self, batch: Batch, losses: Callable[[Batch], Tensor]) -> list[Call]:
         """Return what a model draws for a batch, in order."""
         found: list[Call] = []
-        with self._run(_Run(batch.index, [], recorded=found)):
+        with self._run(_ForwardPass(batch.index, [], recorded=found)):
             losses(batch)
         return found
 
-    def _settled(self, plan: Plan, three: Batch, losses: Callable[[Batch], Tensor]) -> Plan:
+    def _settled(self, plan: DrawPlan, three: Batch, losses: Callable[[Batch], Tensor]) -> DrawPlan:
         """Return the plan with samples in front of the axes they are merged with, or behind.
 
         Whether all have them in front is seen at once; otherwise each is looked at by itself.
@@ -393,13 +394,13 @@ class Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return plan
 
     def _own(
-        self, plan: Plan, calls: Iterable[int], three: Batch, losses: Callable[[Batch], Tensor]
+        self, plan: DrawPlan, calls: Iterable[int], three: Batch, losses: Callable[[Batch], Tensor]
     ) -> bool:
         """Whether other numbers for one of three samples, in some calls, change no other's loss."""
 
         def found(trial: int) -> Tensor:
             other = (frozenset(calls if trial else ()), trial)
-            with self._run(_Run(three.index, [plan], other=other)):
+            with self._run(_ForwardPass(three.index, [plan], other=other)):
                 return doubled(losses(three).detach()).nan_to_num()
 
         before = found(0)
@@ -416,7 +417,7 @@ def probe() -> None:
     Raises:
         Exception: This torch lets nobody answer for it.
     """
-    fixed, layer, three = Fixed(0), nn.Dropout(), Batch.of(torch.ones(3, 8, device="cpu"))
+    fixed, layer, three = FixedRandomness(0), nn.Dropout(), Batch.of(torch.ones(3, 8, device="cpu"))
 
     def drawn(batch: Batch) -> Tensor:
         def losses(batch: Batch) -> Tensor:
@@ -429,7 +430,7 @@ def probe() -> None:
         raise RuntimeError("a sample's numbers are others in a batch")
 
 
-class Extreme(TorchDispatchMode):
+class ExtremeDraws(TorchDispatchMode):
     """Draws one and the same word everywhere: what is drawn is as small, or as large, as it gets.
 
     What happens once in a thousand times happens for one of `WORDS`.
@@ -457,8 +458,8 @@ class Extreme(TorchDispatchMode):
 
 @contextmanager
 def extreme_numbers(word: int) -> Iterator[None]:
-    """Let the body draw numbers of a word alone, one of `Extreme.WORDS`."""
-    with forked(), random_numbers_kept(), Extreme(word):
+    """Let the body draw numbers of a word alone, one of `ExtremeDraws.WORDS`."""
+    with forked(), random_numbers_kept(), ExtremeDraws(word):
         torch.default_generator.manual_seed(_code(0))
         yield
 
@@ -499,7 +500,7 @@ def switched_off(*kernels: Any) -> Iterator[None]:
 
 def _drawing(device: torch.device | None) -> tuple[Any, list[Any]]:
     """Return torch's module of a device, or of the one there is, and which of it draw numbers."""
-    module = beside_host(device)
+    module = accelerator_module(device)
     started = getattr(module, "is_initialized", lambda: module is not None)()
     if not started or device is None:
         return module, []
@@ -549,11 +550,11 @@ def _unclear(why: str) -> UnsupportedError:
     )
 
 
-def _place(kind: str, two: tuple[int, ...], three: tuple[int, ...]) -> Place:
+def _place(kind: str, two: tuple[int, ...], three: tuple[int, ...]) -> DrawAxis:
     """Return where the samples are, by the shapes that a call draws for two and for three."""
     changed = [k for k, (a, b) in enumerate(zip(two, three, strict=False)) if a != b]
     if not changed and len(two) == len(three):
-        return Place(kind, two, None)
+        return DrawAxis(kind, two, None)
     k = changed[0] if changed else 0
     even = len(two) == len(three) and len(changed) == 1 and two[k] * 3 == three[k] * 2
     if not even or two[k] % 2:
@@ -561,7 +562,7 @@ def _place(kind: str, two: tuple[int, ...], three: tuple[int, ...]) -> Place:
             f"{kind} draws numbers of shape {two} for two samples, {three} for three, of which "
             "not as many belong to each"
         )
-    return Place(kind, (*two[:k], two[k] // 2, *two[k + 1 :]), k)
+    return DrawAxis(kind, (*two[:k], two[k] // 2, *two[k + 1 :]), k)
 
 
 # Numbers.

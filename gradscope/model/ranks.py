@@ -23,21 +23,21 @@ from torch.utils import checkpoint as checkpointing
 from gradscope.core.batch import Batch
 from gradscope.core.precision import on_host, perturbed
 from gradscope.errors import GradscopeError, RefusedError, SpecError, UnsupportedError
-from gradscope.process.shortage import is_outer
+from gradscope.process.shortage import is_machine_error
 
 T = TypeVar("T")
 
 _LOST = re.compile(r"gloo|NCCL|Connection (closed|reset)|caused pair closure")
 
 
-_PARTED = "gradscope/parted"  # where in the store stands which rank has failed, and of what
+_OUT_OF_STEP = "gradscope/parted"  # where in the store stands which rank has failed, and of what
 
 
-class ElsewhereError(RefusedError):
+class OtherProcessError(RefusedError):
     """Another process has failed, of something that says nothing of the numbers of this one."""
 
 
-class PartedError(ElsewhereError):
+class OutOfStepError(OtherProcessError):
     """The processes are no longer in step: nobody may wait for another."""
 
 
@@ -65,9 +65,9 @@ class Ranks:
     def agree(self, error: BaseException | None = None) -> None:
         """Raise if any rank has an error: its own there, a `RefusedError` on the others.
 
-        That is an `ElsewhereError` unless an answer was refused there.
+        That is an `OtherProcessError` unless an answer was refused there.
         """
-        if error is not None and (error is self._failed or isinstance(error, PartedError)):
+        if error is not None and (error is self._failed or isinstance(error, OutOfStepError)):
             raise error
         self._most(0 if error is None else 2, error)
 
@@ -96,11 +96,11 @@ class Ranks:
             if error is self._failed:
                 raise
             if isinstance(error, RuntimeError) and _LOST.search(str(error)):
-                raise lost(error) from error
+                raise lost_process(error) from error
             what = f"process {self.rank} could not go on: {type(error).__name__}: {error}"
             with suppress(Exception):
-                dist.distributed_c10d._get_default_store().set(_PARTED, what)
-            raise PartedError(
+                dist.distributed_c10d._get_default_store().set(_OUT_OF_STEP, what)
+            raise OutOfStepError(
                 f"{what}, in the middle of a backward pass in which the others wait for it",
                 remedy="End this process, as torchrun does with all others then; start all again.",
             ) from error
@@ -189,7 +189,7 @@ class Ranks:
             failed = {rank: told for rank, told in enumerate(every) if told is not None}
             rank, (text, _) = next(iter(failed.items()))
             refuted = any(refutes for _, refutes in failed.values())
-            error = (RefusedError if refuted else ElsewhereError)(
+            error = (RefusedError if refuted else OtherProcessError)(
                 f"process {rank} could not go on: {text}",
                 remedy="This process had no error; no process has a result.",
             )
@@ -200,9 +200,9 @@ class Ranks:
         try:
             collective()
         except RuntimeError as error:  # torch has no class of its own for what gloo finds
-            if is_outer(error):
+            if is_machine_error(error):
                 raise
-            raise lost(error) from error
+            raise lost_process(error) from error
 
 
 def _words(error: BaseException) -> str:
@@ -210,10 +210,10 @@ def _words(error: BaseException) -> str:
 
 
 def _refutes(error: BaseException) -> bool:
-    return isinstance(error, RefusedError) and not isinstance(error, ElsewhereError)
+    return isinstance(error, RefusedError) and not isinstance(error, OtherProcessError)
 
 
-def lost(error: BaseException) -> GradscopeError:
+def lost_process(error: BaseException) -> GradscopeError:
     """Return what a collective call that failed is told as."""
     what = (
         "another process of the group has ended, or does not answer: "
@@ -221,14 +221,14 @@ def lost(error: BaseException) -> GradscopeError:
     )
     with suppress(Exception):  # whoever held the store may have ended
         store = dist.distributed_c10d._get_default_store()
-        what = store.get(_PARTED).decode() if store.check([_PARTED]) else what
-    return PartedError(
+        what = store.get(_OUT_OF_STEP).decode() if store.check([_OUT_OF_STEP]) else what
+    return OutOfStepError(
         what,
         remedy="Start all processes again. Each must make the same calls in the same order.",
     )
 
 
-class Sharding(Ranks):
+class ModelParallel(Ranks):
     """The processes of a model that fully_shard has divided.
 
     Args:
@@ -316,7 +316,7 @@ class Sharding(Ranks):
         try:
             module.unshard()
         except RuntimeError as error:
-            raise lost(error) from error
+            raise lost_process(error) from error
         try:
             yield
         finally:
@@ -364,7 +364,7 @@ class Sharding(Ranks):
         except Exception as error:
             cause = error.__cause__
             if isinstance(cause, RuntimeError) and _LOST.search(str(cause)):
-                raise lost(cause) from error
+                raise lost_process(cause) from error
             for module in self._order[len(gathered) :]:
                 with self._present(module):
                     pass
@@ -468,7 +468,7 @@ def ranks_of(model: nn.Module) -> Ranks | None:
 
     modules = list(model.modules())
     if sharded := [m for m in modules if isinstance(m, FSDPModule)]:
-        return Sharding(model, sharded)
+        return ModelParallel(model, sharded)
     for name, p in model.named_parameters():
         if isinstance(p, DTensor):
             raise _tensor_parallel(name)
@@ -503,7 +503,7 @@ def alone(model: nn.Module) -> Iterator[None]:
                 own["forward"] = forward
 
 
-def divided(model: nn.Module, device: str) -> nn.Module:
+def apply_fully_shard(model: nn.Module, device: str) -> nn.Module:
     """Divide a model over all processes: each repeated layer by itself, and the rest together.
 
     A layer that shares a parameter with what is outside of it stays with the rest.

@@ -11,7 +11,6 @@ import functools
 import pickle
 import random
 import sys
-import sysconfig
 import types
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -23,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradscope.model.locate import is_installed
+
 Items = dict[Any, Any]
 Named = tuple[Any, str]
 Found = tuple[list["StateTable"], list[Named]]
@@ -31,11 +32,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MOST = 50_000  # objects that are looked at
 _SKIPPED = (*PLAIN, types.BuiltinFunctionType, enum.Enum, Path, np.ndarray)
 _SKIPPED_FROM = ("logging", "threading", "weakref", "io", "_io", "concurrent", "multiprocessing")
-_OWN = tuple(f"gradscope.{part}" for part in ("scope", "engine", "training", "core.state"))
-_FOREIGN = (
-    *(sysconfig.get_path(k) for k in ("stdlib", "platstdlib", "purelib", "platlib")),
-    str(Path(__file__).parents[1]),
-)
+_OWN = tuple(f"gradscope.{part}" for part in ("scope", "engine", "training", "model.state"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,4 +261,5 @@ def _is_users(file: str | None) -> bool:
     """Whether a file is neither Python's, nor an installed package's, nor ours."""
     if file is None or file.startswith("<frozen"):
         return False
-    return not any(file.startswith(folder) for folder in _FOREIGN)
+    path = Path(file)
+    return not path.is_absolute() or not is_installed(path)  # a notebook's cell has no path

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gradscope.errors import UnsupportedError
-from gradscope.process.shortage import is_outer
+from gradscope.process.shortage import is_machine_error
 
 OLDEST, NEWEST = (2, 8), (2, 15)
 _OURS = str(Path(__file__).parents[1])
@@ -42,10 +42,10 @@ def require(who: str, probe: Callable[[], None]) -> None:
     """
     reason = _failure(probe)
     if reason is not None:
-        raise changed(who, reason)
+        raise torch_changed(who, reason)
 
 
-def changed(who: str, reason: str) -> UnsupportedError:
+def torch_changed(who: str, reason: str) -> UnsupportedError:
     """Return the refusal of what knows torch otherwise than it is."""
     return UnsupportedError(
         f"torch {torch.__version__} is not as {who} knows it ({reason}); "
@@ -54,7 +54,7 @@ def changed(who: str, reason: str) -> UnsupportedError:
     )
 
 
-def lost(error: BaseException) -> UnsupportedError | None:
+def missing_name(error: BaseException) -> UnsupportedError | None:
     """Return the refusal where a module of ours, as it is loaded, misses a name of another torch.
 
     None where it is something else, or with a torch that was tested: a bug of ours.
@@ -63,7 +63,7 @@ def lost(error: BaseException) -> UnsupportedError | None:
     loading = bool(files) and files[-1].name == "<module>"
     if not loading or not isinstance(error, ImportError | AttributeError) or untested() is None:
         return None
-    return changed("gradscope", str(error))
+    return torch_changed("gradscope", str(error))
 
 
 def expect(read: Mapping[str, tuple[Any, Any]]) -> None:
@@ -83,7 +83,7 @@ def _failure(probe: Callable[[], None]) -> str | None:
         with torch.inference_mode(False), torch.enable_grad():
             probe()
     except Exception as error:  # whatever another torch raises
-        if is_outer(error):
+        if is_machine_error(error):
             raise
         from gradscope.model.locate import first_line  # needs more of torch than this file does
 

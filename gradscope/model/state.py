@@ -31,12 +31,12 @@ from gradscope.core.batch import tensors
 from gradscope.core.precision import doubled
 from gradscope.errors import GradscopeError, UnsupportedError
 from gradscope.model.control import step_by_step
-from gradscope.model.kernels import mended
-from gradscope.model.randomness import Fixed, random_numbers_kept, states
+from gradscope.model.kernels import patched_kernels
+from gradscope.model.randomness import FixedRandomness, random_numbers_kept, states
 from gradscope.model.reach import PLAIN, Items, StateTable, reachable
-from gradscope.process.stops import timely
+from gradscope.process.stops import until_time_limit
 
-_Part = Generator[None, None, None]  # of a model, which is checkpointed
+_CheckpointedPart = Generator[None, None, None]  # of a model, which is checkpointed
 _COPIED = 2**24  # bytes of a value of which a copy is kept
 _ROOM = 2**28  # bytes of parameters, all in all, of which copies are kept: not a whole model more
 _READ = 2**28  # bytes of a value of which every bit is looked at
@@ -50,8 +50,8 @@ _ITERATORS: tuple[type, ...] = (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class _Taken:
+@dataclass(eq=False)
+class _Snapshot:
     """A table as it was."""
 
     table: StateTable
@@ -90,7 +90,7 @@ class _Taken:
         return {k for k in keys & self.copies.keys() if not isinstance(self.items[k], nn.Parameter)}
 
 
-class State:
+class ModelState:
     """The state of a model and its loss; `latest` is the name of what was last seen to change.
 
     `fixed` draws its random numbers, where these are fixed for each sample; `drew` says whether a
@@ -99,14 +99,14 @@ class State:
     torch alone would have taken a gradient for another (see `gradscope.model.kernels`).
     """
 
-    def __init__(self, model: nn.Module, loss: Any, fixed: Fixed | None = None) -> None:
+    def __init__(self, model: nn.Module, loss: Any, fixed: FixedRandomness | None = None) -> None:
         self._model, self._loss, self.fixed = model, loss, fixed
         self.drew = self.untrained = self.mistaken = False
         self.latest = ""
         # tables, each with its keys that change in place
         self._known: dict[Hashable, tuple[StateTable, set[Hashable]]] = {}
-        self._before: tuple[list[tuple[Any, Any]], list[_Taken]] | None = None
-        self._parts: list[weakref.ref[_Part]] = []
+        self._before: tuple[list[tuple[Any, Any]], list[_Snapshot]] | None = None
+        self._parts: list[weakref.ref[_CheckpointedPart]] = []
 
     @property
     def found(self) -> int:
@@ -137,8 +137,8 @@ class State:
             yield from self._kept()
 
     def _kept(self) -> Iterator[None]:
-        held = [(table, table.copy()) for table in _held(self._model)]
-        self._before = held, [_take(*found) for found in self._known.values()]
+        held = [(table, table.copy()) for table in _module_tables(self._model)]
+        self._before = held, [_snapshot(*found) for found in self._known.values()]
         try:
             if self._known:
                 self._begin()
@@ -174,7 +174,7 @@ class State:
                 apply=self._checkpointed
             )
             checkpointing._checkpoint_without_reentrant_generator = partial(self._begun, part)
-            with _eager(), step_by_step(), mended(self._took_for_another):
+            with _eager(), step_by_step(), patched_kernels(self._took_for_another):
                 yield
         finally:
             checkpointing.CheckpointFunction = own  # type: ignore[misc]
@@ -184,7 +184,9 @@ class State:
     def _took_for_another(self) -> None:
         self.mistaken = True
 
-    def _begun(self, part: Callable[..., _Part], *args: Any, **kwargs: Any) -> _Part:
+    def _begun(
+        self, part: Callable[..., _CheckpointedPart], *args: Any, **kwargs: Any
+    ) -> _CheckpointedPart:
         made = part(*args, **kwargs)
         self._parts.append(weakref.ref(made))
         return made
@@ -224,8 +226,8 @@ class State:
             self._begin()
         known = {id(p): p._version for p in own} if again else {}
         room = [_ROOM]
-        tables = timely(reachable(roots, own))
-        before = {key: _take(table, but=known, room=room) for key, table in tables}
+        tables = until_time_limit(reachable(roots, own))
+        before = {key: _snapshot(table, but=known, room=room) for key, table in tables}
         generators = {
             value.gi_frame: taken.table.named(key)
             for taken in before.values()
@@ -248,7 +250,7 @@ class State:
         if lost:
             raise _changed(lost)
 
-    def _learn(self, before: dict[Hashable, _Taken]) -> list[str]:
+    def _learn(self, before: dict[Hashable, _Snapshot]) -> list[str]:
         """Put back what has changed, and note where; return the names of what cannot be."""
         lost: list[str] = []
         for key, taken in before.items():
@@ -260,7 +262,7 @@ class State:
                 known |= taken.replaceable(in_place)
             taken.put(taken.items)
             if (moved or in_place) and self._before is not None:
-                self._before[1].append(_take(*self._known[key]))
+                self._before[1].append(_snapshot(*self._known[key]))
         return lost
 
 
@@ -288,7 +290,7 @@ def _eager() -> Iterator[None]:
             torch.compile = own
 
 
-class _Seen:
+class _SavedTensor:
     """A tensor saved within activation checkpointing, to compare with what is computed anew.
 
     torch compares shapes and types. Values tell where something else begins the second time than
@@ -303,7 +305,7 @@ class _Seen:
                 self.values = x.detach().reshape(-1)[::step].clone()
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, _Seen) and self.kind == other.kind:
+        if isinstance(other, _SavedTensor) and self.kind == other.kind:
             with torch._C._DisableTorchDispatch():
                 if _close(self.values, other.values):
                     return True
@@ -334,7 +336,7 @@ def _recomputed() -> Iterator[None]:
     checks = getattr(checkpointing, "_allowed_determinism_checks_to_fns", {})  # by their names
     own = dict(checks)
     try:
-        checks.update(dict.fromkeys(checks, _Seen))
+        checks.update(dict.fromkeys(checks, _SavedTensor))
         yield
     finally:
         checks.update(own)
@@ -395,12 +397,12 @@ def facts(model: nn.Module) -> list[Any]:
     return found
 
 
-def _take(
+def _snapshot(
     table: StateTable,
     keys: set[Hashable] | None = None,
     but: Container[int] = frozenset(),
     room: list[int] | None = None,
-) -> _Taken:
+) -> _Snapshot:
     """Return a table as it is, with copies of values and marks of them.
 
     Of parameters there are copies while there is `room` for them: one that changes is refused
@@ -418,7 +420,7 @@ def _take(
     chosen = {k: items[k] for k in items if (keys is None or k in keys) and id(items[k]) not in but}
     copies = {k: c for k, v in chosen.items() if (c := copied(v)) is not None}
     found = {k: _mark(v, copies.get(k)) for k, v in chosen.items()} if keys is None else {}
-    return _Taken(table, items, {k: m for k, m in found.items() if m is not None}, copies)
+    return _Snapshot(table, items, {k: m for k, m in found.items() if m is not None}, copies)
 
 
 def _copy(value: Any) -> Any:
@@ -493,7 +495,7 @@ def _same(a: Any, b: Any) -> bool:
     return isinstance(a, PLAIN) and bool(a == b or (a != a and b != b))
 
 
-def _held(model: nn.Module) -> Iterator[Any]:
+def _module_tables(model: nn.Module) -> Iterator[Any]:
     """Yield what each module holds, and the dicts and lists among it.
 
     Hooks among them: a model may register some in a forward pass, and note that they are there.

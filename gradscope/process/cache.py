@@ -20,7 +20,7 @@ from typing import Any
 import platformdirs
 import torch
 
-from gradscope.process.memory import beside_host
+from gradscope.process.memory import accelerator_module
 
 _VARIABLE = "GRADSCOPE_CACHE"
 _OFF = ("", "0", "off", "no", "none")
@@ -56,7 +56,9 @@ class Cache:
             found = json.loads(self._place(name).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             return None
-        return found["fact"] if isinstance(found, dict) and _is_of(found, name) else None
+        if not isinstance(found, dict) or found.get("name") != name:
+            return None
+        return found["fact"] if isinstance(found.get("fact"), dict) else None
 
     def put(self, name: str, fact: Mapping[str, Any], *, over: bool = False) -> dict[str, Any]:
         """Keep a fact, unless another process was first; return the one that is kept.
@@ -90,7 +92,7 @@ def machine(device: torch.device) -> str:
     parts = [processor(), torch.backends.cpu.get_cpu_capability()]
     parts += [f"{name}={os.environ[name]}" for name in _LIMITS if name in os.environ]
     parts += [f"{torch.get_num_threads()} threads", f"torch {torch.__version__}"]
-    module = beside_host(device)
+    module = accelerator_module(device)
     if module is not None:
         name = getattr(module, "get_device_name", None)
         parts.append(str(device.type) if name is None else str(name(device)))
@@ -115,7 +117,3 @@ def processor() -> str:
 def _file_name(text: str) -> str:
     """Return a text as a file's name; `Cache.get` tells two of one name apart."""
     return re.sub(r"[^\w.,=+()-]+", "-", text)[:200]
-
-
-def _is_of(found: Mapping[str, Any], name: str) -> bool:
-    return found.get("name") == name and isinstance(found.get("fact"), dict)

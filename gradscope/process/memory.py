@@ -33,23 +33,23 @@ def slices(n: int, size: int, most: int) -> Iterator[slice]:
     return (slice(start, min(start + step, n)) for start in range(0, n, step))
 
 
-def beside_host(device: torch.device | None) -> Any:
+def accelerator_module(device: torch.device | None) -> Any:
     """Return torch's module of a device that is not the CPU, such as `torch.cuda`, or None."""
     if device is None or device.type in ("cpu", "meta"):
         return None
     return getattr(torch, device.type, None)
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until a device has done what it was given; on the CPU it is done."""
-    module = beside_host(device)
+    module = accelerator_module(device)
     if module is not None:
         module.synchronize(*([] if device.type == "mps" else [device]))
 
 
 def _counts(device: torch.device) -> Any:
     """Return the device's module where its allocator counts bytes, as CUDA's and XPU's do."""
-    module = beside_host(device)
+    module = accelerator_module(device)
     return module if hasattr(module, "mem_get_info") else None
 
 
@@ -70,7 +70,7 @@ def available(device: torch.device, system: Path = _SYSTEM) -> int | None:
     return max(0, min(found)) if found else None
 
 
-def taken(device: torch.device, system: Path = _SYSTEM) -> int | None:
+def used_memory(device: torch.device, system: Path = _SYSTEM) -> int | None:
     """Return the bytes that this process holds on a device, None where the system does not tell."""
     if module := _counts(device):
         return int(module.memory_allocated(device))
@@ -81,10 +81,10 @@ def timed(
     run: Callable[[], T], device: torch.device, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[float, T]:
     """Return the seconds that `run` takes, with what it leaves to a GPU, and its answer."""
-    settle(device)
+    synchronize(device)
     begun = clock()
     answer = run()
-    settle(device)
+    synchronize(device)
     return clock() - begun, answer
 
 
@@ -97,15 +97,15 @@ def peak_memory(device: torch.device, system: Path = _SYSTEM) -> Iterator[list[i
     gc.collect()
     result: list[int] = []
     if module := _counts(device):
-        settle(device)
+        synchronize(device)
         module.reset_peak_memory_stats(device)
         start = module.memory_allocated(device)
         yield result
-        settle(device)
+        synchronize(device)
         result.append(module.max_memory_allocated(device) - start)
         return
     release_freed_memory()
-    resident = taken(device, system)
+    resident = used_memory(device, system)
     if resident is None:
         yield result
     elif _reset_high_water(resident, system):

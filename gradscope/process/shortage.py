@@ -2,7 +2,7 @@
 
 `ThreadPoolExecutor` starts a thread with the first piece of work it has no idle one for. Where
 the system starts none, for want of memory or by a limit, it raises, though the work is in its queue
-by then. So `started` starts all threads at once, or does without any.
+by then. So `thread_pool` starts all threads at once, or does without any.
 """
 
 import errno
@@ -41,14 +41,14 @@ def is_shortage(error: BaseException) -> bool:
     return known and any(words in text for words in _WORDS)
 
 
-def is_lost(error: BaseException) -> bool:
+def is_device_lost(error: BaseException) -> bool:
     """Whether an exception says that a GPU has stopped, of what it was asked some time before."""
     return isinstance(error, torch.AcceleratorError) and not is_shortage(error)
 
 
-def is_outer(error: BaseException) -> bool:
+def is_machine_error(error: BaseException) -> bool:
     """Whether it is the machine's: memory ran out, or a GPU has stopped."""
-    return is_shortage(error) or is_lost(error)
+    return is_shortage(error) or is_device_lost(error)
 
 
 def require_memory(size: int = RESERVE) -> None:
@@ -56,7 +56,7 @@ def require_memory(size: int = RESERVE) -> None:
     bytearray(size)  # taken from the system, not touched, and given back
 
 
-class InPlace(Executor):
+class InlineExecutor(Executor):
     """Does what is submitted before `submit` returns."""
 
     def submit(self, action: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -69,8 +69,8 @@ class InPlace(Executor):
         return future
 
 
-def started(count: int, name: str) -> Executor:
-    """Return a pool of `count` running threads, whose names begin with `name`, or `InPlace`."""
+def thread_pool(count: int, name: str) -> Executor:
+    """Return a pool of `count` running threads, or `InlineExecutor`; names begin with `name`."""
     pool, all_here = ThreadPoolExecutor(count, name), Barrier(count + 1)
     try:
         for _ in range(count):
@@ -80,6 +80,6 @@ def started(count: int, name: str) -> Executor:
         all_here.abort()
         pool.shutdown(cancel_futures=True)
         if isinstance(error, RuntimeError | MemoryError):
-            return InPlace()
+            return InlineExecutor()
         raise
     return pool

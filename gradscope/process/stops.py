@@ -47,7 +47,7 @@ _OVER: ContextVar[Callable[[], bool] | None] = ContextVar("over", default=None)
 
 
 @contextmanager
-def within(seconds: float, clock: Callable[[], float]) -> Iterator[None]:
+def time_limit(seconds: float, clock: Callable[[], float]) -> Iterator[None]:
     """Raise `OutOfTime` in the body where something long would begin after so many seconds."""
     end = clock() + seconds
     before = _OVER.set(lambda: clock() > end)
@@ -68,7 +68,7 @@ def require_time(agree: Callable[[bool], bool] = bool) -> None:
         raise OutOfTime
 
 
-def timely(items: Iterable[T]) -> Iterator[T]:
+def until_time_limit(items: Iterable[T]) -> Iterator[T]:
     """Yield items as long as there is time."""
     for item in items:
         require_time()
@@ -100,17 +100,17 @@ class _Leaving:
         _leave(self._word, 128 + number if self._code is None else self._code)
 
 
-def at_once() -> None:
+def exit_on_signal() -> None:
     """From here on, let a signal end the process where it is."""
     _handle(_Leaving("stopped before anything was computed\n"))
 
 
-def unwinding() -> None:
+def raise_on_signal() -> None:
     """From here on, let a signal raise `Stopped`."""
     _handle(_Unwinding())
 
 
-def finished(code: int) -> None:
+def exit_with(code: int) -> None:
     """From here on, let a signal end the process with the code of the command, which is done.
 
     What is left is to wait for threads of the user's own, and for the interpreter to shut down.
@@ -130,7 +130,7 @@ def without_shutdown() -> None:
     _shuts_down = False
 
 
-def ready_to_end() -> None:
+def register_end() -> None:
     """Prepare for the time when the interpreter has called what others have asked it to call."""
     atexit.register(_end)
 
@@ -145,7 +145,7 @@ def _end() -> None:
 
 
 @contextmanager
-def restored() -> Iterator[None]:
+def restore_handlers() -> Iterator[None]:
     """Leave the handlers as they were before the body."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
@@ -157,18 +157,18 @@ def restored() -> Iterator[None]:
 
 
 @contextmanager
-def told(message: Callable[[], str]) -> Iterator[None]:
+def stop_message(message: Callable[[], str]) -> Iterator[None]:
     """Raise `Stopped` with a message when a signal stops the body, whatever the body raises."""
     try:
         yield
     except BaseException as error:
-        stop = stop_behind(error)
+        stop = stop_cause(error)
         if stop is None:
             raise
         raise Stopped(stop.number, stop.word or message()) from None
 
 
-def once_more() -> None:
+def raise_pending() -> None:
     """Raise `Stopped` if a signal has raised it and the user's code has swallowed it."""
     for handler in map(signal.getsignal, _SIGNALS):
         if isinstance(handler, _Unwinding) and handler.arrived:
@@ -188,7 +188,7 @@ def is_stop(error: BaseException) -> bool:
     return main and callable(handler) and not isinstance(handler, _Unwinding | _Leaving)
 
 
-def stop_behind(error: BaseException) -> Stopped | None:
+def stop_cause(error: BaseException) -> Stopped | None:
     """Return the stop that an exception was raised in answer to, if it was."""
     found: BaseException | None = error
     seen: set[int] = set()

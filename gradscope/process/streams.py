@@ -43,7 +43,7 @@ def err() -> TextIO:
 
 
 @contextmanager
-def kept() -> Iterator[None]:
+def reserve_stdout() -> Iterator[None]:
     """Keep stdout for what is written to `out()` in the body.
 
     Raises:
@@ -68,7 +68,7 @@ def kept() -> Iterator[None]:
 
 
 @contextmanager
-def written() -> Iterator[None]:
+def report_write_errors() -> Iterator[None]:
     """Leave quietly when a pipe is closed, as `head` closes it; say so when stdout is full.
 
     Raises:

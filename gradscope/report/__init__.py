@@ -10,11 +10,11 @@ from gradscope.report.plots import plot, plot_stats
 from gradscope.report.progress import follow, track
 from gradscope.report.screens import (
     render_comparison,
+    render_disk_space,
     render_export,
     render_inspection,
     render_merge,
     render_plan,
-    render_room,
     render_run,
 )
 from gradscope.report.terminal import print_facts, render
@@ -27,12 +27,12 @@ __all__ = [
     "print_facts",
     "render",
     "render_comparison",
+    "render_disk_space",
     "render_error",
     "render_export",
     "render_inspection",
     "render_merge",
     "render_plan",
-    "render_room",
     "render_run",
     "track",
     "write_html",

@@ -32,7 +32,7 @@ from gradscope.stats.sections import (
 if TYPE_CHECKING:
     from gradscope.blocks.variants import Chosen
     from gradscope.comparison import BackendRow, Comparison
-    from gradscope.run import Estimate, Inspection, MergeReport, Room, RunReport
+    from gradscope.run import DiskSpace, Estimate, Inspection, MergeReport, RunReport
     from gradscope.storage import Exported
 
 _STATUS = {
@@ -218,16 +218,16 @@ def render_plan(plan: "Estimate", console: Console, verbose: bool = False) -> No
         _render_kernels(plan.ways, console)
 
 
-def render_room(room: "Room", console: Console) -> None:
+def render_disk_space(room: "DiskSpace", console: Console) -> None:
     """Print, before a large run, what it will write and how long it will take."""
     print_facts(console, [*_space(room), _time(room)])
 
 
-def _time(room: "Room") -> Fact:
+def _time(room: "DiskSpace") -> Fact:
     return "time", f"about {duration(room.seconds)}, and what the disk takes"
 
 
-def _space(room: "Room") -> list[Fact]:
+def _space(room: "DiskSpace") -> list[Fact]:
     """Return what is said about the file: its bytes, those free, what other layouts take."""
     most = "before compression " if room.compressed else ""
     takes = f"{size(room.bytes)} {most}in the {room.layout} layout"

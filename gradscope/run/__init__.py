@@ -1,34 +1,34 @@
 """From a run spec to a result file: prepare a job, plan its cost, run it, merge files."""
 
-from gradscope.run.budget import Budget, plan
-from gradscope.run.divided import compute_divided
+from gradscope.run.budget import MemoryPlan, plan
 from gradscope.run.execute import Run
 from gradscope.run.inspection import (
+    DiskSpace,
     Estimate,
     Inspection,
     Phase,
-    Room,
     estimate,
     inspect,
     preflight,
 )
 from gradscope.run.job import Job, prepare, resolve_names
 from gradscope.run.merging import MergeReport, merge, merging
+from gradscope.run.model_parallel import compute_model_parallel
 from gradscope.run.outcome import RunReport
 from gradscope.run.start import compute, refuse_inputs, start
 
 __all__ = [
-    "Budget",
+    "DiskSpace",
     "Estimate",
     "Inspection",
     "Job",
+    "MemoryPlan",
     "MergeReport",
     "Phase",
-    "Room",
     "Run",
     "RunReport",
     "compute",
-    "compute_divided",
+    "compute_model_parallel",
     "estimate",
     "inspect",
     "merge",

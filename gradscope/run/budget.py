@@ -1,20 +1,22 @@
 """The memory budget: how many samples are computed at a time, and how much memory that takes.
 
-One sample tells most: what its forward pass records, its rows and the reducers' states are counted.
-A batch is no larger than keeps the kernels busy; where even a generous sum of these sizes fits, no
-more has to be known, nor where a smaller batch would save next to nothing of it. Else what a run
-takes is measured: a few small batches are computed and proved as a run does it, without a file.
-Sizes are doubled until the difference between two of them is clear of what libraries and the
-allocator keep and of tiles that are not full yet; from there on the peak grows with the size. A run
-of few samples is not worth many trials: one size is measured, a small share of it, and each further
-sample is taken to need the generous sum.
+The sizes of one sample are counted: what its forward pass records, its rows and the reducers'
+states. A batch is no larger than keeps the kernels busy, nor than a generous sum of these sizes
+that fits into half of the memory. If memory runs out all the same, `BatchSize` halves the batch.
+
+Counted sizes are no estimate of the peak: a convolution takes eight times what autograd records on
+a CPU, a linear layer three times, since kernels allocate workspace that torch does not show. So for
+`--memory`, and where the peak is shown, it is measured: small batches are computed and proved as a
+run does it, without a file. The batch is doubled until the difference between two peaks exceeds
+what libraries and the allocator keep, and what tiles that are not full yet hide. Larger batches lie
+on the line through the last two.
 """
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
 from math import inf, prod
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,16 @@ from gradscope.engine.session import Verify
 from gradscope.errors import ModelError, SpecError
 from gradscope.model.independence import require_independent, require_unaffected
 from gradscope.model.problem import Problem
-from gradscope.process.memory import available, peak_memory, release_freed_memory, slices, taken
+from gradscope.process.memory import (
+    available,
+    peak_memory,
+    release_freed_memory,
+    slices,
+    used_memory,
+)
 from gradscope.process.shortage import is_shortage
 from gradscope.run.execute import Run
-from gradscope.run.job import Job, held_densely
+from gradscope.run.job import Job, max_dense_samples
 from gradscope.run.overlap import BatchSize
 from gradscope.stages.reducers.base import carried_bytes
 from gradscope.storage import KEEP_BYTES, PART_BYTES, Rows, Scratch, States
@@ -42,33 +50,37 @@ from gradscope.storage import KEEP_BYTES, PART_BYTES, Rows, Scratch, States
 _LARGEST = 4096  # larger batches gain nothing
 _BUSY = 2**28  # nor, on a processor, such whose graph has more bytes a thread,
 _THREADS = 2  # of which there are as many at least
-_GRAPHS = 4  # times what the forward pass records: with gradients, factors and workspace
-_SPARE = 2**30  # tiles, random matrices, libraries
+_GRAPHS = 8  # times what the forward pass records: with gradients, factors and workspace
+_SPARE = 2**28  # tiles, libraries
 _MARGIN = 0.8  # of a budget is planned with
 _SHARE = 0.5  # of what there is, when no budget is given
-_CLEAR = 96 * 2**20
-_LEAST, _TRIED = 4, 64  # at least so many samples are a trial's, or that fraction of all
-_WRITER = 8 * 2**20  # HDF5 itself, and pieces on their way to the disk
+_CLEAR = 48 * 2**20  # bytes: a difference of two peaks that is due to the samples
+_WRITER = 16 * 2**20  # HDF5, the checks of the finished file, pieces on their way to the disk
 
 
 @dataclass(frozen=True)
-class Budget:
-    """How a run uses memory."""
+class MemoryPlan:
+    """The batch size of a run and the memory that it takes."""
 
     samples: int  # computed at a time
-    notes: tuple[str, ...] = ()  # why, where it is not what one would expect
-    peak: int | None = None  # bytes beside model and data, with what finding out takes
-    available: int | None = None  # bytes that there are
+    notes: tuple[str, ...] = ()  # the reason, if the batch size is smaller than usual
+    peak: int | None = None  # bytes in addition to model and data; None if not measured
+    available: int | None = None  # free bytes; None if the system does not report them
 
 
-def plan(job: Job, *, measured: bool = False, there: int | None = None) -> Budget:
+def plan(job: Job, *, measured: bool = False, there: int | None = None) -> MemoryPlan:
     """Return the batch size that was asked for, or one that fits into memory.
 
-    The peak is found out where the batch size depends on it, or where it is to be `measured`;
-    `there` are the bytes of memory that there are, by default what the system tells.
+    Args:
+        job: The run.
+        measured: Measure the peak, even if the batch size does not depend on it.
+        there: Free bytes, by default what the system reports.
+
+    Raises:
+        SpecError: A single sample takes more than `--memory`.
     """
-    there = available(job.scope.problem.device) if there is None else there
-    asked = job.scope.settings
+    there = available(job.session.problem.device) if there is None else there
+    asked = job.session.settings
     proved = asked.verify != "never" and not asked.own_loss and len(job.rows) > 1
     try:
         found = _planned(job, there, measured=measured)
@@ -81,16 +93,16 @@ def plan(job: Job, *, measured: bool = False, there: int | None = None) -> Budge
     return found
 
 
-def _planned(job: Job, there: int | None, *, measured: bool) -> Budget:
+def _planned(job: Job, there: int | None, *, measured: bool) -> MemoryPlan:
     asked = job.spec.compute
     if asked.memory is not None:
         with rehearsal(job) as rehearsed:
             return _within(rehearsed, parse_memory(asked.memory), there)
-    given = asked.batch_size is not None or job.scope.settings.own_loss
+    given = asked.batch_size is not None or job.session.settings.own_loss
     if there is None and not given:
-        return Budget(min(job.batch_size, held_densely(job.scope)))
+        return MemoryPlan(min(job.batch_size, max_dense_samples(job.session)))
     if given and not measured:
-        return Budget(job.batch_size, available=there)
+        return MemoryPlan(job.batch_size, available=there)
     with rehearsal(job) as rehearsed:
         return _beside_others(rehearsed, there, fixed=given, measured=measured)
 
@@ -105,8 +117,8 @@ def _require_independent(job: Job) -> None:
             require_unaffected(problem, batch, losses, judged=True)
 
     with rehearsal(job) as one:
-        problem = one.scope.problem
-        known, two = problem.state.found, one.scope.labels.of(one.load(0, 2)).detached()
+        problem = one.session.problem
+        known, two = problem.state.found, one.session.labels.of(one.load(0, 2)).detached()
         try:
             compared(problem, two)
         except Exception as error:
@@ -117,12 +129,14 @@ def _require_independent(job: Job) -> None:
             compared(problem, two)  # now that what the forward pass changes is put back
 
 
-def _within(job: Job, memory: int, there: int | None) -> Budget:
-    """Choose by a given budget."""
+def _within(job: Job, memory: int, there: int | None) -> MemoryPlan:
+    """Return the largest power of two whose measured peak stays within `--memory`."""
     most, budget = min(len(job.rows), _LARGEST), _MARGIN * memory
-    found = Rehearsals(job).footprint(most, budget, Sizes.of(job))
+    found = Rehearsals(job).curve(most, budget)
     if found is None:
-        return Budget(job.batch_size, ("how much memory is taken is not known here",), None, there)
+        return MemoryPlan(
+            job.batch_size, ("how much memory is taken is not known here",), None, there
+        )
     samples = found.most(budget, most)
     if not samples:
         least = memory_text(int(found.peak(1) / _MARGIN))
@@ -134,44 +148,39 @@ def _within(job: Job, memory: int, there: int | None) -> Budget:
         )
     note = f"batches of {count(samples, 'sample')} are to take {memory_text(found.peak(samples))}"
     note += f" of the {memory_text(memory)} of --memory"
-    return Budget(samples, (note,), max(found.largest, found.peak(samples)), there)
+    return MemoryPlan(samples, (note,), max(found.largest, found.peak(samples)), there)
 
 
-def _beside_others(job: Job, there: int | None, *, fixed: bool, measured: bool) -> Budget:
+def _beside_others(job: Job, there: int | None, *, fixed: bool, measured: bool) -> MemoryPlan:
     """Keep to the batch size of the job, unless it is not `fixed` and memory is short."""
-    samples, sizes = job.batch_size, Sizes.of(job)
+    rehearsals = Rehearsals(job) if measured else None  # first: loaded code is a part of the peak
+    samples, sizes, notes = job.batch_size, Sizes.of(job), list[str]()
+    limit = inf if there is None else there
     if sizes is not None and not fixed:
         raw = any(c.reducer is not None and c.reducer.raw for c in job.chains)
         least = 2 if raw or job.spec.compute.layout != "dense" else 1  # structure shows in two
-        samples = min(samples, max(least, sizes.busy(job.scope.problem.device)))
-    most, limit = min(samples, len(job.rows)), inf if there is None else there
-    budget = limit if fixed else _SHARE * limit
-    if not measured and sizes is not None:
-        takes = sizes.most(most)
-        # where it is the smaller part, other sizes save little, and each trial takes a proof
-        if takes <= budget or most * sizes.each <= sizes.fixed:
-            note = f"any batch may take up to {memory_text(takes)}: there is {memory_text(limit)}"
-            return Budget(samples, () if takes <= limit else (note,), available=there)
-    rehearsals = Rehearsals(job)
-    found = rehearsals.footprint(most, budget, None if fixed else sizes)
+        samples = min(samples, max(least, sizes.busy(job.session.problem.device)))
+        wanted = min(samples, len(job.rows))
+        fitting = sizes.fitting(wanted, _SHARE * limit)
+        if fitting < wanted:
+            samples, half = fitting, memory_text(_SHARE * limit)
+            note = f"batches of {count(samples, 'sample')}: larger ones may take more than {half}"
+            notes.append(f"{note}, half of the memory there is")
+    most = min(samples, len(job.rows))
+    takes = inf if sizes is None else sizes.most(most)
+    if inf > takes > limit and not fixed:
+        note = f"any batch may take up to {memory_text(takes)}: there is {memory_text(limit)}"
+        notes.append(note)
+    if rehearsals is None:
+        return MemoryPlan(samples, tuple(notes), available=there)
+    found = rehearsals.curve(most, limit) if takes > limit else None
     if found is None:
-        return Budget(samples, available=there)
-    notes: tuple[str, ...] = ()
-    if not fixed and found.most(budget, most) < most:
-        most = samples = max(1, found.most(budget, most))
-        note = (
-            f"batches of {count(samples, 'sample')} are to take {memory_text(found.peak(samples))}"
-        )
-        notes = (f"{note}: half of the memory there is is {memory_text(budget)}",)
-    peak = found.peak(most)
+        return MemoryPlan(samples, tuple(notes), rehearsals.peak(most), there)
+    peak, fits = found.peak(most), found.most(limit, most)
     if peak > limit:
         note = f"batches of {count(most, 'sample')} take about {memory_text(peak)}, and there is"
-        fits = found.most(limit, most)
-        notes += (f"{note} {memory_text(limit)}: {fits:,} would fit",)
-    elif measured:
-        again = [rehearsals.peak(most) or peak for _ in range(2)]  # they differ a little
-        peak = max(found.largest, peak, *again)
-    return Budget(samples, notes, peak, there)
+        notes.append(f"{note} {memory_text(limit)}: {fits:,} would fit")
+    return MemoryPlan(samples, tuple(notes), peak, there)
 
 
 @dataclass(frozen=True)
@@ -185,25 +194,17 @@ class Sizes:
 
     @classmethod
     def of(cls, job: Job) -> "Sizes | None":
-        """Count what one sample takes, evaluated but not proved; None where that does not tell.
-
-        It is counted once for a job and its rehearsals.
-        """
-        if not job.sizes:
-            job.sizes.append(cls._counted(job))
-        found: Sizes | None = job.sizes[0]
-        return found
-
-    @classmethod
-    def _counted(cls, job: Job) -> "Sizes | None":
+        """Count what one sample takes, evaluated but not proved; None where that raises."""
         try:
             with rehearsal(job, verify="never") as one:
                 n = 1 if one.tokens is None else min(2, len(one.rows))  # do positions meet?
                 sample = one.load(0, n)
-                graph = recorded(one.scope.problem, one.scope.labels.of(sample))
-                chains = settled(one.scope, one.chains, lambda: [sample])
-                rows, states = Run(one, chains, Path(), None, BatchSize(n)).reduced(sample, left=n)
-                if one.tokens is not None and one.scope.keeps_apart:
+                graph = recorded(one.session.problem, one.session.labels.of(sample))
+                chains = settled(one.session, one.chains, lambda: [sample])
+                rows, states = Run(one, chains, Path(), NullWriter(), BatchSize(n)).reduced(
+                    sample, left=n
+                )
+                if one.tokens is not None and one.session.keeps_apart:
                     graph //= one.tokens.positions  # one pass for all of them
         except Exception:  # whatever it is, the run will tell
             return None
@@ -212,7 +213,7 @@ class Sizes:
             graph=graph,
             rows=sum(block.n * prod(block.shape) * block.dtype.itemsize for block in blocks),
             states=sum(map(carried_bytes, states.values())),
-            gradient=sum(p.nbytes for p in job.scope.problem.parameters.values()),
+            gradient=sum(p.nbytes for p in job.session.problem.parameters.values()),
         )
 
     def busy(self, device: torch.device) -> int:
@@ -226,6 +227,14 @@ class Sizes:
         """Return more bytes than batches of n samples take."""
         return _SPARE + n * self.each + self.fixed
 
+    def fitting(self, most: int, budget: float) -> int:
+        """Return the largest of `most` and the powers of two below that fits `budget`, at least 1.
+
+        Samples may take as much as states and gradients, since fewer would save little.
+        """
+        room = max(budget - _SPARE - self.fixed, self.fixed)
+        return next((n for n in _powers(most) if n * self.each <= room), 1)
+
     @property
     def each(self) -> int:
         """More bytes than a sample takes: one batch is computed, one is written."""
@@ -237,13 +246,17 @@ class Sizes:
         return 2 * self.states + 4 * self.gradient
 
 
+def _powers(limit: int) -> list[int]:
+    """Return `limit` and the powers of two up to it, the largest first."""
+    return [limit, *(1 << k for k in reversed(range(limit.bit_length())))]
+
+
 @dataclass(frozen=True)
-class Footprint:
-    """Peak memory as a function of the batch size."""
+class PeakCurve:
+    """Measured peak memory by batch size."""
 
     points: tuple[tuple[int, int], ...]  # (samples, bytes), with growing sizes, at least one
-    clear: bool  # larger sizes take as much more a sample as the last two of them
-    beyond: Sizes | None = None  # or else at most as much more as this tells
+    complete: bool  # larger batches lie on the line through the last two points
 
     @property
     def largest(self) -> int:
@@ -252,13 +265,11 @@ class Footprint:
 
     def peak(self, n: int) -> int:
         """Return the bytes for batches of n samples, on the line through the nearest two points."""
-        last, most = self.points[-1]
-        if self.beyond is not None and n > last:
-            return most + 2 * _CLEAR + self.beyond.fixed + (n - last) * self.beyond.each
-        above = next((k for k, (size, _) in enumerate(self.points) if size >= n), -1)
-        if len(self.points) == 1 or above == 0:
-            return self.points[0][1]
-        (left, low), (right, high) = self.points[above - 1], self.points[above]
+        first, last = self.points[0], self.points[-1]
+        if n <= first[0] or first == last:
+            return first[1]
+        lines = [*pairwise(self.points)]
+        (left, low), (right, high) = next((k for k in lines if n <= k[1][0]), lines[-1])
         return round(low + (n - left) * max(0, high - low) / (right - left))
 
     def most(self, budget: float, limit: int) -> int:
@@ -266,64 +277,55 @@ class Footprint:
 
         Powers of two, since what is measured differs a little from run to run.
         """
-        sizes = [limit, *(1 << k for k in reversed(range(limit.bit_length())))]
-        every = self.clear or self.beyond is not None
-        known = [n for n in sizes if every or n <= self.points[-1][0]]
+        known = [n for n in _powers(limit) if self.complete or n <= self.points[-1][0]]
         return next((n for n in known if self.peak(n) <= budget), 0)
 
 
 class Rehearsals:
-    """Measures a job's peak memory above what is taken when this is made.
+    """Measures a job's peak memory above the memory in use when the object is made.
 
-    What the first rehearsal leaves behind for good (code that is loaded when it is first used) so
-    counts in every later one, as it does in a run.
+    Code that the first rehearsal loads stays loaded. So it counts in every later rehearsal, as it
+    counts in a run.
     """
 
     def __init__(self, job: Job) -> None:
-        self._job, self._device = job, job.scope.problem.device
+        self._job, self._device = job, job.session.problem.device
+        job.load(0, min(2, len(job.rows)))  # data that do not fit together are the data's fault
         gc.collect()  # a peak is above what is in use
         release_freed_memory()
-        self._base = taken(self._device)
+        self._base = used_memory(self._device)
 
     def peak(self, n: int) -> int | None:
-        """Return the peak bytes with batches of n samples; None if unknown, or too much."""
+        """Return the peak bytes with batches of n samples, or None.
+
+        It is None if the system does not report memory, or if memory runs out.
+        """
         with peak_memory(self._device) as above:
-            start = taken(self._device)
+            start = used_memory(self._device)
             fits = rehearse(self._job, n)
         if self._base is None or start is None or not above or not fits:
             return None
         return _WRITER + start + above[0] - self._base
 
-    def footprint(self, most: int, budget: float, sizes: Sizes | None = None) -> Footprint | None:
-        """Measure small batches, up to `most` samples and to what would seem to take `budget`.
+    def curve(self, most: int, budget: float) -> PeakCurve | None:
+        """Measure small batches, up to `most` samples, while the next is likely to fit `budget`.
 
-        With `sizes`, a run that is not worth more trials has one, unless memory is short. None
-        where the system does not tell how much memory is taken.
+        Returns None if the system does not report memory.
         """
-        self._job.load(0, min(2, most))  # data that do not fit together are the data's fault
-        self.peak(1)  # what is loaded now is not the samples'
+        self.peak(1)  # loads code, whose memory is not due to the samples
         first = self.peak(1)
         if first is None:
             return None
-        worth = max(_LEAST, len(self._job.rows) // _TRIED)
-        if sizes is not None and worth < most:
-            few = Footprint(((1, first),), clear=False, beyond=sizes)
-            n = few.most(budget, worth)
-            peak = self.peak(n) if n > 1 else None
-            if peak is not None:
-                few = replace(few, points=(*few.points, (n, peak)))
-            if few.most(budget, most) >= worth:
-                return few
         points, rise = [(1, first)], 0
         while points[-1][0] < most and rise < _CLEAR:
             n, last = points[-1]
             might = last + max(2 * rise, last - first)
             peak = self.peak(min(2 * n, most)) if might <= budget else None
             if peak is None:
-                return Footprint(tuple(points), clear=False)
+                return PeakCurve(tuple(points), complete=False)
             points.append((min(2 * n, most), peak))
             rise = max(0, peak - last)
-        return Footprint(tuple(points), clear=True)
+        return PeakCurve(tuple(points), complete=True)
 
 
 def recorded(problem: Problem, batch: Batch) -> int:
@@ -342,10 +344,10 @@ def recorded(problem: Problem, batch: Batch) -> int:
     return sum(held[place].nbytes() for place in others)
 
 
-class Nowhere:
-    """A writer that holds the rows of one batch until the next has been computed and audited.
+class NullWriter:
+    """A writer without a file; it keeps the rows of a batch until the next one is appended.
 
-    That is as long as a slow writer holds them, so that the peak of a run cannot be higher.
+    A slow writer keeps them as long, so that the peak of a run cannot be higher.
     """
 
     completed = 0
@@ -355,13 +357,13 @@ class Nowhere:
         self._scratch = Scratch()
 
     def append(self, rows: Rows, states: States | None = None, *, proved: bool = False) -> None:
-        """Let go of the last rows, and make these in their dense form, a part at a time.
+        """Release the last rows and make these dense, a part at a time.
 
         States are copied where a writer copies them.
         """
         self._kept = None
-        held = [t for state in (states or {}).values() for t in state.values()]
-        copies = [t.clone() for t in held] if sum(t.nbytes for t in held) <= KEEP_BYTES else []
+        own = [t for state in (states or {}).values() for t in state.values()]
+        copies = [t.clone() for t in own] if sum(t.nbytes for t in own) <= KEEP_BYTES else []
         self._kept = rows, copies
         for block in (b for gradients in rows.chains for b in (gradients or {}).values()):
             if block.held is not None:
@@ -371,19 +373,23 @@ class Nowhere:
                 part.dense(self._scratch.take((part.n, *block.shape), block.dtype, block.device))
 
     def wait(self) -> None:
-        """Nothing is under way."""
+        """Return at once: nothing is being written."""
 
-    def go_back(self) -> tuple[int, dict[str, Any]]:
-        """Begin again: nothing was written."""
+    def go_back(self) -> tuple[int, dict[str, dict[str, Tensor]]]:
+        """Return no rows and no states: a rehearsal begins again."""
         return 0, {}
+
+    def finish(self, **results: Any) -> None:
+        """Complete nothing."""
 
 
 def rehearse(job: Job, n: int) -> bool:
-    """Compute the first n samples twice, as a run does; return whether memory sufficed for all."""
+    """Compute n samples twice, as a run does; return whether memory sufficed for all n."""
+    job.session.close()  # so that the first batch is proved, as a run's is
     size = BatchSize(n)
     batches = [job.load(0, n) for _ in range(2)]  # while one is computed, the next is loaded
-    chains = settled(job.scope, job.chains, lambda: batches[:1])
-    run = Run(job, chains, Path(), Nowhere(), size)
+    chains = settled(job.session, job.chains, lambda: batches[:1])
+    run = Run(job, chains, Path(), NullWriter(), size)
     for done, batch in zip((0, len(job.rows) - n), batches, strict=True):
         run.done = done  # the first batch is proved, the last one audited
         run.add(batch)
@@ -392,15 +398,15 @@ def rehearse(job: Job, n: int) -> bool:
 
 @contextmanager
 def rehearsal(job: Job, verify: Verify | None = None) -> Iterator[Job]:
-    """Yield the job with a session of its own, which compiles nothing and is closed afterwards.
+    """Yield the job with a separate session, which compiles nothing and is closed afterwards.
 
-    It proves its answers as the job's does, unless it is told how to `verify` them.
-    Kernels are not measured in the body: they would be for other sizes than the run's.
+    The session verifies its answers as the job's does, or by `verify`. Kernels are not timed in the
+    body, since the run has other batch sizes.
     """
-    session = job.scope.rehearsal(verify)
+    session = job.session.rehearsal(verify)
     try:
         with unmeasured():
-            yield replace(job, scope=session)
+            yield replace(job, session=session)
     finally:
         session.close()
         release_freed_memory()  # or the run would come on top of it

@@ -26,7 +26,7 @@ from gradscope.errors import (
     RefusedError,
     ResultFileError,
 )
-from gradscope.model.ranks import ElsewhereError
+from gradscope.model.ranks import OtherProcessError
 from gradscope.run.job import Job
 from gradscope.run.outcome import (
     MEAN_GRADIENT,
@@ -38,7 +38,7 @@ from gradscope.run.outcome import (
     require_written,
     results_of,
 )
-from gradscope.run.overlap import BatchSize, ahead
+from gradscope.run.overlap import BatchSize, RowWriter, prefetch
 from gradscope.stages.chain import Chain
 from gradscope.stages.labels import mean_loss, mean_norm
 from gradscope.stages.reducers.base import State, add_in_place, carried_state, taken_over
@@ -92,7 +92,7 @@ class Run:
     job: Job
     chains: tuple[Chain, ...]  # after the earlier passes that some of them need
     path: Path
-    writer: Any  # the open file: a `Behind`
+    writer: RowWriter
     size: BatchSize
     begun: float = 0.0  # on the performance counter
     notes: tuple[str, ...] = ()  # before it began
@@ -107,7 +107,7 @@ class Run:
     @property
     def zeros(self) -> list[str]:
         """What is to be said of gradients that are all zero."""
-        return self.job.scope.zeros
+        return self.job.session.zeros
 
     def remaining(self) -> Iterator[Batch]:
         """Yield the batches that are not computed yet."""
@@ -130,7 +130,7 @@ class Run:
             try:
                 done += self.size.fitting(part, len(batch) - done)
             except RefusedError as error:
-                if isinstance(error, ElsewhereError):  # nothing was found wrong here
+                if isinstance(error, OtherProcessError):  # nothing was found wrong here
                     raise
                 self._go_back(error)
 
@@ -142,13 +142,13 @@ class Run:
         self.done, kept = self.writer.go_back()
         self.states, self._own = without_progress(kept), set()
         self.progress = replace(Progress.of(kept), batch_size=self.size.samples)
-        self.job.scope.auditor.audits = self.progress.audits(self.done)
+        self.job.session.auditor.audits = self.progress.audits(self.done)
         self.returns += 1
-        if not (isinstance(error, CertificateError) and self.job.scope.has_others):
+        if not (isinstance(error, CertificateError) and self.job.session.has_others):
             proved = f"The first {self.done:,} samples are kept" if self.done else "Nothing is kept"
             error.remedy = f"{error.remedy}\n{proved}: what was proved before."
             raise error
-        self.job.scope.notes.append(
+        self.job.session.notes.append(
             f"{error}".partition("\n")[0]
             + f"; from sample {self.done:,} on (of {stopped:,}) computed by another backend"
         )
@@ -182,10 +182,10 @@ class Run:
 
     def _checked(self, file: GradientFile) -> RunReport:
         """Hold the file against itself before it gets to its place."""
-        chains, kept = dict(enumerate(self.chains)), self.job.scope.settings.nonfinite == "keep"
+        chains, kept = dict(enumerate(self.chains)), self.job.session.settings.nonfinite == "keep"
         require_written(file, self.job.rows, chains, self.states, kept=kept)
         try:
-            require_consistent(file, self.job.scope.settings.seed)
+            require_consistent(file, self.job.session.settings.seed)
         except ResultFileError as error:
             raise OutputError(
                 f"the file just written contradicts itself: {error.what}",
@@ -196,15 +196,15 @@ class Run:
         return self._report(file, aggregates=False)
 
     def _report(self, file: GradientFile, *, aggregates: bool) -> RunReport:
-        scope, certificate = self.job.scope, dict(file.certificate)
+        session, certificate = self.job.session, dict(file.certificate)
         finite = np.asarray(file.samples["finite"], dtype=bool)
-        notes = (*self.job.notes, *self.notes, *scope.notes, *self.size.notes)
+        notes = (*self.job.notes, *self.notes, *session.notes, *self.size.notes)
         own = {int(k): int(n) for k, n in self.states.get(NONFINITE, {}).items()}
         found = enumerate(nonfinite_of_file(file, aggregates=aggregates))
         return RunReport(
             parameters=parameter_rows(file, finite),
             certificate=certificate,
-            backend=str(certificate.get("backend", scope.backend)),
+            backend=str(certificate.get("backend", session.backend)),
             notes=tuple(dict.fromkeys(notes)),
             samples=len(self.job.rows),
             nonfinite=int((~finite).sum()),
@@ -212,7 +212,7 @@ class Run:
             seconds=0.0,
             path=str(self.path),
             chains=tuple(chain.text for chain in self.job.chains),
-            audits=scope.auditor.audits.text if scope.settings.verify == "audit" else None,
+            audits=session.auditor.audits.text if session.settings.verify == "audit" else None,
             noun=self.job.spec.compute.rows,
         )
 
@@ -233,7 +233,7 @@ class Run:
             choices=choices,
         )
         progress = {PROGRESS: self.progress.to_state()}
-        self.writer.append(rows, self.states | progress, proved=self.job.scope.proved)
+        self.writer.append(rows, self.states | progress, proved=self.job.session.proved)
         self.done += n
         return n
 
@@ -252,7 +252,7 @@ class Run:
 
         n, chains = len(batch), self._reduced
         found = fold(
-            self.job.scope,
+            self.job.session,
             [batch],
             [*chains.values()],
             sink,
@@ -268,7 +268,7 @@ class Run:
     def _reduced(self) -> dict[str, Chain]:
         """The chains with a reducer, by owner of a state."""
         found = {str(k): chain for k, chain in enumerate(self.chains) if chain.reducer is not None}
-        return found | {self._summed: self.job.scope.labels.chain(bind("mean"))}
+        return found | {self._summed: self.job.session.labels.chain(bind("mean"))}
 
     @property
     def _summed(self) -> str:
@@ -326,15 +326,15 @@ class Run:
 
     def _proof(self) -> Mapping[str, Any] | None:
         """Return the proof of the first batch that has a gradient, with the audits since."""
-        scope, before = self.job.scope, dict(self.progress.certificate or {})
-        proof, found = dict(before), scope.certificate
+        session, before = self.job.session, dict(self.progress.certificate or {})
+        proof, found = dict(before), session.certificate
         if found is not None and not before.get("proves"):
             proof = found.to_json()
             del proof["seconds"], proof["phases"]  # the same run gives the same file
         if not proof:
             return None
-        used = dict.fromkeys((*before.get("backend", scope.backend).split(", "), scope.backend))
-        audit = {"verify": scope.settings.verify, **scope.auditor.audits.to_json()}
+        used = dict.fromkeys((*before.get("backend", session.backend).split(", "), session.backend))
+        audit = {"verify": session.settings.verify, **session.auditor.audits.to_json()}
         return {**proof, "backend": ", ".join(used), "audit": audit}
 
 
@@ -353,14 +353,14 @@ def batches(job: Job, size: BatchSize, done: int = 0) -> Iterator[Batch]:
             start += len(batch)
             yield batch
 
-    return ahead(loaded(), job.scope.problem.device)
+    return prefetch(loaded(), job.session.problem.device)
 
 
 def rows_of(job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluation) -> Rows:
     """Return what is stored of a batch, not computed where a block can do it later."""
-    gradients, shown = evaluation.gradients, job.scope.labels.of(batch)
+    gradients, shown = evaluation.gradients, job.session.labels.of(batch)
     rows = (
-        None if chain.reducer is not None else chain.rows(gradients, job.scope.problem, shown)
+        None if chain.reducer is not None else chain.rows(gradients, job.session.problem, shown)
         for chain in chains
     )
     norms = {
@@ -371,7 +371,7 @@ def rows_of(job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluat
 
 def samples_of(job: Job, batch: Batch, evaluation: Evaluation) -> dict[str, Tensor]:
     """Return what the sample table keeps of a batch: `table_of`, names and previews."""
-    table = table_of(job.scope, batch, evaluation)
+    table = table_of(job.session, batch, evaluation)
     ids = job.dataset.ids(batch.samples if isinstance(batch, Tokens) else batch.index)
     if ids is not None:
         table["id"] = ids

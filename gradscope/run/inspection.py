@@ -27,7 +27,7 @@ from gradscope.model.problem import slopes
 from gradscope.process.memory import timed
 from gradscope.run.budget import Sizes, plan, rehearsal
 from gradscope.run.execute import keeps_states, rows_of
-from gradscope.run.job import Job, file_plan, held_densely
+from gradscope.run.job import Job, file_plan, max_dense_samples
 from gradscope.run.overlap import BatchSize
 from gradscope.stages.chain import Chain
 from gradscope.stages.labels import mean_loss, mean_norm
@@ -45,7 +45,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
-class Room:
+class DiskSpace:
     """What a result file takes, and what there is for it."""
 
     layout: str  # the one asked for
@@ -99,7 +99,7 @@ class Estimate:
     backend: str  # chosen on the first batch
     notes: tuple[str, ...]
     chains: tuple[str, ...]  # in canonical spelling
-    room: Room  # on the disk; and seconds, from the second evaluation of the first batch
+    room: DiskSpace  # on the disk; and seconds, from the second evaluation of the first batch
     memory: int | None  # bytes at the peak, above the loaded model and data; None if unknown
     available: int | None  # bytes that there are for it; None if unknown
     ways: tuple[Chosen, ...]  # kernel variants
@@ -162,14 +162,14 @@ class Inspection:
 def inspect(job: Job) -> Inspection:
     """Evaluate and prove the first batch of a job whose `verify` is not "never"; say what it is."""
     cost = estimate(job, None)
-    problem, loaded = job.scope.problem, job.checkpoint
-    certificate = job.scope.certificate
+    problem, loaded = job.session.problem, job.checkpoint
+    certificate = job.session.certificate
     assert certificate is not None  # the first batch was proved
     batch = job.load(0, min(cost.batch_size, len(job.rows)))
-    evaluation = job.scope.evaluate(batch, job.request())
-    labelled = job.scope.labels.of(batch)
+    evaluation = job.session.evaluate(batch, job.request())
+    labelled = job.session.labels.of(batch)
     finite = finite_samples(evaluation).reshape(len(batch), -1).all(1)
-    predicted = job.scope.predicted(batch, evaluation)
+    predicted = job.session.predicted(batch, evaluation)
     other = predicted["prediction"] != batch.targets.flatten() if "margin" in predicted else None
 
     def spread(values: Tensor) -> tuple[float, float, float]:
@@ -208,7 +208,7 @@ def inspect(job: Job) -> Inspection:
 
 def _phases(job: Job, batch: Batch, took: Mapping[str, float]) -> tuple[Phase, ...]:
     """Hold what the first batch took against a plain pass of it, the faster one of two."""
-    problem, labelled = job.scope.problem, job.scope.labels.of(batch)
+    problem, labelled = job.session.problem, job.session.labels.of(batch)
 
     def plain() -> tuple[Tensor, ...]:
         with problem.state.kept():
@@ -221,14 +221,14 @@ def _phases(job: Job, batch: Batch, took: Mapping[str, float]) -> tuple[Phase, .
 def estimate(job: Job, path: Path | None) -> Estimate:
     """Plan the batch size, and evaluate, prove and time the first batch; nothing is written."""
     budget = plan(job, measured=True)
-    size = BatchSize(budget.samples, fixed=job.scope.settings.own_loss)
+    size = BatchSize(budget.samples, fixed=job.session.settings.own_loss)
     with job.tuner().active() as tuner:
         room = size.fitting(partial(_tried, job, path), len(job.rows))
-    notes = (*job.notes, *budget.notes, *job.scope.notes, *size.notes)
+    notes = (*job.notes, *budget.notes, *job.session.notes, *size.notes)
     return Estimate(
         samples=len(job.rows),
         batch_size=size.samples,
-        backend=job.scope.backend,
+        backend=job.session.backend,
         notes=tuple(dict.fromkeys(notes)),
         chains=tuple(chain.text for chain in job.chains),
         room=room,
@@ -241,14 +241,14 @@ def estimate(job: Job, path: Path | None) -> Estimate:
 
 def preflight(
     job: Job, path: Path, *, overwrite: bool = False, large: int | None = None
-) -> Room | None:
+) -> DiskSpace | None:
     """Return what a run needs whose file may have more than `large` bytes, None for any other.
 
     A few samples are computed, and forgotten again.
     """
     folder, there = os.path.isdir(path.absolute().parent), os.path.exists(path)  # noqa: PTH110, PTH112
     refused = not folder or (there and not overwrite)
-    n, row = len(job.rows), sum(p.nbytes for p in job.scope.problem.parameters.values())
+    n, row = len(job.rows), sum(p.nbytes for p in job.session.problem.parameters.values())
     others = sum(8 * n * n for chain in job.chains if chain.reducer is not None)
     rows = sum(n * row for chain in job.chains if chain.reducer is None)
     large = LARGE if large is None else large
@@ -257,15 +257,15 @@ def preflight(
     sizes = Sizes.of(job)
     if sizes is not None and n * sizes.rows + others <= large:
         return None  # a chain makes rows smaller
-    few = min(_FEW, job.batch_size, max(2, held_densely(job.scope)))
-    size = BatchSize(few, fixed=job.scope.settings.own_loss)
+    few = min(_FEW, job.batch_size, max(2, max_dense_samples(job.session)))
+    size = BatchSize(few, fixed=job.session.settings.own_loss)
     with rehearsal(job, verify="never") as rehearsed:
         found = size.fitting(partial(_tried, rehearsed, path), len(job.rows))
     found.require(path)
     return found if found.bytes > large else None
 
 
-def _tried(job: Job, path: Path | None, n: int) -> Room:
+def _tried(job: Job, path: Path | None, n: int) -> DiskSpace:
     """Evaluate the first n samples twice: the second time tells how long it takes."""
     batch = job.load(0, n)
     passes = 1
@@ -276,10 +276,10 @@ def _tried(job: Job, path: Path | None, n: int) -> Room:
         return [batch]
 
     left = -(-len(job.rows) // n)
-    chains = settled(job.scope, job.chains, once_more, left)
-    job.scope.evaluate(batch, job.request(left))
+    chains = settled(job.session, job.chains, once_more, left)
+    job.session.evaluate(batch, job.request(left))
     begun = time.perf_counter()
-    evaluation = job.scope.evaluate(batch, job.request(left))
+    evaluation = job.session.evaluate(batch, job.request(left))
     for gradients in rows_of(job, chains, batch, evaluation).chains:
         for block in (gradients or {}).values():
             for _ in block.tiles():
@@ -295,7 +295,7 @@ def _room(
     batch: Batch,
     evaluation: Evaluation,
     seconds: float,
-) -> Room:
+) -> DiskSpace:
     """Return what the result file takes, by how one batch is structured.
 
     Of a file in the working directory where `path` is None; the chains have had earlier passes.
@@ -315,7 +315,7 @@ def _room(
     table = sum(file_bytes(plan, replace(rows, chains=(None,) * len(chains)), *more))
     projected = plan.n * _PROJECTED * plan.dtype.itemsize
     smaller[f'a projection (-t "project:dim={_PROJECTED}")'] = table + projected
-    mean = sum(p.nbytes for p in job.scope.problem.parameters.values())
+    mean = sum(p.nbytes for p in job.session.problem.parameters.values())
     smaller['a reducer (such as -t "mean")'] = table + mean
     folder = Path.cwd() if path is None else path.absolute().parent
     kept, limit = 0, None
@@ -324,7 +324,7 @@ def _room(
     if sys.platform != "win32":
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         limit = None if limit == resource.RLIM_INFINITY else limit
-    return Room(
+    return DiskSpace(
         layout=plan.layout,
         layouts=layouts,
         smaller={k: v for k, v in smaller.items() if v < layouts[plan.layout]},
@@ -343,15 +343,15 @@ def _aggregate_shapes(
 
     Some grow with the number of samples: it is told by the difference that half of these makes.
     """
-    kept = usable(job.scope, batch, evaluation)
+    kept = usable(job.session, batch, evaluation)
     if kept is None:
         return [], []
     gradients, problem, samples = kept
     n, few, times = gradients.n, gradients.n // 2, 0.0
-    every = [job.scope.labels.chain(bind("mean"))]
+    every = [job.session.labels.chain(bind("mean"))]
     every += [chain for chain in chains if chain.reducer is not None]
     states = before = [dict(chain.update(None, gradients, problem, samples)) for chain in every]
-    if few and job.scope.labels.mode != "exact":  # which goes with sums only
+    if few and job.session.labels.mode != "exact":  # which goes with sums only
         part, times = slice(0, few), (len(job.rows) - n) / (n - few)
         given = gradients.select(part), problem, samples.select(part)
         before = [dict(chain.update(None, *given)) for chain in every]

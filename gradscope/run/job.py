@@ -6,7 +6,7 @@ misspelt word costs nothing.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from gradscope.engine.session import Session, Settings
 from gradscope.errors import RefusedError, SpecError
 from gradscope.model.locate import first_line
 from gradscope.model.problem import Loss, Problem, is_model_loss
-from gradscope.model.ranks import Ranks, divided
+from gradscope.model.ranks import Ranks, apply_fully_shard
 from gradscope.process.shortage import is_shortage
 from gradscope.run.overlap import to_device
 from gradscope.sources import code
@@ -132,7 +132,7 @@ class Job:
 
     spec: RunSpec  # resolved
     chains: tuple[Chain, ...]  # bound, in the order given
-    scope: Session  # model, loss and backend, with the proof of its answers
+    session: Session  # model, loss and backend, with the proof of its answers
     checkpoint: CheckpointReport  # what was loaded into the model
     dataset: Dataset
     rows: range  # the positions of the selected samples in it; of tokens, rows of all of them
@@ -143,7 +143,6 @@ class Job:
     digests: dict[str, str | dict[str, str]]  # SHA-256 of checkpoint, data, code, stored vectors
     notes: tuple[str, ...]  # what was noticed while loading
     previews: Previews | None = None  # what is kept of the samples themselves
-    sizes: list[Any] = field(default_factory=list)  # what one sample takes, once it is counted
     tokens: TokenRows | None = None  # what the rows are, if they are of tokens
 
     def place(self, output: Path) -> Path:
@@ -153,12 +152,12 @@ class Job:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each selected parameter."""
-        return {name: tuple(p.shape) for name, p in self.scope.problem.parameters.items()}
+        return {name: tuple(p.shape) for name, p in self.session.problem.parameters.items()}
 
     def load(self, start: int, n: int) -> Batch:
         """Return the n samples from the selected sample `start` on, on the model's device."""
         rows = self.rows[start : start + n]
-        load = partial(read, self.dataset, self.scope.problem)
+        load = partial(read, self.dataset, self.session.problem)
         return load(rows) if self.tokens is None else self.tokens.batch(load, rows)
 
     @property
@@ -168,23 +167,23 @@ class Job:
 
     def request(self, left: int | None = None) -> Request:
         """Return what is asked of every batch, with `left` to come: chains, and mean gradient."""
-        asked = map(self.scope.labels.chain, (bind("mean"), *self.chains))
+        asked = map(self.session.labels.chain, (bind("mean"), *self.chains))
         return request_of(asked, left=left, stored=_keeps_gradients(self.spec, self.chains))
 
     def tuner(self, kept: Mapping[str, str] | None = None) -> Tuner:
         """Return what chooses kernels: by measuring, or by what was `kept` of an earlier part."""
-        cached = self.spec.compute.cache and known_of(self.scope.problem.device) is not None
+        cached = self.spec.compute.cache and known_of(self.session.problem.device) is not None
         if kept is not None or not cached:
             return Tuner(measures=False, kept=kept)  # or the same run would not give the same bits
         return Tuner.remembering()
 
     def record(self) -> dict[str, Any]:
         """Return the whole run as plain data, for the result file."""
-        problem = self.scope.problem
+        problem = self.session.problem
         record = {
             "spec": self.spec.model_dump(mode="json"),
             "chains": [chain.text for chain in self.chains],
-            "loss": {"name": self.spec.loss.stage.name, **options(self.scope.problem.loss)},
+            "loss": {"name": self.spec.loss.stage.name, **options(self.session.problem.loss)},
             "batch_size": self.batch_size,
             "samples": [self.rows.start, self.rows.stop],
             "digests": self.digests,
@@ -209,7 +208,7 @@ class Job:
             mode="json", exclude={"path", "files", "tokenizer", "vocabulary"}, exclude_defaults=True
         )
         parts = ["chains", "loss", "samples", "digests", "versions", "dtype"]
-        if self.scope.settings.own_loss:
+        if self.session.settings.own_loss:
             parts.append("batch_size")  # else a row is the same in any
         if self.tokens is not None:
             parts.append("tokens")
@@ -218,7 +217,7 @@ class Job:
         record = self.record()
         return {
             **{key: record[key] for key in parts},
-            "device": self.scope.problem.device.type,  # workers have one each
+            "device": self.session.problem.device.type,  # workers have one each
             **compute,
             **model,
             "dataset": data,  # its files are told by their digest
@@ -263,21 +262,21 @@ def prepare(spec: RunSpec) -> Job:
     settings = asked.model_dump(mode="json", include={field.name for field in fields(Settings)})
     if asked.rows == "token":
         settings["predictions"] = False  # there is one of each sample
-    scope = Session(model, loss, Settings(**settings))
+    session = Session(model, loss, Settings(**settings))
     tokens = None
     if asked.rows == "token":
-        tokens = TokenRows.of(scope, partial(read, dataset, scope.problem), whole)
+        tokens = TokenRows.of(session, partial(read, dataset, session.problem), whole)
         whole = range(len(tokens))
     size = asked.previews if tokens is None else 0  # a sample's would stand in each of its rows
     each = 1 if tokens is None else tokens.positions
     asked_size = (asked.batch_size or 0) * each
-    batch_size = asked_size or _usual_batch(spec, bound, scope, dataset, whole, each)
+    batch_size = asked_size or _usual_batch(spec, bound, session, dataset, whole, each)
     if asked.sharded and shard is not None and not asked.batch_size:
         batch_size = min(batch_size, max(1, len(whole) // shard.count))  # none is left out
     return Job(
         spec=spec,
         chains=bound,
-        scope=scope,
+        session=session,
         checkpoint=loaded.checkpoint,
         dataset=dataset,
         rows=whole if shard is None else shard.rows(whole, batch_size),
@@ -337,7 +336,7 @@ def _in_turn(spec: RunSpec) -> tuple[LoadedModel, nn.Module]:
         with ranks.together():
             if turn == ranks.rank:
                 loaded = load_model(spec.model, spec.checkpoint, lean=True, dtype=_dtype(spec))
-                model = divided(loaded.model, device.type)
+                model = apply_fully_shard(loaded.model, device.type)
                 mine.append((loaded, _placed(model, None, _dtype(spec))))
     return mine[0]
 
@@ -402,7 +401,7 @@ def file_plan(job: Job) -> FilePlan:
         n=len(job.rows),
         parameters=job.shapes,
         chains=tuple(ChainPlan(chain.text, chain.reducer is not None) for chain in job.chains),
-        dtype=job.scope.problem.dtype,
+        dtype=job.session.problem.dtype,
         layout=job.spec.compute.layout,
         compression=job.compression,
     )
@@ -462,7 +461,7 @@ def _keeps_gradients(spec: RunSpec, bound: Iterable[Chain]) -> bool:
 def _usual_batch(
     spec: RunSpec,
     bound: Iterable[Chain],
-    scope: Session,
+    session: Session,
     dataset: Dataset,
     rows: range,
     each: int,
@@ -473,13 +472,13 @@ def _usual_batch(
     """
     samples = min(_BATCH_SAMPLES if each == 1 else -(-_BATCH_TOKENS // each) * each, len(rows))
     if _keeps_gradients(spec, bound) or spec.compute.backend not in ("auto", "hooks"):
-        samples = min(samples, held_densely(scope))
-    if scope.labels.mode == "exact":
-        samples //= scope.labels.each(read(dataset, scope.problem, rows[:1]))
+        samples = min(samples, max_dense_samples(session))
+    if session.labels.mode == "exact":
+        samples //= session.labels.each(read(dataset, session.problem, rows[:1]))
     return max(1, samples)
 
 
-def held_densely(scope: Session) -> int:
+def max_dense_samples(session: Session) -> int:
     """Return how many samples' gradients may be held in their dense form at a time."""
-    row = sum(p.nbytes for p in scope.problem.parameters.values())
+    row = sum(p.nbytes for p in session.problem.parameters.values())
     return max(1, _DENSE_BYTES // max(1, row))

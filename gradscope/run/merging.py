@@ -382,8 +382,11 @@ def _require_same_run(parts: RunFiles, job: Job) -> None:
 def _numbers(job: Job, sample: _Stored) -> Iterator[tuple[str, float, float, float]]:
     """Yield a sample's numbers: which, as stored, as computed, by how much they may differ."""
     batch = job.load(sample.index, 1)
-    made = rows_of(job, (), batch, job.scope.evaluate(batch))
-    eps, alike = torch.finfo(job.scope.problem.precision).eps, ALIKE[job.scope.problem.precision]
+    made = rows_of(job, (), batch, job.session.evaluate(batch))
+    eps, alike = (
+        torch.finfo(job.session.problem.precision).eps,
+        ALIKE[job.session.problem.precision],
+    )
     loss, norm = (min(_ROUNDINGS * eps, alike) * largest for largest in sample.largest)
 
     def compared(what: str, stored: float, found: Any, slack: float) -> Any:
@@ -391,7 +394,7 @@ def _numbers(job: Job, sample: _Stored) -> Iterator[tuple[str, float, float, flo
 
     yield compared("loss", sample.loss, made.samples["loss"], loss)
     yield compared("gradient norm", sample.norm, made.samples["norm"], norm)
-    _, share = tolerances(dtype_name(job.scope.problem.precision))
+    _, share = tolerances(dtype_name(job.session.problem.precision))
     slack = norm + share * sample.norm
     for name, value in made.norms.items():
         yield compared(f"gradient norm by {name!r}", sample.norms[name], value, slack)

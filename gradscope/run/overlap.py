@@ -1,4 +1,4 @@
-"""Loading, computing and writing at the same time: one thread ahead of the computation, one behind.
+"""Loading, computing and writing at the same time: one thread loads ahead, one writes behind.
 
 Each of them is at most one batch away from it, and whatever goes wrong in it is raised where its
 result is asked for. Signals reach the main thread only, which waits for the others before it goes.
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from gradscope.blocks import DerivedBlock, Gradients
 from gradscope.core.batch import Batch, map_tensors, tensors
 from gradscope.errors import OutputError, RefusedError
 from gradscope.model.locate import first_line
-from gradscope.process.memory import beside_host, release_freed_memory
-from gradscope.process.shortage import is_shortage, started
+from gradscope.process.memory import accelerator_module, release_freed_memory
+from gradscope.process.shortage import is_shortage, thread_pool
 from gradscope.storage import Rows, States, Writer, deferred
 
 T = TypeVar("T")
@@ -80,28 +80,48 @@ class BatchSize:
             self.samples = n // 2
             gc.collect()  # a traceback may hold on to what the attempt had computed
             release_freed_memory()
-            module = beside_host(torch.accelerator.current_accelerator())
+            module = accelerator_module(torch.accelerator.current_accelerator())
             if hasattr(module, "empty_cache"):
                 module.empty_cache()
 
 
-def ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+def prefetch(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """Yield the batches; while one is in use, the next one is loaded in another thread."""
-    lane = Lane(device)
+    stream = CopyStream(device)
 
     def load() -> Batch | None:
-        with lane.entered():
+        with stream.entered():
             return next(batches, None)
 
-    with started(1, "gradscope-loader") as thread:
+    with thread_pool(1, "gradscope-loader") as thread:
         coming = thread.submit(load)
         while (batch := coming.result()) is not None:
             coming = thread.submit(load)
-            lane.hand_over(batch)
+            stream.hand_over(batch)
             yield batch
 
 
-class Behind:
+class RowWriter(Protocol):
+    """Takes the batches of a run, in order: writes them to a file, or nowhere in a rehearsal."""
+
+    @property
+    def completed(self) -> int:
+        """The number of rows written so far."""
+
+    def append(self, rows: Rows, states: States | None = None, *, proved: bool = False) -> None:
+        """Take one batch and the reducers' states after it; `go_back` goes to one `proved`."""
+
+    def wait(self) -> None:
+        """Wait until the last batch is taken: then its states may be changed."""
+
+    def go_back(self) -> tuple[int, dict[str, dict[str, Tensor]]]:
+        """Drop the batches after the last proved one; return how many rows and states are left."""
+
+    def finish(self, **results: Any) -> None:
+        """Complete the file; see `Writer.finish`."""
+
+
+class BackgroundWriter:
     """A writer that writes in a thread of its own: in order, one batch while the next is computed.
 
     Leaving the context waits for what is being written. A batch that could not be written is
@@ -109,9 +129,9 @@ class Behind:
     """
 
     def __init__(self, writer: Writer, device: torch.device, *, dense: bool) -> None:
-        self._writer, self._lane = writer, Lane(device)
-        self._pinned = Pinned(pin=True) if dense and streaming(device) else None
-        self._thread = started(1, "gradscope-writer")
+        self._writer, self._stream = writer, CopyStream(device)
+        self._pinned = PinnedBuffers(pin=True) if dense and streaming(device) else None
+        self._thread = thread_pool(1, "gradscope-writer")
         self._last: Future[None] | None = None
 
     @property
@@ -126,7 +146,7 @@ class Behind:
         """
         self.wait()
         alike = copy_context().run  # a thread has no context of its own caller's
-        mark = self._lane.mark()
+        mark = self._stream.mark()
         self._last = self._thread.submit(alike, self._write, rows, states, mark, proved)
 
     def go_back(self) -> tuple[int, dict[str, dict[str, Tensor]]]:
@@ -149,8 +169,8 @@ class Behind:
             self.wait()
 
     def _write(self, rows: Rows, states: States | None, mark: Any, proved: bool) -> None:
-        with torch.no_grad(), self._lane.entered(mark):  # grad mode is a thread's own
-            taken = rows if self._pinned is None else on_host(rows, self._pinned)
+        with torch.no_grad(), self._stream.entered(mark):  # grad mode is a thread's own
+            taken = rows if self._pinned is None else dense_on_host(rows, self._pinned)
             self._writer.append(taken, states, proved=proved)
 
     def wait(self) -> None:
@@ -169,7 +189,7 @@ class Behind:
         self._last = None
 
 
-class Lane:
+class CopyStream:
     """A stream for a thread's work on a GPU, beside the computation's; no effect on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -203,7 +223,7 @@ class Lane:
 
 def streaming(device: torch.device) -> Any:
     """Return torch's module of a device with streams of work, as CUDA and XPU have; else None."""
-    module = beside_host(device)
+    module = accelerator_module(device)
     return module if hasattr(module, "Stream") else None
 
 
@@ -223,7 +243,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return Batch(map_tensors(move, batch.inputs), map_tensors(move, batch.targets), batch.index)
 
 
-class Pinned:
+class PinnedBuffers:
     """Two host buffers for each dtype, handed out in turn: one is filled, one is written."""
 
     def __init__(self, *, pin: bool) -> None:
@@ -244,7 +264,7 @@ class Pinned:
 class HostBlock(DerivedBlock):
     """Gradients on a GPU, whose dense form (n, *shape) goes to buffers in the host's memory."""
 
-    pinned: Pinned
+    pinned: PinnedBuffers
 
     @property
     def device(self) -> torch.device:
@@ -263,7 +283,7 @@ class HostBlock(DerivedBlock):
         return host
 
 
-def on_host(rows: Rows, pinned: Pinned) -> Rows:
+def dense_on_host(rows: Rows, pinned: PinnedBuffers) -> Rows:
     """Return rows of which a writer takes the dense form by way of `pinned`."""
 
     def moved(gradients: Gradients | None) -> Gradients | None:

@@ -22,7 +22,7 @@ from gradscope.core.grammar import parse
 from gradscope.core.texts import unequal
 from gradscope.engine.fold import settled
 from gradscope.errors import OutputError
-from gradscope.run.budget import Budget, plan
+from gradscope.run.budget import MemoryPlan, plan
 from gradscope.run.execute import (
     ALIKE,
     Progress,
@@ -34,7 +34,7 @@ from gradscope.run.execute import (
 )
 from gradscope.run.job import Job, file_plan
 from gradscope.run.outcome import RunReport
-from gradscope.run.overlap import BatchSize, Behind
+from gradscope.run.overlap import BackgroundWriter, BatchSize
 from gradscope.stages.chain import Chain
 from gradscope.storage import open_writer, require_other, writing
 
@@ -55,37 +55,37 @@ def start(
     begun = time.perf_counter()
     resume = resume or (job.shard is not None and not overwrite)
     refuse_inputs(job, path)
-    job.scope.close()  # a job that was run before begins as a new one does
+    job.session.close()  # a job that was run before begins as a new one does
     layout = file_plan(job)
     with open_writer(path, layout, overwrite=overwrite, resume=resume) as writer:
         before = Progress.of(writer.states)
         done, budget = writer.completed, _budget(job, before, writer.completed)
         layout.run["batch_size"] = budget.samples  # the file is laid out with the first batch
-        size = BatchSize(budget.samples, fixed=job.scope.settings.own_loss)
+        size = BatchSize(budget.samples, fixed=job.session.settings.own_loss)
         left = -(-len(job.rows) // size.samples)
         tuner = job.tuner(before.choices)
         with (
             tuner.active(),
-            Behind(
-                writer, job.scope.problem.device, dense=job.spec.compute.layout == "dense"
-            ) as behind,
+            BackgroundWriter(
+                writer, job.session.problem.device, dense=job.spec.compute.layout == "dense"
+            ) as background,
         ):
             chains = size.fitting(
-                lambda n: settled(job.scope, job.chains, lambda: batches(job, size), left),
+                lambda n: settled(job.session, job.chains, lambda: batches(job, size), left),
                 len(job.rows),
             )
             progress = replace(before, batch_size=size.samples)
             if 0 < done < len(job.rows):
                 _recheck(job, chains, size, before, path)
-            audits, proof = progress.audits(done), job.scope.certificate
-            if proof and not audits.proved and (done or job.scope.settings.verify == "first"):
+            audits, proof = progress.audits(done), job.session.certificate
+            if proof and not audits.proved and (done or job.session.settings.verify == "first"):
                 audits = audits.with_proof(proof)  # else it is audited when its turn comes
-            job.scope.auditor.audits = audits
+            job.session.auditor.audits = audits
             yield Run(
                 job,
                 chains,
                 path,
-                behind,
+                background,
                 size,
                 begun,
                 budget.notes,
@@ -97,15 +97,15 @@ def start(
             )
 
 
-def _budget(job: Job, before: Progress, done: int) -> Budget:
+def _budget(job: Job, before: Progress, done: int) -> MemoryPlan:
     """Return how many samples are computed at a time, of a run of which so many are `done`."""
     asked = job.spec.compute
     if done == len(job.rows):
-        return Budget(1)
+        return MemoryPlan(1)
     if before.batch_size and not (asked.batch_size or asked.memory):
-        return Budget(before.batch_size)  # that of the stopped run
+        return MemoryPlan(before.batch_size)  # that of the stopped run
     if asked.sharded:  # no process tries anything without the others
-        return Budget(job.batch_size)
+        return MemoryPlan(job.batch_size)
     return plan(job)
 
 
@@ -116,11 +116,11 @@ def _recheck(
     if before.first is None:
         return
     batch = size.fitting(partial(job.load, 0), len(job.rows))
-    evaluation = job.scope.evaluate(batch, job.request(), ordinal=0)
+    evaluation = job.session.evaluate(batch, job.request(), ordinal=0)
     found = first_of(rows_of(job, chains, batch, evaluation))
     for what, then, now in zip(("loss", "gradient norm"), before.first, found, strict=True):
         a, b = (torch.tensor(values[: min(len(then), len(now))]) for values in (then, now))
-        differ = ~torch.isclose(a, b, rtol=ALIKE[job.scope.problem.precision], equal_nan=True)
+        differ = ~torch.isclose(a, b, rtol=ALIKE[job.session.problem.precision], equal_nan=True)
         if differ.any():
             first = int(differ.int().argmax())
             began, has = unequal(then[first], now[first])

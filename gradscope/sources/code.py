@@ -26,7 +26,14 @@ from gradscope.config import split_reference
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import article
 from gradscope.errors import GradscopeError, ModelError, RefusedError
-from gradscope.model.locate import first_line, is_installed, is_users, own_lines, raised, stopped
+from gradscope.model.locate import (
+    describe_raised,
+    device_error,
+    first_line,
+    is_installed,
+    is_users,
+    own_lines,
+)
 from gradscope.process.shortage import is_shortage
 from gradscope.process.stops import is_stop
 
@@ -119,7 +126,7 @@ def blamed(error: BaseException) -> GradscopeError | None:
     """Return the error for what nobody nearer to it has caught; None where it is a bug of ours."""
     if is_users(error) or isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit):
         return _users(error)
-    if (gone := stopped(error)) is not None:
+    if (gone := device_error(error)) is not None:
         return gone
     told, remedy = f"memory ran out: {first_line(error)}", "Free memory, or give it less to do."
     return RefusedError(told, remedy=remedy) if is_shortage(error) else None
@@ -135,7 +142,7 @@ def _users(error: BaseException) -> ModelError:
             "A file that is named alone has no package. Go to the folder that holds the package, "
             f"and name package.module:NAME.\n{shown}"
         )
-    return ModelError(f"your code {raised(error)}", remedy=remedy)
+    return ModelError(f"your code {describe_raised(error)}", remedy=remedy)
 
 
 def _load(reference: str, kind: str) -> tuple[ModuleType, str, str]:

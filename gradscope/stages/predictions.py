@@ -21,7 +21,7 @@ from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch
 from gradscope.model.problem import BoundLoss, Loss, Predictive, Problem
 from gradscope.model.rounding import same
-from gradscope.process.shortage import is_outer
+from gradscope.process.shortage import is_machine_error
 from gradscope.stages.labels import Labels
 
 Columns = dict[str, Tensor]  # prediction (n,), margin (n,)
@@ -131,7 +131,7 @@ def _passed(problem: Problem, batch: Batch, *, graph: bool) -> tuple[Tensor, Col
     try:
         losses = replace(problem, seen=keep).losses(batch, graph=graph)
     except Exception as error:  # the model's code, in a way that no backend runs it
-        if is_outer(error):
+        if is_machine_error(error):
             raise
         return None
     return (losses.detach(), seen[0]) if seen else None

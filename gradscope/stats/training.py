@@ -78,7 +78,7 @@ def measure(
         clip: Clipping norms whose share of the samples is wanted.
     """
     scope.session.labels.require_one()
-    ranks = scope.problem.sharding
+    ranks = scope.problem.model_parallel
     if ranks is None:
         evaluation = scope.evaluate(Batch.of(inputs, targets))
         samples, norms, dots, lengths = _measured(evaluation, targets, None)

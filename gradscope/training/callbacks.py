@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradscope.errors import SpecError
 from gradscope.model.randomness import forked, random_numbers_kept
-from gradscope.model.ranks import Sharding, ranks_of
+from gradscope.model.ranks import ModelParallel, ranks_of
 from gradscope.stages.losses import resolve
 from gradscope.training.monitor import Monitor, within
 
@@ -147,7 +147,7 @@ class TrainerMonitor(_Callback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
         """Draw the samples, and begin."""
         ranks = ranks_of(within(known["model"]))
-        share = (ranks.rank, ranks.size) if isinstance(ranks, Sharding) else None
+        share = (ranks.rank, ranks.size) if isinstance(ranks, ModelParallel) else None
         if share is None and not state.is_world_process_zero:
             return  # of a model that is divided all processes measure
         inputs = self._given

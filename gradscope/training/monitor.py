@@ -36,10 +36,10 @@ from torch import Tensor, nn
 from gradscope.core.batch import Batch
 from gradscope.errors import GradscopeError, SpecError
 from gradscope.model.randomness import forked, random_numbers_kept
-from gradscope.model.ranks import PartedError
+from gradscope.model.ranks import OutOfStepError
 from gradscope.process import stops
 from gradscope.process.libc import keep_pages
-from gradscope.process.memory import settle
+from gradscope.process.memory import synchronize
 from gradscope.scope import Held, Scope
 from gradscope.stats.summary import in_place
 from gradscope.stats.training import CURVES, Cost, End, Step, append, measure
@@ -190,7 +190,7 @@ class Monitor(Held):
         self._cut_off = 0.0  # seconds of a proof for which there was no more time
         self._lately: deque[float] = deque(maxlen=_LATELY)  # seconds of measurements
         self.scope = Scope(self._model, loss, **{"verify": "first", **options})
-        ranks = self.scope.problem.sharding
+        ranks = self.scope.problem.model_parallel
         self._first = _is_first_process() if ranks is None else ranks.rank == 0
         self._closed = ranks is None and not self._first
         self._trackers = logs if self._first else []
@@ -238,12 +238,12 @@ class Monitor(Held):
         if training.start is None:
             self.start(step)
         elif not self._closed and step // self.every > before // self.every:
-            settle(self.scope.problem.device)
+            synchronize(self.scope.problem.device)
             begun = self._clock()
             try:
                 with self._together():
                     self._measure(batch, begun)
-            except PartedError:
+            except OutOfStepError:
                 raise  # nor can it go on: the processes are out of step
             except Exception as error:  # whatever it is, the training is not to blame
                 self._give_up(error)
@@ -284,7 +284,7 @@ class Monitor(Held):
 
     def _together(self) -> AbstractContextManager[None]:
         """Let an error of one process be one of all those that measure."""
-        ranks = self.scope.problem.sharding
+        ranks = self.scope.problem.model_parallel
         return nullcontext() if ranks is None else ranks.together()
 
     def _measure(self, of: Callable[[], tuple[Any, Any]], begun: float) -> None:
@@ -305,7 +305,7 @@ class Monitor(Held):
                 )
             now = self._clock()
             summary = measure(self.scope, batch.inputs, batch.targets, clip=self._clip)
-        settle(self.scope.problem.device)
+        synchronize(self.scope.problem.device)
         done = self._clock()
         self._lately.append(done - now)
         seconds = done - begun
@@ -332,9 +332,9 @@ class Monitor(Held):
         budget = math.inf if self.overhead is None else self.overhead * trained
         left = budget - self._spent - (self._clock() - begun)
         try:
-            with stops.within(left, self._clock):
+            with stops.time_limit(left, self._clock):
                 self.scope.evaluate(batch.select(slice(0, self._few)))
-                settle(self.scope.problem.device)
+                synchronize(self.scope.problem.device)
             self._cut_off, self._proof = 0.0, self._clock() - begun
         except stops.OutOfTime:
             self._cut_off = self._clock() - begun

@@ -220,7 +220,7 @@ def test_files_runs_data_and_scopes_agree(place: Place, curvature: Any) -> None:
 
 def test_scopes(place: Place) -> None:
     train, query = place.result("train"), place.result("query")
-    model = prepare(load(place.run_file("train"))).scope.problem.model
+    model = prepare(load(place.run_file("train"))).session.problem.model
     scope = gradscope.Scope(model, "cross_entropy")
     data = [np.load(place.folder / f"{name}.npz") for name in ("train", "query")]
     sides = [(scope, torch.tensor(d["inputs"]), torch.tensor(d["targets"])) for d in data]
@@ -395,7 +395,7 @@ def test_wrong_inputs(
 
 def test_rows_of_adam_steps_are_scored_by_gradients_of_queries(place: Place) -> None:
     """LESS: the training sample's step, the query's gradient."""
-    model = prepare(load(place.run_file("train"))).scope.problem.model
+    model = prepare(load(place.run_file("train"))).session.problem.model
     optimiser = torch.optim.Adam(model.parameters())
     data = np.load(place.folder / "train.npz")
     inputs, targets = torch.tensor(data["inputs"]), torch.tensor(data["targets"])

@@ -414,6 +414,6 @@ def test_a_model_that_is_divided_refuses():
     def evaluate(batch: Batch) -> Evaluation:
         raise SpreadError
 
-    problem = cast(Problem, SimpleNamespace(sharding=object()))
+    problem = cast(Problem, SimpleNamespace(model_parallel=object()))
     with pytest.raises(UnsupportedError, match="mixes it into"):
         isolating(problem, Batch.of(torch.zeros(3, 1)), evaluate, evaluate)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import gradscope
-from gradscope.model.kernels import mended, takes_layouts_for_others
+from gradscope.model.kernels import patched_kernels, takes_layouts_for_others
 from tests.backends.hooks.test_experts import GROUPED
 from tests.oracle import cross_entropy, per_sample_gradients
 
@@ -134,7 +134,7 @@ def test_grouped_products_in_float64() -> None:
         (columns, rows, ends, ()),
         (stack, stack.mT, None, ()),
     ):
-        with mended():
+        with patched_kernels():
             found = torch._grouped_mm(a.double(), b.double(), offs=offs)
         wanted = torch._grouped_mm(a, b, offs=offs)
         assert found.dtype == torch.float64 and found.shape == wanted.shape

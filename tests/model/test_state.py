@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradscope
 from gradscope.errors import UnsupportedError
-from gradscope.model.state import State
+from gradscope.model.state import ModelState
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from gradscope.model.state import State
 def test_a_change_in_place_is_found_and_put_back(before: Tensor, after: Tensor) -> None:
     model = nn.Linear(1, 1)
     model.held = before.clone()
-    state = State(model, None)
+    state = ModelState(model, None)
     with state.kept(), state.watched():
         pass
     assert state.found == 0
@@ -40,7 +40,7 @@ def test_a_change_in_place_is_found_and_put_back(before: Tensor, after: Tensor) 
 def test_what_is_not_a_number_has_not_changed() -> None:
     model = nn.Linear(1, 1)
     model.held = torch.full((3,), float("nan"))
-    state = State(model, None)
+    state = ModelState(model, None)
     with state.kept(), state.watched():
         model.held.clone()
     assert state.found == 0
@@ -58,7 +58,7 @@ class Nameless:
 def test_an_object_whose_class_names_no_module_is_looked_into() -> None:
     model = nn.Linear(1, 1)
     model.held = Nameless()
-    state = State(model, None)
+    state = ModelState(model, None)
     with state.kept(), state.watched():
         model.held.calls[0] += 1
     assert state.found > 0
@@ -123,7 +123,7 @@ def test_hooks_that_a_forward_pass_registers_are_not_there_twice() -> None:
 
     model, x = Recorded(), torch.randn(3, 2)
     expected = model.inner(x)
-    state = State(model, None)
+    state = ModelState(model, None)
     for _ in range(2):
         with state.kept():
             torch.testing.assert_close(model(x), expected)

@@ -23,8 +23,8 @@ rows(
 )
 rows(
     "a row written twice: the first row of every batch is stored twice, and the last one not",
-    "else chain.rows(gradients, job.scope.problem, shown)",
-    "else chain.rows(gradients, job.scope.problem, shown)"
+    "else chain.rows(gradients, job.session.problem, shown)",
+    "else chain.rows(gradients, job.session.problem, shown)"
     ".select(torch.arange(gradients.n).sub(1).clamp_min(0))",
 )
 region(

@@ -4,12 +4,12 @@ import threading
 
 import pytest
 
-from gradscope.process.shortage import InPlace, started
+from gradscope.process.shortage import InlineExecutor, thread_pool
 
 
 def test_all_threads_run_and_each_can_wait_for_the_others() -> None:
     together = threading.Barrier(3, timeout=30)
-    with started(3, "gradscope-test") as pool:
+    with thread_pool(3, "gradscope-test") as pool:
         mine = [t for t in threading.enumerate() if t.name.startswith("gradscope-test")]
         assert len(mine) == 3
         assert sorted(pool.map(lambda _: together.wait(), range(3))) == [0, 1, 2]
@@ -28,8 +28,8 @@ def test_without_threads_work_is_done_in_place(begun: int, monkeypatch: pytest.M
 
     before = threading.active_count()
     monkeypatch.setattr(threading.Thread, "start", start)
-    with started(3, "gradscope-test") as pool:
-        assert isinstance(pool, InPlace)
+    with thread_pool(3, "gradscope-test") as pool:
+        assert isinstance(pool, InlineExecutor)
         assert threading.active_count() == before  # those that began have ended
         seen: list[int] = []
         future = pool.submit(seen.append, 3)
@@ -50,7 +50,7 @@ def test_an_interrupt_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> 
     before = threading.active_count()
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(KeyboardInterrupt):
-        started(2, "gradscope-test")
+        thread_pool(2, "gradscope-test")
     assert threading.active_count() == before
 
 
@@ -58,5 +58,5 @@ def test_an_interrupt_is_not_kept_for_later() -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    with InPlace() as pool, pytest.raises(KeyboardInterrupt):
+    with InlineExecutor() as pool, pytest.raises(KeyboardInterrupt):
         pool.submit(interrupted)

@@ -21,7 +21,7 @@ from gradscope.core.batch import Batch
 from gradscope.engine.audit import Auditor
 from gradscope.errors import CertificateError
 from gradscope.model.problem import Problem
-from gradscope.model.ranks import ElsewhereError
+from gradscope.model.ranks import OtherProcessError
 from gradscope.run import compute, prepare, start
 from gradscope.storage import open_file
 from tests.run import project
@@ -179,15 +179,15 @@ def test_an_error_of_another_process_costs_none_of_the_samples_of_this_one(
     with monkeypatch.context() as patch:
         patch.setattr(Auditor, "clock", lambda _: 0.0)  # time for no more than the first proof
         stopped = prepare(run)
-        evaluate = stopped.scope.evaluate
+        evaluate = stopped.session.evaluate
 
         def failing(batch: Batch, *asked: Any, **more: Any) -> Evaluation:
             if int(batch.index.min()) >= WRONG_FROM:
-                raise ElsewhereError("process 1 could not go on: on purpose")
+                raise OtherProcessError("process 1 could not go on: on purpose")
             return evaluate(batch, *asked, **more)
 
-        patch.setattr(stopped.scope, "evaluate", failing)
-        with pytest.raises(ElsewhereError, match="on purpose"):
+        patch.setattr(stopped.session, "evaluate", failing)
+        with pytest.raises(OtherProcessError, match="on purpose"):
             compute(stopped, path)
     with start(prepare(run), path, resume=True) as going_on:
         assert going_on.writer.completed == WRONG_FROM

@@ -21,10 +21,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradscope import Scope
 from gradscope.config import memory_text, parse_memory, resolve
+from gradscope.engine.certificate import certify
 from gradscope.errors import CoupledSamplesError, SpecError
-from gradscope.process.memory import available, peak_memory, release_freed_memory, taken
+from gradscope.process.memory import available, peak_memory, release_freed_memory, used_memory
 from gradscope.run import compute, estimate, plan, prepare
-from gradscope.run.budget import Footprint, Rehearsals, Sizes, recorded
+from gradscope.run.budget import PeakCurve, Rehearsals, Sizes, recorded
 from gradscope.storage import open_file
 from tests.run.project import SAMPLES, spec, write
 from tests.run.test_pipeline import SAMPLES as MODELS
@@ -107,9 +108,9 @@ def test_what_the_system_says(name: str, tmp_path: Path) -> None:
 
 def test_what_this_process_holds() -> None:
     release_freed_memory()  # or it would be used again
-    before = taken(CPU)
+    before = used_memory(CPU)
     held = torch.ones(2**25)  # 128 MiB
-    after = taken(CPU)
+    after = used_memory(CPU)
     assert before is not None and after is not None
     assert after - before == pytest.approx(held.nbytes, rel=0.2)
 
@@ -141,71 +142,57 @@ def test_no_peak_where_the_system_does_not_tell(tmp_path: Path) -> None:
     assert peak == []
 
 
-def test_a_footprint_and_a_budget() -> None:
-    found = Footprint(((1, 100), (2, 110), (4, 150)), clear=True)
+def test_a_curve_of_peaks_and_a_budget() -> None:
+    found = PeakCurve(((1, 100), (2, 110), (4, 150)), complete=True)
+    assert PeakCurve(((1, 100),), complete=True).peak(9) == 100
     assert [found.peak(n) for n in (1, 2, 3, 4, 6, 10)] == [100, 110, 130, 150, 190, 270]
     fits = {99: 0, 100: 1, 149: 2, 150: 4, 229: 4, 230: 8}
     assert {budget: found.most(budget, 50) for budget in fits} == fits
     assert [found.most(budget, 7) for budget in (209, 210, 10**9)] == [4, 7, 7]
-    unclear = Footprint(found.points, clear=False)
-    assert unclear.most(10**9, 50) == 4  # of what is larger nothing is known
+    partial = PeakCurve(found.points, complete=False)
+    assert partial.most(10**9, 50) == 4  # of what is larger nothing is known
 
 
 @pytest.mark.parametrize(
     ("most", "budget", "sizes"),
     [
-        (1000, 10**10, [1, 1, 2, 4, 8, 16, 32, 64, 128, 256]),  # 128 MiB more: it is clear
+        (1000, 10**10, [1, 1, 2, 4, 8, 16, 32, 64, 128]),  # 64 MiB more: it is clear
         (100, 10**10, [1, 1, 2, 4, 8, 16, 32, 64, 100]),
         (1000, 10**8, [1, 1, 2, 4, 8, 16, 32]),  # 64 might be too much
         (1, 10**10, [1, 1]),
     ],
 )
-def test_a_footprint_is_measured_on_small_batches(
+def test_peaks_are_measured_on_small_batches(
     most: int, budget: int, sizes: list[int], tmp_path: Path
 ) -> None:
     tried = []
 
-    class Told(Rehearsals):
+    class Linear(Rehearsals):
         def peak(self, n: int) -> int:
             tried.append(n)
             return 40 * 10**6 + n * 2**20
 
-    found = Told(prepare(spec(write(tmp_path)))).footprint(most, budget)
+    found = Linear(prepare(spec(write(tmp_path)))).curve(most, budget)
     assert found is not None
     assert tried == sizes
-    assert found.clear == (budget > 10**9)
+    assert found.complete == (budget > 10**9)
     assert found.peak(most) == pytest.approx(40e6 + most * 2**20)
     assert found.most(budget, most) == (32 if budget < 10**9 else most)
 
 
-@pytest.mark.parametrize(
-    ("samples", "budget", "sizes"),
-    [
-        (512, 2 * 10**9, [1, 1, 8]),  # a 64th of them
-        (60, 2 * 10**9, [1, 1, 4]),
-        (512, 2 * 10**8, [1, 1, 2, 4, 8, 16, 32, 64, 128]),  # short: each size counts
-        (60000, 2 * 10**9, [1, 1, 2, 4, 8, 16, 32, 64, 128, 256]),  # it pays to know
-    ],
-)
-def test_a_run_of_few_samples_has_few_trials(
-    samples: int, budget: int, sizes: list[int], tmp_path: Path
+def test_every_rehearsal_is_proved_as_a_run_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried = []
+    """A proof takes the most memory of many models: without it, a peak is too small."""
+    proved: list[int] = []
 
-    class Told(Rehearsals):
-        def peak(self, n: int) -> int:
-            tried.append(n)
-            return 40 * 10**6 + n * 2**20
+    def counted(problem: Any, backend: str, evaluate: Any, batch: Any, **options: Any) -> Any:
+        proved.append(len(batch))
+        return certify(problem, backend, evaluate, batch, **options)
 
-    each = Sizes(graph=2**18, rows=2**18, states=0, gradient=0)  # 1.5 MiB a sample, with a margin
-    job = prepare(spec(write(tmp_path, samples)))
-    most = min(512, samples)
-    found = Told(job).footprint(most, budget, each)
-    assert found is not None
-    assert tried == sizes
-    assert found.peak(most) >= 40 * 10**6 + most * 2**20  # never less than it is
-    assert found.most(budget, most) > 1
-    assert found.peak(found.most(budget, most)) <= budget
+    monkeypatch.setattr("gradscope.engine.session.certify", counted)
+    assert plan(prepare(spec(write(tmp_path), memory="1GB"))).samples == SAMPLES
+    assert list(dict.fromkeys(proved)) == [1, 2, 4, 8, 16, 32, SAMPLES]
 
 
 PROGRAM = """
@@ -291,12 +278,12 @@ def test_without_a_budget_there_is_what_the_machine_has(
     found = plan(job, there=there)
     assert (found.samples == SAMPLES) == whole
     assert bool(found.notes) == (not whole)
-    assert job.scope.certificate is None
-    assert job.scope.notes == []
+    assert job.session.certificate is None
+    assert job.session.notes == []
 
 
 @pytest.mark.parametrize("wide", [0, 1000])
-def test_no_sizes_are_tried_where_the_batch_is_the_smaller_part(
+def test_a_batch_is_not_made_smaller_where_it_is_the_smaller_part(
     wide: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of the memory does not suffice, all of it does; what a smaller batch saves differs."""
@@ -305,13 +292,29 @@ def test_no_sizes_are_tried_where_the_batch_is_the_smaller_part(
     sizes = Sizes.of(job)
     assert sizes is not None
     assert (2 * sizes.each > sizes.fixed) == bool(wide)
-    tried: list[int] = []
-    monkeypatch.setattr(Rehearsals, "peak", lambda self, n: tried.append(n) or 1)
+    monkeypatch.setattr(Rehearsals, "peak", lambda self, n: pytest.fail("counted, not measured"))
     for share in (1, 2):
         found = plan(job, there=sizes.most(2) // share)
-        assert found.samples == 2 or wide
-        assert bool(tried) == bool(wide)
+        assert found.samples == (1 if wide else 2)
         assert bool(found.notes) == (share == 2) or wide
+
+
+def test_a_batch_that_would_not_fit_is_not_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its peak follows from those of smaller batches: 40 MB, and 1 MB for each sample."""
+    tried: list[int] = []
+
+    def linear(self: Rehearsals, n: int) -> int:
+        tried.append(n)
+        return 40 * 10**6 + n * 10**6
+
+    monkeypatch.setattr(Rehearsals, "peak", linear)
+    job = prepare(spec(write(tmp_path), {"wide": 1000}, batch_size=60))
+    found = plan(job, measured=True, there=60 * 10**6)
+    assert found.samples == 60 and found.peak == 100 * 10**6
+    assert max(tried) == 16
+    assert found.notes[-1].endswith("16 would fit")
 
 
 def test_a_rehearsal_leaves_no_trace(tmp_path: Path) -> None:
@@ -333,13 +336,13 @@ def test_what_one_sample_tells_is_counted(tmp_path: Path) -> None:
     assert sizes.rows == 8 * (1 + parameters)
     counts = 3 * 8  # of var, of the mean and of the mean gradient
     assert sizes.states == 8 * (3 + 1 + 1) * parameters + counts
-    one, four = (recorded(job.scope.problem, job.load(0, n)) for n in (1, 4))
+    one, four = (recorded(job.session.problem, job.load(0, n)) for n in (1, 4))
     assert sizes.graph == one and four == 4 * one
     assert one - recorded_without(tmp_path) == 8 * (4 * wide + 4 + 1)  # repeated, mean, product
     busy = sizes.busy(CPU)
     assert busy & (busy - 1) == 0
     assert busy * one <= 2**28 * max(2, torch.get_num_threads()) < 2 * busy * one
-    assert job.scope.certificate is None and not job.scope.notes
+    assert job.session.certificate is None and not job.session.notes
 
 
 def test_what_was_counted_is_let_go_of(tmp_path: Path) -> None:
@@ -355,16 +358,16 @@ def test_what_was_counted_is_let_go_of(tmp_path: Path) -> None:
         held.append(weakref.ref(hook))
         return found
 
-    first = next(m for m in job.scope.problem.model.modules() if isinstance(m, torch.nn.Linear))
+    first = next(m for m in job.session.problem.model.modules() if isinstance(m, torch.nn.Linear))
     with first.register_forward_hook(tanh):
-        assert recorded(job.scope.problem, job.load(0, 2)) > 0
+        assert recorded(job.session.problem, job.load(0, 2)) > 0
     gc.collect()
     assert held and all(hook() is None for hook in held)
 
 
 def recorded_without(folder: Path) -> int:
     job = prepare(spec(folder))
-    return recorded(job.scope.problem, job.load(0, 1))
+    return recorded(job.session.problem, job.load(0, 1))
 
 
 def test_coupled_samples_are_refused_where_batches_of_one_hide_them(
@@ -470,6 +473,6 @@ def test_no_more_of_a_model_than_a_run_needs(
     model = runpy.run_path(str(tmp_path / "model.py"))["build"]()
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     job = prepare(spec(tmp_path, transform=[chain], batch_size=4, backend="hooks", dtype="float32"))
-    with Live(job.scope.problem.model) as live:
+    with Live(job.session.problem.model) as live:
         compute(job, tmp_path / "out.h5")
     assert 1 < live.peak < most

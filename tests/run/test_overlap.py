@@ -19,7 +19,15 @@ from gradscope.config import resolve
 from gradscope.core.batch import Batch
 from gradscope.errors import GradscopeError, OutputError
 from gradscope.run import compute, prepare
-from gradscope.run.overlap import Behind, HostBlock, Lane, Pinned, ahead, on_host, to_device
+from gradscope.run.overlap import (
+    BackgroundWriter,
+    CopyStream,
+    HostBlock,
+    PinnedBuffers,
+    dense_on_host,
+    prefetch,
+    to_device,
+)
 from gradscope.storage import Rows
 from tests.run.test_pipeline import SAMPLES as MODELS
 from tests.run.test_pipeline import contents
@@ -58,7 +66,7 @@ def test_the_next_batch_is_loaded_while_one_is_in_use() -> None:
             yield batch(k)
 
     seen = []
-    for given in ahead(load(), CPU):
+    for given in prefetch(load(), CPU):
         seen.append(int(given.inputs[0]))
         if len(seen) < 5:
             assert loaded[len(seen)].wait(PATIENCE)  # the next one
@@ -71,7 +79,7 @@ def test_what_loading_raises_comes_in_its_place() -> None:
         yield batch(0)
         raise GradscopeError("unreadable")
 
-    found = ahead(load(), CPU)
+    found = prefetch(load(), CPU)
     assert int(next(found).inputs[0]) == 0
     with pytest.raises(GradscopeError, match="unreadable"):
         next(found)
@@ -79,7 +87,7 @@ def test_what_loading_raises_comes_in_its_place() -> None:
 
 @pytest.mark.usefixtures("no_thread_stays")
 def test_nobody_loads_when_nobody_asks_any_more() -> None:
-    found = ahead((batch(k) for k in range(100)), CPU)
+    found = prefetch((batch(k) for k in range(100)), CPU)
     next(found)
     found.close()  # type: ignore[attr-defined]
 
@@ -118,14 +126,14 @@ class Recorder:
 @pytest.mark.usefixtures("no_thread_stays")
 def test_computing_goes_on_while_a_batch_is_written() -> None:
     writer = Recorder()
-    with Behind(writer, CPU, dense=True) as behind:
-        behind.append(rows(0))  # returns although the writer waits
+    with BackgroundWriter(writer, CPU, dense=True) as background:
+        background.append(rows(0))  # returns although the writer waits
         assert writer.seen == []
         threading.Timer(0.1, writer.gate.set).start()
-        behind.append(rows(1))  # waits for the one before
+        background.append(rows(1))  # waits for the one before
         assert writer.seen[:1] == [0]
-        behind.append(rows(2))
-        behind.finish(results={}, certificate={})
+        background.append(rows(2))
+        background.finish(results={}, certificate={})
         assert writer.seen == [0, 1, 2]
         assert writer.finished
 
@@ -136,17 +144,17 @@ def test_what_writing_raises_stops_the_run() -> None:
     writer.gate.set()
     with (
         pytest.raises(OutputError, match="disk is full"),
-        Behind(writer, CPU, dense=True) as behind,
+        BackgroundWriter(writer, CPU, dense=True) as background,
     ):
         for k in range(5):
-            behind.append(rows(k))
+            background.append(rows(k))
     assert writer.begun == [0, 1]
     assert writer.seen == [0]
     with (
         pytest.raises(OutputError, match="disk is full"),
-        Behind(Recorder(writer.gate, 0), CPU, dense=True) as behind,
+        BackgroundWriter(Recorder(writer.gate, 0), CPU, dense=True) as background,
     ):
-        behind.append(rows(0))  # the last one: raised on leaving
+        background.append(rows(0))  # the last one: raised on leaving
 
 
 def test_leaving_waits_for_what_is_being_written_whatever_signals_come() -> None:
@@ -156,8 +164,8 @@ def test_leaving_waits_for_what_is_being_written_whatever_signals_come() -> None
         os.kill(os.getpid(), signal.SIGINT)
         threading.Timer(0.2, writer.gate.set).start()
 
-    with suppress(KeyboardInterrupt), Behind(writer, CPU, dense=True) as behind:
-        behind.append(rows(0))
+    with suppress(KeyboardInterrupt), BackgroundWriter(writer, CPU, dense=True) as background:
+        background.append(rows(0))
         threading.Timer(0.2, interrupt).start()  # a second Ctrl-C, while the first is dealt with
         raise KeyboardInterrupt
     assert writer.seen == [0]
@@ -208,9 +216,9 @@ def test_memory_that_runs_out_in_writing_is_one_clear_error() -> None:
     writer.gate.set()
     with (
         pytest.raises(OutputError, match="memory ran out") as refusal,
-        Behind(writer, CPU, dense=True) as behind,
+        BackgroundWriter(writer, CPU, dense=True) as background,
     ):
-        behind.append(rows(0))
+        background.append(rows(0))
     assert "--resume" in str(refusal.value)
 
 
@@ -220,7 +228,7 @@ def test_rows_by_way_of_pinned_memory_are_the_same() -> None:
     outer = OuterBlock.matrix(torch.randn(8, 3, 4), torch.randn(8, 3, 5))
     dense = DenseBlock(torch.randn(8, 2, 2, dtype=torch.float64))
     given = replace(rows(0, 8), chains=(Gradients({"w": outer, "b": dense}), None))
-    moved = on_host(given, Pinned(pin=False))
+    moved = dense_on_host(given, PinnedBuffers(pin=False))
     assert moved.chains[1] is None
     assert moved.chains[0] is not None
     for name, block in (("w", outer), ("b", dense)):
@@ -233,10 +241,10 @@ def test_rows_by_way_of_pinned_memory_are_the_same() -> None:
 
 
 def test_the_cpu_needs_no_streams() -> None:
-    lane = Lane(CPU)
-    assert lane.mark() is None
-    with lane.entered(lane.mark()):
+    stream = CopyStream(CPU)
+    assert stream.mark() is None
+    with stream.entered(stream.mark()):
         given = to_device(batch(3), CPU)
-    lane.hand_over(given)
+    stream.hand_over(given)
     assert isinstance(given.inputs, Tensor)
     assert given.inputs.device == CPU

@@ -237,9 +237,9 @@ def test_audits_for_which_there_was_time_change_no_byte(
         def clock(hours: int = hours, readings: Iterator[int] = readings) -> float:
             return 3600.0 * hours * (next(readings) // 2)  # between two batches
 
-        job.scope.auditor = Auditor(0, clock=clock)
+        job.session.auditor = Auditor(0, clock=clock)
         compute(job, tmp_path / f"{hours}.h5")
-        looked.append(job.scope.auditor.audits.more)
+        looked.append(job.session.auditor.audits.more)
     assert looked == [0, 1]  # of three batches, the first and the last are proved in any case
     assert (tmp_path / "0.h5").read_bytes() == (tmp_path / "1.h5").read_bytes()
 

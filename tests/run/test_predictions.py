@@ -38,7 +38,7 @@ def truth() -> tuple[np.ndarray, np.ndarray]:
     """The logits of the digits' model, each alone, and the labels."""
     job = prepare(spec())
     whole = job.load(0, 90)
-    model = job.scope.problem.model
+    model = job.session.problem.model
     with torch.no_grad():
         alone = torch.cat([model(whole.inputs[k : k + 1]) for k in range(90)])
     return alone.double().numpy(), whole.targets.numpy()
@@ -76,7 +76,7 @@ def test_classes_have_prediction_and_margin(
 def test_a_number_a_sample_is_the_prediction(tmp_path: Path) -> None:
     job = prepare(spec("sunspots_lstm"))
     with torch.no_grad():
-        outputs = job.scope.problem.model(job.load(0, 90).inputs)
+        outputs = job.session.problem.model(job.load(0, 90).inputs)
     found = table(tmp_path / "a.h5", name="sunspots_lstm")
     np.testing.assert_allclose(found["prediction"], outputs.flatten().numpy(), rtol=1e-5)
     assert "margin" not in found

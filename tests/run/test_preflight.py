@@ -61,7 +61,7 @@ def test_what_was_tried_is_forgotten(folder: Path, tmp_path: Path) -> None:
     job = prepare(spec(folder))
     room = preflight(job, tmp_path / "o.h5")
     assert room is not None and room.seconds > 0
-    assert job.scope.certificate is None and not job.scope.notes
+    assert job.session.certificate is None and not job.session.notes
     report = compute(job, tmp_path / "o.h5")
     assert report.certificate["samples"] == SAMPLES
 

@@ -62,7 +62,7 @@ def test_a_run_goes_on_where_smaller_batches_stopped(folder: Path, tmp_path: Pat
     job = prepare(spec(folder, {"limit": 20}, transform=CHAINS, batch_size=15))
     with pytest.raises(ZeroDivisionError), start(job, path) as run:
         for count, batch in enumerate(run.remaining()):
-            job.scope.problem.model.limit = 4  # other processes take the memory
+            job.session.problem.model.limit = 4  # other processes take the memory
             run.add(batch)
             if count == 2:
                 raise ZeroDivisionError
@@ -88,7 +88,7 @@ def test_one_sample_that_does_not_fit_is_one_clear_error(
     assert "can't allocate" in str(refusal.value)
     assert refusal.value.remedy is not None
     assert not list(tmp_path.glob("out*"))
-    assert job.scope.notes == []  # nobody fell back on a backend that takes more memory
+    assert job.session.notes == []  # nobody fell back on a backend that takes more memory
 
 
 def test_coupled_samples_are_not_parted(folder: Path, tmp_path: Path) -> None:

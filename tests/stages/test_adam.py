@@ -118,7 +118,7 @@ def test_scaled_by_the_second_moments(name: str, tmp_path: Path) -> None:
 def test_in_a_run_and_in_a_checkpoint(tmp_path: Path) -> None:
     """The state is within a checkpoint; the file of a run says what it was."""
     asked = spec(samples=":20", transform=["identity"])
-    model = prepare(asked).scope.problem.model
+    model = prepare(asked).session.problem.model
     optimizer = torch.optim.AdamW(model.parameters(), eps=1e-4)
     for p in model.parameters():
         p.grad = torch.ones_like(p) / 8

@@ -364,7 +364,7 @@ def test_a_file_has_expectations_over_labels(tmp_path: Any) -> None:
         np.testing.assert_allclose(found, squares.mean(0).numpy(), rtol=1e-9, atol=1e-15)
         rows = np.concatenate([a[:].reshape(N, -1) for a in file.chains[1].values()], 1)
         np.testing.assert_allclose(rows, squares.numpy(), rtol=1e-9, atol=1e-15)
-    assert any("√E‖g‖²" in note for note in job.scope.notes)
+    assert any("√E‖g‖²" in note for note in job.session.notes)
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "mse"])

@@ -22,7 +22,7 @@ from gradscope.backends.expand.tensor import (
     tensors_of,
 )
 from gradscope.errors import UnsupportedError
-from gradscope.model.randomness import Fixed, states
+from gradscope.model.randomness import FixedRandomness, states
 from gradscope.model.releases import expect
 
 _INTEGERS = frozenset((torch.int64, torch.int32))
@@ -37,7 +37,7 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fixed: Draws each sample's random numbers.
     """
 
-    def __init__(self, n: int, own: WriteScope, fixed: Fixed | None = None) -> None:
+    def __init__(self, n: int, own: WriteScope, fixed: FixedRandomness | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.samples = Expansion(n)
         self.own, self.fixed = own, fixed

@@ -158,7 +158,7 @@ class _Program:
 
     def evaluate(self, batch: Batch, *, proved: bool = False) -> Evaluation:
         losses, recorded = self._record(batch)
-        if recorded is None and self.problem.sharding is not None:
+        if recorded is None and self.problem.model_parallel is not None:
             raise ModelError("the losses have no graph", remedy="Look for detach or no_grad.")
         if recorded is None:
             return Evaluation(losses.detach(), self._gradients({}, losses), new=True)
@@ -166,7 +166,7 @@ class _Program:
         new = self.problem.any(known is None)  # what one process looks into, all do
         if new and not proved:  # by who asks
             require_independent(self.problem, batch, recorded.losses.detach())
-        sharding = self.problem.sharding
+        sharding = self.problem.model_parallel
         with nullcontext() if sharding is None else sharding.exchange():
             analysis = self._analysis(recorded, batch) if new or known is None else known
             if new:
@@ -301,7 +301,7 @@ class _Program:
         that all of them use may depend on them. So float64 has to show once that it does not;
         of later programs, losses that other samples leave unchanged do.
         """
-        if self.problem.sharding is not None or recorded.asked is not None:
+        if self.problem.model_parallel is not None or recorded.asked is not None:
             raise error
         if not bool(recorded.losses.isfinite().all()):
             raise SpreadError  # the samples that are finite show it
@@ -330,7 +330,7 @@ class _Program:
             analysis = analyse(first, second, {id(p) for p in self.problem.parameters.values()})
         except CoupledSamplesError as error:
             # which takes forward passes, that other processes may not make
-            layer = None if self.problem.sharding else mixing_layer(self.problem, batch)
+            layer = None if self.problem.model_parallel else mixing_layer(self.problem, batch)
             error.where, error.remedy = layer or error.where, coupled_remedy(layer, batch)
             raise
         if not analysis.fits(recorded):
@@ -358,7 +358,7 @@ class _Program:
         every = [output for found in outputs.values() for output in found]
         at = recorded.gradients(every, torch.ones_like(recorded.losses))
         self.evaluations += 1
-        sharding = self.problem.sharding
+        sharding = self.problem.model_parallel
         agree = None if sharding is None else sharding.any
         axes = analysis.located(recorded, at, seed=self.evaluations, agree=agree)
         n = recorded.n
@@ -402,7 +402,7 @@ class _Program:
 
     def _windows(self, recorded: Trace, analysis: Analysis) -> Iterator[Sequence[FrontierEdge]]:
         """Yield the frontier, in parts whose parameters are there while they are worked on."""
-        sharding, frontier = self.problem.sharding, analysis.frontier
+        sharding, frontier = self.problem.model_parallel, analysis.frontier
         if sharding is None:
             yield frontier
             return

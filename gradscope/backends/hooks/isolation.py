@@ -37,7 +37,7 @@ def isolating(
     try:
         return evaluate(batch)
     except SpreadError:
-        if problem.sharding is None:
+        if problem.model_parallel is None:
             return _in_parts(problem, batch, evaluate, alone)
     raise UnsupportedError(
         "a sample's gradient is not finite, and an operation mixes it into the other samples' rows",

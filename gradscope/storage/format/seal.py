@@ -30,7 +30,7 @@ from crc32c import crc32c
 
 from gradscope.blocks import Block, DenseBlock, from_factors
 from gradscope.errors import ResultFileError
-from gradscope.process.shortage import require_memory, started
+from gradscope.process.shortage import require_memory, thread_pool
 from gradscope.storage.format.files import read, read_into, write
 from gradscope.storage.format.layout import KINDS, RECORD, ChunkOffsets, datasets
 from gradscope.storage.format.numbers import as_numpy, format_of, h5_type, named, read_rows
@@ -106,7 +106,7 @@ def damaged(descriptor: int, table: np.ndarray) -> np.ndarray:
     runs = np.split(table, cuts)
     if len(runs) < 2:
         return _damaged(descriptor, table)
-    with started(_THREADS, "gradscope-check") as pool:
+    with thread_pool(_THREADS, "gradscope-check") as pool:
         return np.concatenate(list(pool.map(lambda run: _damaged(descriptor, run), runs)))
 
 

@@ -24,7 +24,7 @@ from crc32c import crc32c
 from h5py import h5f, h5p, h5s
 from h5py.h5fd import fileobj_driver
 
-from gradscope.process.shortage import RESERVE, require_memory, started
+from gradscope.process.shortage import RESERVE, require_memory, thread_pool
 from gradscope.storage.format.files import begin_writeback, read_into, write
 from gradscope.storage.format.layout import CHECKSUM_BYTES
 
@@ -147,7 +147,7 @@ class Target:
         run = list(zip(places.tolist(), chunks, strict=True))
         if sum(map(len, chunks)) < _AT_ONCE:
             return _write_run(self.descriptor, run)
-        self._pool = self._pool or started(_THREADS, "gradscope-disk")
+        self._pool = self._pool or thread_pool(_THREADS, "gradscope-disk")
         cuts = np.flatnonzero(np.diff(np.cumsum(places[:, 1]) // _RUN_BYTES)) + 1
         begun = [
             self._pool.submit(_write_run, self.descriptor, run[a:b])

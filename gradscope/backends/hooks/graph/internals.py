@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradscope.model.releases import changed, expect
+from gradscope.model.releases import expect, torch_changed
 
 FUSED_RECURRENT = frozenset({"MkldnnRnnLayerBackward0", "CudnnRnnBackward0", "MiopenRnnBackward0"})
 
@@ -78,7 +78,7 @@ def saved(node: Node, name: str) -> Any:
         UnsupportedError: Operations of this kind save no such thing.
     """
     if not hasattr(type(node), f"_saved_{name}"):
-        raise changed("the hooks backend", f"{kind(node)} has no _saved_{name}")
+        raise torch_changed("the hooks backend", f"{kind(node)} has no _saved_{name}")
     value = getattr(node, f"_saved_{name}")
     return value.detach() if isinstance(value, Tensor) else _signed(value)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from gradscope.config import RunSpec
 from gradscope.errors import RefusedError, SpecError
 from gradscope.model.locate import first_line
-from gradscope.model.ranks import PartedError, Ranks
+from gradscope.model.ranks import OutOfStepError, Ranks
 from gradscope.process import stops
 from gradscope.run.job import Job, prepare, require_usable
 from gradscope.run.merging import MergeReport, merging
@@ -55,7 +55,7 @@ def processes(device: str | None) -> Iterator[Ranks]:
             "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo", **_of_this_start()
         )
     except (RuntimeError, ValueError) as error:
-        raise PartedError(
+        raise OutOfStepError(
             f"the processes do not find each other: {first_line(error)}",
             remedy="Start all of them again. For --max-restarts on several machines set "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: torchrun else keeps addresses of ended ones.",
@@ -81,7 +81,7 @@ def _of_this_start() -> dict[str, Any]:
     return {"store": own, "rank": rank, "world_size": size}
 
 
-def compute_divided(
+def compute_model_parallel(
     spec: RunSpec, output: Path, *, overwrite: bool = False, restarted: bool = False
 ) -> MergeReport | None:
     """Compute a run by all processes together; only the first has a report.
@@ -96,7 +96,7 @@ def compute_divided(
         RefusedError: Another process could not go on, or has ended.
     """
     place, report = None, None
-    with stops.told(lambda: _stopped(place, output, overwrite=overwrite, complete=report)):
+    with stops.stop_message(lambda: _stopped(place, output, overwrite=overwrite, complete=report)):
         with processes(spec.compute.device) as ranks, ranks.together():
             job = prepare(spec.computing(predictions=False))
             for chain in job.chains:
@@ -145,7 +145,7 @@ def _stopped(place: Path | None, output: Path, *, overwrite: bool, complete: Any
 
 def _part(job: Job, place: Path, **how: bool) -> None:
     """Compute this process's samples, and then wait upon the others."""
-    lockstep = job.scope.lockstep
+    lockstep = job.session.lockstep
     assert lockstep is not None
     lockstep.attended = True
     with start(job, place, **how) as run:
