@@ -1,18 +1,20 @@
-"""The options of commands: those that set something in the run spec, and those of many commands."""
+"""The options of commands, as `gradscope.config` describes them; and how a command answers."""
 
 import re
 import shlex
 from collections.abc import Callable, Mapping
+from enum import Enum
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from json import dumps
 from pathlib import Path
 from re import Match
-from typing import Annotated, Any, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from gradscope.config import RunSpec, Setting, resolve, settings
+from gradscope.config import RunSpec, Setting, resolve, settings, settings_of
+from gradscope.config.commands import Options
 from gradscope.core.texts import printable
 from gradscope.errors import GradscopeError, SpecError
 from gradscope.process import streams
@@ -22,68 +24,67 @@ _OPTION = re.compile(r'(?<![\w.:,])(?P<name>[a-z_]+)=(?P<value>"[^"]*"|True)|`(?
 NONFINITE = 7  # the exit code of a command that is done, where something is not finite
 
 
-def option(flag: str, help: str, **how: Any) -> Any:
-    """Return what typer is to know of an option, "--top -t K", or of an argument, "FILE"."""
-    words = flag.split()
-    names = [word for word in words if word.startswith("-")]
-    if not names:
-        return typer.Argument(metavar=flag, help=help, **how)
-    metavar = words[-1] if len(words) > len(names) else None
-    return typer.Option(*names, metavar=metavar, help=help, **how)
-
-
-Config = Annotated[Path | None, option("--config RUN.toml", "A run file; flags win over it.")]
-Json = Annotated[bool, option("--json", "Print one JSON document to stdout, and nothing else.")]
-Quiet = Annotated[bool, option("--quiet -q", "No progress and no notices.")]
-Verbose = Annotated[bool, option("--verbose", "Show which kernels were chosen, and their times.")]
-DryRun = Annotated[bool, option("--dry-run", "Load, choose, prove and estimate; write nothing.")]
-Overwrite = Annotated[bool, option("--overwrite", "Replace an output of the same kind.")]
-OUTPUT = option("--output -o OUT.h5", "The result file.")
-
-
-def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command --config and a flag for every setting that names it, in place of `spec`.
-
-    `command` is called with the `RunSpec` that they make, and its own options.
-    """
-    taken = {s.parameter: s for s in settings() if command.__name__ in s.commands}
+def with_flags(command: Callable[[Any], None]) -> Callable[..., None]:
+    """Return a command of one argument, an `Options`, as a function of the flags that make it."""
+    (own,) = signature(command).parameters.values()
+    options: type[Options] = own.annotation
 
     @wraps(command)
-    def run(config: Path | None, **given: Any) -> None:
-        spec = run_spec(config, {name: given.pop(name) for name in taken})
-        command(spec=spec, **given)
+    def run(**given: Any) -> None:
+        values = {s.key: given[s.parameter] for s in settings_of(options)}
+        if "spec" in options.model_fields:
+            values["spec"] = run_spec(values["config"], given)
+        command(options.of(values))
 
-    kinds = {"config": Config} | {k: Annotated[_type(s), _info(s)] for k, s in taken.items()}
-    flags = [
-        Parameter(k, Parameter.KEYWORD_ONLY, default=None, annotation=a) for k, a in kinds.items()
-    ]
-    own = [*signature(command).parameters.values()]
-    place = [parameter.name for parameter in own].index("spec")
-    vars(run)["__signature__"] = Signature([*own[:place], *flags, *own[place + 1 :]])
+    taken = {setting.key: [setting] for setting in settings_of(options)}
+    taken["spec"] = [setting for setting in settings() if command.__name__ in setting.commands]
+    flags = [_parameter(setting) for key in options.model_fields for setting in taken[key]]
+    vars(run)["__signature__"] = Signature(flags)
     return run
 
 
-def flag(section: str, key: str) -> Any:
-    """Return what typer is to know of the flag for a setting."""
-    return next(_info(s) for s in settings() if (s.section, s.key) == (section, key))
+def _parameter(setting: Setting) -> Parameter:
+    """Return a setting as a parameter of a function from which typer makes a command."""
+    default = setting.default
+    if setting.required and not setting.section:
+        default = Parameter.empty
+    elif setting.section or isinstance(default, tuple):
+        default = None  # not given: the run file or the spec has the value
+    kind: Any = Annotated[_type(setting) | None, _declared(setting)]
+    return Parameter(setting.parameter, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
 def _type(setting: Setting) -> Any:
     """Return the type that typer reads a flag's value as."""
-    if get_origin(setting.type) is tuple and not _is_list(setting):
-        return list[str] | None
-    return setting.type | None if setting.type in (bool, int, Path) else str | None
+    several = get_origin(setting.type) is tuple and not _is_list(setting)
+    kind: Any = get_args(setting.type)[0] if several else setting.type
+    plain = isinstance(kind, type) and issubclass(kind, bool | int | float | Path | Enum)
+    kind = kind if plain else str
+    return list[kind] if several else kind
 
 
-def _info(setting: Setting) -> Any:
-    """Return what typer is to know of a setting's flag: its names, its metavar and its help."""
-    name, default = setting.flags[0], setting.default
-    shown = ",".join(default) if isinstance(default, tuple) else str(default)
-    default = "" if default is None or isinstance(default, bool) else f" [{shown}]"
-    repeatable = "; repeatable" if _type(setting) == list[str] | None else ""
-    names = (f"{name}/--no-{name[2:]}",) if setting.type is bool else setting.flags
-    words = [*names, setting.metavar] if setting.metavar else names
-    return option(" ".join(words), f"{setting.help}{repeatable}{default}.", show_default=False)
+def _declared(setting: Setting) -> Any:
+    """Return what typer is to know of a setting: its names, its metavar, its help, its limits.
+
+    The help of a run's setting has its default, since the flag itself has none: the run file may
+    say something else. For the same reason a switch can be turned off, too.
+    """
+    name, text, default = setting.flags[0], setting.help, setting.default
+    if not name.startswith("-"):
+        if not text:
+            return typer.Argument(metavar="", show_default=False, hidden=True)
+        return typer.Argument(metavar=name, show_default=False, help=f"{text}.")
+    names, metavar = setting.flags, setting.metavar or None
+    if get_origin(_type(setting)) is list and not setting.metavar.endswith("..."):
+        text += "; repeatable"
+    if not setting.section:
+        limits: Any = {"min": setting.least, "max": setting.most}
+        return typer.Option(*names, metavar=metavar, help=f"{text}.", **limits)
+    if setting.type is bool:
+        names = (f"{name}/--no-{name[2:]}",)
+    elif default is not None:
+        text += f" [{','.join(default) if isinstance(default, tuple) else default}]"
+    return typer.Option(*names, metavar=metavar, help=f"{text}.", show_default=False)
 
 
 def run_spec(config: Path | None, flags: Mapping[str, Any]) -> RunSpec:
@@ -104,8 +105,8 @@ def run_spec(config: Path | None, flags: Mapping[str, Any]) -> RunSpec:
     return resolve(config, overrides, _wrong_names)
 
 
-def told(error: GradscopeError, flags: Mapping[str, str]) -> GradscopeError:
-    """Let an error name options as the command line has them, and return it; see `as_flags`."""
+def naming_flags(error: GradscopeError, flags: Mapping[str, str]) -> GradscopeError:
+    """Return an error that names options as the command line does; see `as_flags`."""
     error.where = error.where and as_flags(error.where, flags)
     if error.remedy:
         own, file, code = error.remedy.partition(_CODE)  # the user's code stays as it is

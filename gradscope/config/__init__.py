@@ -12,6 +12,7 @@ from gradscope.config.spec import (
     RunSpec,
     Setting,
     settings,
+    settings_of,
 )
 from gradscope.config.values import (
     HELD,
@@ -52,6 +53,7 @@ __all__ = [
     "parse_shard",
     "resolve",
     "settings",
+    "settings_of",
     "split_reference",
     "this_worker",
 ]

@@ -296,7 +296,7 @@ def _expanded(layer: _Layer, problems: list[SpecError]) -> list[_Layer]:
     rest = _Layer(layer.source, layer.values | {"dataset": table})
     if not isinstance(spec, Path):
         where, remedy = layer.place(("dataset", "spec")), "Accepted: the path of a TOML file."
-        problems.append(SpecError(f"found {_shown(spec)}", where=where, remedy=remedy))
+        problems.append(SpecError(f"found {shown(spec)}", where=where, remedy=remedy))
         return [rest]
     values = _read(spec, problems)
     if {"model", "dataset"} <= values.keys():
@@ -312,7 +312,7 @@ def _run_file(path: Path) -> SpecError:
     return SpecError("this is a run file", where=str(path), remedy=remedy)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Return a setting as a message shows it: short, in quotes where it is text."""
     try:
         return repr(str(value)) if isinstance(value, Path) else reprlib.repr(value)
@@ -356,7 +356,7 @@ def _complaint(parts: Parts, kind: str, merged: dict[str, Any], origin: Origin) 
     elif kind == "string_too_long":
         what, remedy = f"found a text of {len(value):,} characters", "Write less."
     else:
-        what = "missing" if kind == "missing" else f"found {_shown(value)}"
+        what = "missing" if kind == "missing" else f"found {shown(value)}"
         if len(names) > 1:
             found = next(s for s in settings() if (s.section, s.key) == names[:2])
             accepted = f"{found.accepted} ({found.flags[0]})" if found.flags else found.accepted

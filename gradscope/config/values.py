@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from gradscope.core.grammar import Stage, arguments
 from gradscope.core.texts import count
@@ -319,6 +319,11 @@ Preview = Annotated[
 ]
 Position = Annotated[int, Field(strict=True, ge=0, lt=2**40)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Numbers = Annotated[
+    tuple[Annotated[float, Field(allow_inf_nan=False)], ...],
+    BeforeValidator(lambda text: text.split(",")),
+    Field(description="numbers, with commas between"),
+]
 Size = Annotated[int, Field(strict=True, ge=-1, lt=2**40)]
 Shape = Annotated[tuple[Size, ...], AfterValidator(_shape)]
 Dtype = Literal["float32", "float64", "float16", "bfloat16"]

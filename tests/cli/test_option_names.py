@@ -99,8 +99,8 @@ def test_options_as_flags(command, text, shown):
 def test_the_code_of_the_user_stays_as_it_is():
     code = '\nIt came from:\n  File "m.py", line 1, in f\n    interpolate(x, mode="train")'
     error = GradscopeError("what", where="`rows`", remedy=f'Use rows="token".{code}')
-    told = options.told(error, FLAGS["compute"])
-    assert str(told) == f"--rows: what\nUse --rows token.{code}"
+    shown = options.naming_flags(error, FLAGS["compute"])
+    assert str(shown) == f"--rows: what\nUse --rows token.{code}"
 
 
 COUPLED = nn.BatchNorm1d(3)
