@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +164,7 @@ def in_order(rows: Sequence[int]) -> tuple[Sequence[int], Tensor | None]:
 def from_numpy(array: np.ndarray) -> Tensor:
     """Return an array of numbers as a tensor, in a dtype that torch computes with."""
     if array.dtype.name == "uint64" and array.size and array.max() >= 2**63:
-        remedy = "Store smaller integers, or floating-point numbers."
-        raise DatasetError(f"it holds {array.max()}, which int64 cannot hold", remedy=remedy)
+        raise too_large(int(array.max()))
     if array.dtype.hasobject:
         raise objects()
     goal = _WIDER.get(array.dtype.name, array.dtype.newbyteorder("="))
@@ -180,6 +180,28 @@ def from_numpy(array: np.ndarray) -> Tensor:
 def torch_dtype(dtype: np.dtype) -> torch.dtype:
     """Return the dtype that `from_numpy` makes of a numpy one."""
     return from_numpy(np.empty(0, dtype)).dtype
+
+
+def too_large(number: int) -> DatasetError:
+    """Return the error for an integer beyond int64."""
+    return DatasetError(
+        f"it holds {number}, which int64 cannot hold",
+        remedy="Store smaller integers, or floating-point numbers.",
+    )
+
+
+def integer_in(text: str) -> int:
+    """Return the integer that a field of a table is; ValueError for any other text."""
+    if "_" in text:  # Python's own way to write 1_000
+        raise ValueError(text)
+    return int(text)
+
+
+def number_in(text: str) -> float:
+    """Return the number that a field of a table is, NaN if empty; ValueError for other texts."""
+    if "_" in text:
+        raise ValueError(text)
+    return float(text) if text.strip() else nan
 
 
 def objects() -> DatasetError:

@@ -34,6 +34,7 @@ from gradscope.sources.data.columns import (
     TextColumn,
     even,
     length_of,
+    number_in,
     runs,
 )
 from gradscope.sources.formats import need
@@ -190,7 +191,7 @@ def _texts(column: TextColumn) -> str:
 
 def _is_number(text: str) -> bool:
     try:
-        float(text or "nan")
+        number_in(text)
     except ValueError:
         return False
     return True
