@@ -105,7 +105,7 @@ class Merge:
     def finish(self) -> MergeReport:
         """Write the aggregates, verify the file and put it in its place."""
         results, _, self.states = results_of(self.chains, self.states, kept=True)
-        certificate = combined(self.parts.files)
+        certificate = combined(self.parts.files, self.parts.noun)
         index = range(self.parts.start, self.parts.stop)
         kept = self.parts.run.get("spec", {}).get("compute", {}).get("nonfinite") == "keep"
         self.joiner.finish(
