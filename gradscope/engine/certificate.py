@@ -105,7 +105,8 @@ class Certificate:
             return (
                 f"passed: all {len(self.compared)} {self.noun}s alone to "
                 f"{self.agreement.error:.0e} ({self.dtype}); they do not sum to the batch's "
-                f"gradient of {self.completeness.parameter!r}, which a layer or a hook scales by the batch"
+                f"gradient of {self.completeness.parameter!r}, which a layer or a hook scales by "
+                "the batch"
             )
         return (
             f"passed: sum of {count(self.samples - self.nonfinite, self.noun)} to "

@@ -224,7 +224,8 @@ def _audit(proofs: Sequence[tuple[Part, Proof]]) -> dict[str, Any]:
     worst = max(counted, key=lambda proof: proof.error or 0.0, default=Proof())
     words = {proof.verify for _, proof in proofs}
     batches = [
-        p.batches or (-(-len(part) // part.batch) if part.batch else 0) for part, p in proofs
+        p.batches or (-(-len(part) // part.batch_size) if part.batch_size else 0)
+        for part, p in proofs
     ]
     return {
         "verify": words.pop() if len(words) == 1 else "mixed",
