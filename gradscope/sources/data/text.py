@@ -8,7 +8,6 @@ and finds what each column holds: all of a column is numbers, or it is text.
 import csv
 import json
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
@@ -34,7 +33,7 @@ from gradscope.sources.data.columns import (
     too_large,
     torch_dtype,
 )
-from gradscope.sources.formats import dataset_readers, matching
+from gradscope.sources.formats import DuplicateKeyError, dataset_readers, distinct, matching
 
 _EVERY = 256  # records between two offsets that are remembered
 _LONGEST = 2**28  # bytes of a line
@@ -160,15 +159,11 @@ def _separator(head: bytes) -> str | None:
 
 
 def _object(line: str, lines: _Lines) -> dict[str, Any]:
-    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        [(name, count)] = Counter(name for name, _ in pairs).most_common(1) or [("", 0)]
-        if count > 1:
-            what = f"{lines} has {name!r} twice"
-            raise DatasetError(what, remedy="Give every value a key of its own.")
-        return dict(pairs)
-
     try:
         found = json.loads(line, object_pairs_hook=distinct)
+    except DuplicateKeyError as error:
+        what = f"{lines} has {error.key!r} twice"
+        raise DatasetError(what, remedy="Give every value a key of its own.") from error
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
