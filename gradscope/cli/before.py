@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from gradscope.cli.options import NONFINITE, run_spec, show, with_flags
-from gradscope.config import HELD
+from gradscope.config import FROM_CHECKPOINT
 from gradscope.config.commands import CheckOptions, InitOptions, ListOptions
 from gradscope.process import stops, streams
 
@@ -67,7 +67,7 @@ def init(options: InitOptions) -> None:
     )
     given = {"checkpoint": options.checkpoint, "dataset": options.dataset}
     # what is wrong with an option is told before anything is written
-    asked = run_spec(None, {**given, "model": model or HELD, "loss": loss or "mse"})
+    asked = run_spec(None, {**given, "model": model or FROM_CHECKPOINT, "loss": loss or "mse"})
     stage = asked.loss.stage
     if ":" not in stage.name:  # else it is code of yours, which is not executed
         bound(losses.get(stage.name), stage)

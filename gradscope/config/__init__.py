@@ -3,7 +3,7 @@
 Nothing here loads anything, and torch is not imported.
 """
 
-from gradscope.config.resolve import MOST, combined, load, resolve
+from gradscope.config.resolve import MAX_ERRORS, combine_errors, load, resolve
 from gradscope.config.spec import (
     CheckpointSpec,
     ComputeSpec,
@@ -15,7 +15,7 @@ from gradscope.config.spec import (
     settings_of,
 )
 from gradscope.config.values import (
-    HELD,
+    FROM_CHECKPOINT,
     Compression,
     Shard,
     function_of,
@@ -31,8 +31,8 @@ from gradscope.config.values import (
 )
 
 __all__ = [
-    "HELD",
-    "MOST",
+    "FROM_CHECKPOINT",
+    "MAX_ERRORS",
     "CheckpointSpec",
     "Compression",
     "ComputeSpec",
@@ -41,7 +41,7 @@ __all__ = [
     "RunSpec",
     "Setting",
     "Shard",
-    "combined",
+    "combine_errors",
     "function_of",
     "is_folder",
     "load",

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gradscope.config import values
-from gradscope.config.resolve import combined, shown
+from gradscope.config.resolve import combine_errors, short_repr
 from gradscope.config.spec import RunSpec, option, same, settings_of
 from gradscope.errors import SpecError
 
@@ -53,10 +53,10 @@ class Options(BaseModel):
             return cls.model_validate(found)
         except ValidationError as failure:
             wrong = {error["loc"][0] for error in failure.errors()}
-            raise combined(
+            raise combine_errors(
                 [
                     SpecError(
-                        f"found {shown(found[setting.key])}",
+                        f"found {short_repr(found[setting.key])}",
                         where=setting.flags[0],
                         remedy=f"Accepted: {setting.accepted}.",
                     )

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from pydantic.fields import FieldInfo
 
 from gradscope.config import values
-from gradscope.config.values import HELD, REFERENCE_FORMS, function_of, parse_loss
+from gradscope.config.values import FROM_CHECKPOINT, REFERENCE_FORMS, function_of, parse_loss
 from gradscope.core.grammar import Stage
 from gradscope.errors import SpecError
 
@@ -128,10 +128,10 @@ class ModelSpec(_Section):
         ...,
         "--model FILE.py:FACTORY",
         _RUNS,
-        f"A function that returns the model; or {HELD}: the model that CHECKPOINT holds; or, of "
-        "an adapter, the folder of its base model",
-        f"{REFERENCE_FORMS}, a function that returns the model, or {HELD}, the model that "
-        "the checkpoint itself holds, or, of an adapter, the folder of its base model",
+        f"A function that returns the model; or {FROM_CHECKPOINT}: the model that CHECKPOINT "
+        "holds; or, of an adapter, the folder of its base model",
+        f"{REFERENCE_FORMS}, a function that returns the model, or {FROM_CHECKPOINT}, the model "
+        "that the checkpoint itself holds, or, of an adapter, the folder of its base model",
     )
     kwargs: values.Table = option({}, accepted="a table of the factory's keyword arguments")
     mode: Literal["eval", "train"] = option("eval", "--mode", _RUNS, "The model's mode")
@@ -315,7 +315,7 @@ class ComputeSpec(_Section):
     samples: values.Samples | None = option(
         None, "--samples A:B", _RUNS, "Only samples A up to, not with, B"
     )
-    shard: values.Part | None = option(
+    shard: values.ShardText | None = option(
         None,
         "--shard I/N",
         _COMPUTE,

@@ -19,7 +19,7 @@ from gradscope.core.texts import count
 from gradscope.errors import SpecError
 
 REFERENCE_FORMS = "FILE.py:NAME or package.module:NAME"
-HELD = "checkpoint"  # in a factory's place: the model that the checkpoint itself holds
+FROM_CHECKPOINT = "checkpoint"  # in a factory's place: the model that the checkpoint itself holds
 
 _DOTTED = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 _REFERENCE = re.compile(rf"(?P<place>.+\.py|{_DOTTED}):(?P<name>{_DOTTED})", re.DOTALL)
@@ -250,7 +250,7 @@ def _path(value: Any) -> Path:
 
 
 def _reference(value: str) -> None:
-    if value != HELD and not is_folder(Path(value)):
+    if value != FROM_CHECKPOINT and not is_folder(Path(value)):
         split_reference(value)
 
 
@@ -295,7 +295,7 @@ Samples = Annotated[
     _parsed_by(parse_samples),
     Field(description='"A:B" with 0 ≤ A < B, either may be left out'),
 ]
-Part = Annotated[
+ShardText = Annotated[
     Text, _parsed_by(parse_shard), Field(description='"I/N" with 0 ≤ I < N: part I, from 0, of N')
 ]
 Memory = Annotated[

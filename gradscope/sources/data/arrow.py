@@ -22,7 +22,7 @@ from gradscope.sources.data.columns import (
     require_distinct,
     torch_dtype,
 )
-from gradscope.sources.data.images import decoded
+from gradscope.sources.data.images import decode_image
 from gradscope.sources.formats import dataset_readers, matching, need, reading, require_regular
 
 _BATCH_BYTES = 2**22  # of a Parquet file that are decoded together
@@ -243,11 +243,11 @@ def _column(table: _Table, name: str, kind: Any, n: int) -> StoredColumn:
     if types.is_string(value) or types.is_large_string(value):
         return TextColumn(n, texts)
     if types.is_struct(kind) and {f.name for f in kind} >= {"bytes", "path"}:  # Hugging Face's
-        shape = decoded(objects(0, 1)[0], 0).shape if n else torch.Size((0,))
+        shape = decode_image(objects(0, 1)[0], 0).shape if n else torch.Size((0,))
 
         def images(start: int, stop: int) -> Tensor:
             found = enumerate(objects(start, stop), start)
-            return torch.stack([decoded(value, k, shape) for k, value in found])
+            return torch.stack([decode_image(value, k, shape) for k, value in found])
 
         return NumberColumn((n, *shape), torch.uint8, images)
     inner = kind

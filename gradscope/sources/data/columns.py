@@ -87,7 +87,7 @@ class StoredArrays:
     notes: tuple[str, ...] = ()  # what there is to say about the file
 
 
-def translated(arrays: StoredArrays, path: Path) -> StoredArrays:
+def with_clear_errors(arrays: StoredArrays, path: Path) -> StoredArrays:
     """Return the arrays of a file, with whatever is raised as they are read in our own words."""
 
     def load(name: str) -> StoredColumn:

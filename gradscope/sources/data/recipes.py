@@ -51,7 +51,7 @@ _OWN_ID = "Every sample needs an id of its own; or leave [dataset] id out."
 Convert = Callable[[Tensor], Tensor]
 
 
-def composed(arrays: StoredArrays, spec: DatasetSpec) -> StoredArrays:
+def with_columns(arrays: StoredArrays, spec: DatasetSpec) -> StoredArrays:
     """Return the arrays of a file with those in front that [dataset] columns makes of them.
 
     `columns = { inputs = ["age", "pixel*", "table[0:3]"], targets = "y" }`: a text names one
@@ -197,7 +197,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def encoded(
+def encode_arrays(
     arrays: StoredArrays, spec: DatasetSpec
 ) -> tuple[tuple[str, ...], Callable[[str], Numbers]]:
     """Return the names of all arrays, and a function from a name to its numbers (N, ...).
