@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from gradscope.cli.app import app
-from gradscope.config import RunSpec, Setting, settings, settings_of
+from gradscope.config import Option, RunSpec, options_of, run_options
 
 PAGE = Path(__file__).parent / "reference.md"
 
@@ -35,42 +35,42 @@ def page() -> str:
     parts = [HEAD.format(version=RunSpec.model_fields["version"].description)]
     head = ["key", "flag", "of", "default", "what it may be", "means"]
     for section in RunSpec.model_fields:
-        rows = [_setting(s) for s in settings() if s.section == section]
+        rows = [_run_option(s) for s in run_options() if s.section == section]
         parts += [f"### [{section}]", _table(head, rows)] if rows else []
     parts += ["## Other options of the commands", "Every command also has `-h, --help`."]
     head = ["option", "default", "what it may be", "means"]
     root: Any = typer.main.get_command(app)
     for name, command in root.commands.items():
         (own,) = signature(unwrap(command.callback)).parameters.values()
-        rows = [_option(s) for s in settings_of(own.annotation) if s.help]
+        rows = [_option(s) for s in options_of(own.annotation) if s.help]
         parts += [f"### gradscope {name}", " ".join(command.help.split()), _table(head, rows)]
     return "\n\n".join(parts) + "\n"
 
 
-def _setting(setting: Setting) -> list[str]:
-    """Return the row of a setting of a run."""
-    row = [_flag(setting), ", ".join(setting.commands), _default(setting), setting.accepted]
-    return [f"`{setting.key}`", *row, setting.help]
+def _run_option(option: Option) -> list[str]:
+    """Return the row of an option of a run."""
+    row = [_flag(option), ", ".join(option.commands), _default(option), option.accepted]
+    return [f"`{option.key}`", *row, option.help]
 
 
-def _option(setting: Setting) -> list[str]:
+def _option(option: Option) -> list[str]:
     """Return the row of an option that sets nothing in the run file."""
     limits = ""
-    if setting.least is not None:
-        limits = f"at least {setting.least}" + f", at most {setting.most}" * bool(setting.most)
-    return [_flag(setting), _default(setting), setting.accepted or limits, setting.help]
+    if option.least is not None:
+        limits = f"at least {option.least}" + f", at most {option.most}" * bool(option.most)
+    return [_flag(option), _default(option), option.accepted or limits, option.help]
 
 
-def _flag(setting: Setting) -> str:
-    """Return the names of a setting on the command line, and what stands for its value."""
-    shown = " ".join(filter(None, (", ".join(sorted(setting.flags, key=len)), setting.metavar)))
+def _flag(option: Option) -> str:
+    """Return the names of an option on the command line, and what stands for its value."""
+    shown = " ".join(filter(None, (", ".join(sorted(option.flags, key=len)), option.metavar)))
     return f"`{shown}`" if shown else ""
 
 
-def _default(setting: Setting) -> str:
-    """Return the value of a setting that is not given, as JSON."""
-    given = setting.default not in (None, {}, ())
-    return f"`{json.dumps(setting.default, default=str)}`" if given else ""
+def _default(option: Option) -> str:
+    """Return the value of an option that is not given, as JSON."""
+    given = option.default not in (None, {}, ())
+    return f"`{json.dumps(option.default, default=str)}`" if given else ""
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:

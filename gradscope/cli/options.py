@@ -1,4 +1,4 @@
-"""The options of commands, as `gradscope.config` describes them; and how a command answers."""
+"""From the options that `gradscope.config` describes to flags, and from flags to a spec."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from gradscope.config import RunSpec, Setting, resolve, settings, settings_of
+from gradscope.config import Option, RunSpec, options_of, resolve, run_options
 from gradscope.config.commands import Options
 from gradscope.core.texts import printable
 from gradscope.errors import GradscopeError, SpecError
@@ -31,56 +31,56 @@ def with_flags(command: Callable[[Any], None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(**given: Any) -> None:
-        values = {s.key: given[s.parameter] for s in settings_of(options)}
+        values = {s.key: given[s.parameter] for s in options_of(options)}
         if "spec" in options.model_fields:
             values["spec"] = run_spec(values["config"], given)
         command(options.of(values))
 
-    taken = {setting.key: [setting] for setting in settings_of(options)}
-    taken["spec"] = [setting for setting in settings() if command.__name__ in setting.commands]
-    flags = [_parameter(setting) for key in options.model_fields for setting in taken[key]]
+    taken = {option.key: [option] for option in options_of(options)}
+    taken["spec"] = [option for option in run_options() if command.__name__ in option.commands]
+    flags = [_parameter(option) for key in options.model_fields for option in taken[key]]
     vars(run)["__signature__"] = Signature(flags)
     return run
 
 
-def _parameter(setting: Setting) -> Parameter:
-    """Return a setting as a parameter of a function from which typer makes a command."""
-    default = setting.default
-    if setting.required and not setting.section:
+def _parameter(option: Option) -> Parameter:
+    """Return an option as a parameter of a function from which typer makes a command."""
+    default = option.default
+    if option.required and not option.section:
         default = Parameter.empty
-    elif setting.section or isinstance(default, tuple):
+    elif option.section or isinstance(default, tuple):
         default = None  # not given: the run file or the spec has the value
-    kind: Any = Annotated[_type(setting) | None, _declared(setting)]
-    return Parameter(setting.parameter, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+    kind: Any = Annotated[_type(option) | None, _declare(option)]
+    return Parameter(option.parameter, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
-def _type(setting: Setting) -> Any:
+def _type(option: Option) -> Any:
     """Return the type that typer reads a flag's value as."""
-    several = get_origin(setting.type) is tuple and not _is_list(setting)
-    kind: Any = get_args(setting.type)[0] if several else setting.type
+    several = get_origin(option.type) is tuple and not _is_list(option)
+    kind: Any = get_args(option.type)[0] if several else option.type
     plain = isinstance(kind, type) and issubclass(kind, bool | int | float | Path | Enum)
     kind = kind if plain else str
     return list[kind] if several else kind
 
 
-def _declared(setting: Setting) -> Any:
-    """Return what typer is to know of a setting: its names, its metavar, its help, its limits.
+def _declare(option: Option) -> Any:
+    """Return what typer is to know of an option: its names, its metavar, its help, its limits.
 
-    The help of a run's setting has its default, since the flag itself has none: the run file may
-    say something else. For the same reason a switch can be turned off, too.
+    The help of a run's option names the default. The flag has no default, because the run file may
+    set another value. Each switch of a run also has a --no- form, for the same reason.
     """
-    name, text, default = setting.flags[0], setting.help, setting.default
+    name, text, default = option.flags[0], option.help, option.default
     if not name.startswith("-"):
         if not text:
             return typer.Argument(metavar="", show_default=False, hidden=True)
         return typer.Argument(metavar=name, show_default=False, help=f"{text}.")
-    names, metavar = setting.flags, setting.metavar or None
-    if get_origin(_type(setting)) is list and not setting.metavar.endswith("..."):
+    names, metavar = option.flags, option.metavar or None
+    if get_origin(_type(option)) is list and not option.metavar.endswith("..."):
         text += "; repeatable"
-    if not setting.section:
-        limits: Any = {"min": setting.least, "max": setting.most}
+    if not option.section:
+        limits: Any = {"min": option.least, "max": option.most}
         return typer.Option(*names, metavar=metavar, help=f"{text}.", **limits)
-    if setting.type is bool:
+    if option.type is bool:
         names = (f"{name}/--no-{name[2:]}",)
     elif default is not None:
         text += f" [{','.join(default) if isinstance(default, tuple) else default}]"
@@ -94,12 +94,12 @@ def run_spec(config: Path | None, flags: Mapping[str, Any]) -> RunSpec:
         SpecError: Anything does not fit; all of it is listed.
     """
     overrides: dict[str, dict[str, Any]] = {}
-    for setting in settings():
-        value = flags.get(setting.parameter)
+    for option in run_options():
+        value = flags.get(option.parameter)
         if value not in (None, []):
-            if _is_list(setting):
+            if _is_list(option):
                 value = [word.strip() for word in value.split(",")]
-            overrides.setdefault(setting.section, {})[setting.key] = value
+            overrides.setdefault(option.section, {})[option.key] = value
     if "loss" in overrides:
         overrides["loss"]["kwargs"] = {}  # those of the run file's loss are not this one's
     return resolve(config, overrides, _wrong_names)
@@ -118,13 +118,13 @@ def as_flags(text: str, flags: Mapping[str, str]) -> str:
     """Return a message with options as flags: `coupling="own-loss"` is --coupling own-loss.
 
     Messages name options as Python has them: `name="value"`, `name=True`, or the name in backticks.
-    A setting that the command has no flag for is named by its key in the run file.
+    An option that the command has no flag for is named by its key in the run file.
 
     Args:
         text: The message.
         flags: The command's flags by their names in Python.
     """
-    keys = {s.parameter: (s.section, s.key) for s in settings() if s.parameter}
+    keys = {s.parameter: (s.section, s.key) for s in run_options() if s.parameter}
 
     def shown(match: Match[str]) -> str:
         name, value = match["name"] or match["bare"], match["value"]
@@ -147,9 +147,9 @@ def flags_of(command: Any) -> dict[str, str]:
     return {name: names[0] for name, names in long if names}
 
 
-def _is_list(setting: Setting) -> bool:
+def _is_list(option: Option) -> bool:
     """Whether one flag has all values, with commas between, as its metavar says."""
-    return setting.metavar.endswith(",...")
+    return option.metavar.endswith(",...")
 
 
 def _wrong_names(spec: RunSpec) -> tuple[SpecError, ...]:

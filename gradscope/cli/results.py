@@ -34,12 +34,10 @@ def stats(options: StatsOptions) -> None:
     if history:
         from gradscope.stats import read_history
 
-        found: Found = (
-            _followed(files[0], json=as_json) if options.follow else read_history(files[0])
-        )
+        found: Found = _follow(files[0], json=as_json) if options.follow else read_history(files[0])
         shown: Shown = found
     else:
-        found, shown = _found(options)
+        found, shown = _summarize(options)
     if options.plot is not None:
         from gradscope.report import plot_stats
 
@@ -61,7 +59,7 @@ def _single_file_options(options: StatsOptions) -> dict[str, Any]:
     return {name: value for name, value in own.items() if value not in (None, ())}
 
 
-def _found(options: StatsOptions) -> "tuple[Found, Shown]":
+def _summarize(options: StatsOptions) -> "tuple[Found, Shown]":
     """Return what there is to say of one result file or two, and what is shown of it.
 
     Samples are opened where --top or --html asks for them, else of data that are small.
@@ -118,7 +116,7 @@ def _require_options(options: StatsOptions, *, history: bool) -> None:
         raise SpecError(f"--{next(iter(own))} is for one result file", remedy="Leave it out.")
 
 
-def _followed(file: Path, *, json: bool) -> "History":
+def _follow(file: Path, *, json: bool) -> "History":
     """Show a history until its training has ended, as documents a line if so asked; return it."""
     from gradscope.report import console, follow
     from gradscope.stats.training import HistoryReader, line
@@ -164,7 +162,7 @@ def view(options: ViewOptions) -> None:
         raise SpecError("--serve writes no page", remedy=remedy)
     stops.unwinding()
     with ExitStack() as stack:
-        shown = _looked(files, options.scores, stack)
+        shown = _open_view(files, options.scores, stack)
         if options.serve:
             from gradscope.view import serve as answer
 
@@ -183,7 +181,7 @@ def view(options: ViewOptions) -> None:
             typer.echo(f"{target}: {size(bytes_)}, open it in a browser", file=streams.out())
 
 
-def _looked(files: Sequence[Path], scores: Path | None, stack: ExitStack) -> "View":
+def _open_view(files: Sequence[Path], scores: Path | None, stack: ExitStack) -> "View":
     """Open one result file or two, with the scores of their samples where these are given."""
     from gradscope.attribution import open_scores
     from gradscope.storage import open_file

@@ -1,7 +1,8 @@
-"""The options of each command: one spec a command, with the settings of a run where it takes them.
+"""The options of each command: one spec a command.
 
-An option is described once, by `option`, as the settings of a run are. Its flag, its help, the
-message about a wrong value and its line in docs/reference.md follow from that.
+`option` describes an option once. Its flag, its help, the message about a wrong value and its line
+in docs/reference.md follow from that. A command that computes gradients also takes the settings of
+a run.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gradscope.config import values
 from gradscope.config.resolve import combine_errors, short_repr
-from gradscope.config.spec import RunSpec, option, same, settings_of
+from gradscope.config.spec import RunSpec, option, options_of, same
 from gradscope.errors import SpecError
 
 T = TypeVar("T", bound="Options")
@@ -56,12 +57,12 @@ class Options(BaseModel):
             raise combine_errors(
                 [
                     SpecError(
-                        f"found {short_repr(found[setting.key])}",
-                        where=setting.flags[0],
-                        remedy=f"Accepted: {setting.accepted}.",
+                        f"found {short_repr(found[each.key])}",
+                        where=each.flags[0],
+                        remedy=f"Accepted: {each.accepted}.",
                     )
-                    for setting in settings_of(cls)
-                    if setting.key in wrong
+                    for each in options_of(cls)
+                    if each.key in wrong
                 ]
             ) from failure
 

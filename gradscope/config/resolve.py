@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gradscope.config.spec import RunSpec, settings
+from gradscope.config.spec import RunSpec, run_options
 from gradscope.config.values import FROM_CHECKPOINT, function_of, is_folder
 from gradscope.core.grammar import anchored
 from gradscope.core.registry import suggestion
@@ -354,7 +354,7 @@ def _complaint(parts: Location, kind: str, merged: dict[str, Any], origin: Origi
     for part in parts if kind != "missing" else ():
         value = value[part]
     if kind == "extra_forbidden":
-        known = [setting.key for setting in settings() if setting.section == names[0]]
+        known = [option.key for option in run_options() if option.section == names[0]]
         if names[0] == "dataset" and not layer.flat:
             known.append("spec")  # which is taken out before the rest is validated
         known = known if len(names) > 1 else [*RunSpec.model_fields]
@@ -364,7 +364,7 @@ def _complaint(parts: Location, kind: str, merged: dict[str, Any], origin: Origi
     else:
         what = "missing" if kind == "missing" else f"found {short_repr(value)}"
         if len(names) > 1:
-            found = next(s for s in settings() if (s.section, s.key) == names[:2])
+            found = next(s for s in run_options() if (s.section, s.key) == names[:2])
             accepted = f"{found.accepted} ({found.flags[0]})" if found.flags else found.accepted
         else:
             accepted = RunSpec.model_fields[names[0]].description or f"a table [{names[0]}]"

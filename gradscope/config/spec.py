@@ -50,17 +50,17 @@ def same(section: str, key: str, default: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A key of the run file and the flag that takes its place, or an option of a command."""
+class Option:
+    """A setting of a run (a key of the run file, with or without a flag), or a command's option."""
 
     section: str  # the table of the run file, "" of an option of a command
     key: str
     type: Any  # without None and without what is checked beyond it
     required: bool
-    default: Any  # None if there is none
+    default: Any  # None if the option is required
     accepted: str  # what it may be, "" if its type says so
-    least: int | None  # the smallest number, where there is one
-    most: int | None
+    least: int | None  # the smallest value; None for no limit
+    most: int | None  # the largest value; None for no limit
     flags: tuple[str, ...]  # its names on the command line, none if only the run file has it
     metavar: str  # what stands for its value in the help; "" of a switch
     commands: tuple[str, ...]  # those that take it as a setting of a run
@@ -75,13 +75,13 @@ class Setting:
         return flag.lstrip("-").replace("-", "_").lower()
 
 
-def settings() -> Iterator[Setting]:
+def run_options() -> Iterator[Option]:
     """Yield every setting in the tables of a run file."""
     for section, table in RunSpec.model_fields.items():
-        yield from settings_of(table.annotation, section)
+        yield from options_of(table.annotation, section)
 
 
-def settings_of(table: Any, section: str = "") -> Iterator[Setting]:
+def options_of(table: Any, section: str = "") -> Iterator[Option]:
     """Yield the settings in one table of a run file, or the options of a command."""
     for key, field in getattr(table, "model_fields", {}).items():
         if field.json_schema_extra is None:
@@ -101,7 +101,7 @@ def settings_of(table: Any, section: str = "") -> Iterator[Setting]:
         flag = described["flag"].split()
         names = tuple(word for word in flag if word.startswith("-"))
         value = flag[-1] if len(flag) > len(names) else "|".join(words)
-        yield Setting(
+        yield Option(
             section=section,
             key=key,
             type=kind,

@@ -15,7 +15,7 @@ from typer.main import get_command
 import gradscope as library
 from gradscope.cli import options
 from gradscope.cli.app import app
-from gradscope.config import settings
+from gradscope.config import run_options
 from gradscope.errors import CoupledSamplesError, GradscopeError, SpecError, UnsupportedError
 
 HERE = Path(library.__file__).parent
@@ -71,7 +71,7 @@ def test_each_option_that_a_message_names_is_one_and_takes_the_value():
         flag, _, given = shown.removeprefix("Use ").removesuffix(".").partition(" ")
         assert flag == FLAGS[command][name or bare], said
         assert given == ("" if value in (None, "True") else value.strip('"')), said
-        setting = next((s for s in settings() if s.parameter == name), None)
+        setting = next((s for s in run_options() if s.parameter == name), None)
         if setting is not None and "Literal" in str(get_origin(setting.type)):
             assert given in get_args(setting.type), said
 

@@ -8,28 +8,28 @@ import pytest
 from typer.main import get_command
 
 from gradscope.cli.app import app
-from gradscope.config import settings, settings_of
+from gradscope.config import options_of, run_options
 from gradscope.config.commands import AttributeOptions, ExportOptions, Options
 from gradscope.errors import SpecError
 
 COMMANDS: Any = get_command(app).commands  # type: ignore[attr-defined]
 
 
-def options_of(command: str) -> type[Options]:
+def options_class(command: str) -> type[Options]:
     (own,) = signature(unwrap(COMMANDS[command].callback)).parameters.values()
     return own.annotation
 
 
 def test_each_command_has_a_spec_of_its_own() -> None:
-    assert len({options_of(name) for name in COMMANDS}) == len(COMMANDS)
+    assert len({options_class(name) for name in COMMANDS}) == len(COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_command_line_takes_what_the_spec_says(name: str) -> None:
     """Every flag is an option's or a setting's of a run, and none belongs to two of them."""
-    own = [*settings_of(options_of(name))]
-    run = [s for s in settings() if name in s.commands]
-    assert bool(run) == ("spec" in options_of(name).model_fields)
+    own = [*options_of(options_class(name))]
+    run = [s for s in run_options() if name in s.commands]
+    assert bool(run) == ("spec" in options_class(name).model_fields)
     parameters = [s.parameter for s in (*own, *run)]
     assert sorted(parameters) == sorted(p.name for p in COMMANDS[name].params)
     flags = [flag for s in (*own, *run) for flag in s.flags]
@@ -40,11 +40,11 @@ def test_the_command_line_takes_what_the_spec_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_what_is_not_given_has_the_default_of_the_spec(name: str) -> None:
-    for setting in settings_of(options_of(name)):
-        parameter = next(p for p in COMMANDS[name].params if p.name == setting.parameter)
-        assert parameter.required == setting.required
-        if not isinstance(setting.default, tuple):
-            assert parameter.default == setting.default or parameter.default is None
+    for option in options_of(options_class(name)):
+        parameter = next(p for p in COMMANDS[name].params if p.name == option.parameter)
+        assert parameter.required == option.required
+        if not isinstance(option.default, tuple):
+            assert parameter.default == option.default or parameter.default is None
 
 
 def test_all_wrong_options_are_listed_by_their_flags() -> None:
