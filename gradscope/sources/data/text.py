@@ -1,7 +1,7 @@
 """Text formats: .csv and .jsonl, one record a sample, read in slices.
 
-The standard library's csv and json parse the records, whatever else is installed: a file has the
-same values on every machine. A first pass counts the records, remembers where some of them begin,
+The csv and json modules of the standard library parse the records, even if pyarrow or pandas is
+installed: a file has the same values on every machine. A first pass counts the records, remembers where some of them begin,
 and finds what each column holds: all of a column is numbers, or it is text.
 """
 
@@ -41,7 +41,7 @@ _FIELD = 2**27  # characters of a field
 _HEAD = 2**20  # bytes by which a separator is found
 _LOOK = 20  # records of which a separator must make the same number of fields
 _SEPARATORS = (",", "\t", ";", "|")
-_LEAST, _MOST = -(2**63), 2**63 - 1  # what int64 holds
+_LEAST, _MOST = -(2**63), 2**63 - 1  # the range of int64
 _TYPES = (np.dtype(np.bool_), np.dtype(np.int64), np.dtype(np.float64))  # each holds those before
 
 TextRecord = Mapping[str, Any]  # by the names of the columns
@@ -279,10 +279,10 @@ class _JsonColumn:
         except ValueError:  # lists of several lengths inside
             return False
         if found.dtype.kind not in "bif" or self._row not in (None, found.shape[1:]):
-            return False  # uint64 ("u") is what numpy makes of integers that int64 cannot hold
+            return False  # numpy makes uint64 ("u") of integers beyond int64
         large = found.dtype.kind == "f" and bool((np.abs(found) >= float(_MOST)).any())
         if large and not any(isinstance(v, float) for v in np.asarray(value, object).flat):
-            return False  # or float64, where other integers stand beside them
+            return False  # numpy makes float64 of smaller and of larger integers together
         self._row = found.shape[1:]
         self._type = max(self._type, "bif".index(found.dtype.kind))
         return True
