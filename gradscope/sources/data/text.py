@@ -1,8 +1,8 @@
 """Text formats: .csv and .jsonl, one record a sample, read in slices.
 
 The csv and json modules of the standard library parse the records, even if pyarrow or pandas is
-installed: a file has the same values on every machine. A first pass counts the records, remembers where some of them begin,
-and finds what each column holds: all of a column is numbers, or it is text.
+installed: a file has the same values on every machine. A first pass counts the records, remembers
+where some of them begin, and finds what each column holds: all of a column is numbers, or text.
 """
 
 import csv
