@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -188,20 +187,6 @@ def too_large(number: int) -> DatasetError:
         f"it holds {number}, which int64 cannot hold",
         remedy="Store smaller integers, or floating-point numbers.",
     )
-
-
-def integer_in(text: str) -> int:
-    """Return the integer that a field of a table is; ValueError for any other text."""
-    if "_" in text:  # Python's own way to write 1_000
-        raise ValueError(text)
-    return int(text)
-
-
-def number_in(text: str) -> float:
-    """Return the number that a field of a table is, NaN if empty; ValueError for other texts."""
-    if "_" in text:
-        raise ValueError(text)
-    return float(text) if text.strip() else nan
 
 
 def objects() -> DatasetError:

@@ -34,7 +34,6 @@ from gradscope.sources.data.columns import (
     TextColumn,
     even,
     length_of,
-    number_in,
     runs,
 )
 from gradscope.sources.formats import need
@@ -191,7 +190,7 @@ def _texts(column: TextColumn) -> str:
 
 def _is_number(text: str) -> bool:
     try:
-        number_in(text)
+        float(text or "nan")
     except ValueError:
         return False
     return True

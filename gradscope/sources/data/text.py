@@ -27,8 +27,6 @@ from gradscope.sources.data.columns import (
     StoredColumn,
     TextColumn,
     from_numpy,
-    integer_in,
-    number_in,
     require_distinct,
     too_large,
     torch_dtype,
@@ -114,7 +112,7 @@ def open_csv(path: Path) -> StoredArrays:
         file.seek(0)
         first = next((r for r in csv.reader(_Lines(file), delimiter=mark) if r), [])
     try:
-        headless = bool([*map(number_in, first)]) and all(map(str.strip, first))
+        headless = bool([*map(float, first)]) and "_" not in "".join(first)
     except ValueError:
         headless = False
     unnamed = [headless or not name.strip() for name in first]
@@ -207,22 +205,34 @@ def _arrays(
     return StoredArrays(tuple(names), load)
 
 
+def _integers(fields: Sequence[str]) -> list[int]:
+    """Return the integers that fields are; ValueError for any other text."""
+    return [int(field) for field in fields]
+
+
+def _numbers(fields: Sequence[str]) -> list[float]:
+    """Return the numbers that fields are, NaN for empty ones; ValueError for any other text."""
+    return [float(field) if field.strip() else np.nan for field in fields]
+
+
 class _CsvColumn:
     """A column of fields: integers, else numbers with empty fields as NaN, else text."""
 
     def __init__(self) -> None:
-        self._parsers: list[Callable[[str], float]] = [integer_in, number_in]
+        self._parsers: list[Callable[[Sequence[str]], Sequence[float]]] = [_integers, _numbers]
         self._large: float | None = None  # the first integer that int64 cannot hold
 
     def scan(self, fields: Sequence[Any], start: int) -> None:
         """Drop the parsers that some field is not for."""
+        if self._parsers and "_" in "".join(fields):  # Python reads 2020_01 as 202001
+            self._parsers.clear()
         while self._parsers:
             try:
-                numbers = [*map(self._parsers[0], fields)]
+                numbers = self._parsers[0](fields)
             except ValueError:
                 self._parsers.pop(0)
                 continue
-            if self._parsers[0] is integer_in and self._large is None:
+            if self._parsers[0] is _integers and self._large is None:
                 self._large = next((n for n in numbers if not _LEAST <= n <= _MOST), None)
             return
 
@@ -231,13 +241,13 @@ class _CsvColumn:
         if not self._parsers:
             return TextColumn(n, read)
         parser = self._parsers[0]
-        dtype = np.dtype(np.int64 if parser is integer_in else np.float64)
-        if parser is integer_in and self._large is not None:
+        dtype = np.dtype(np.int64 if parser is _integers else np.float64)
+        if parser is _integers and self._large is not None:
             raise too_large(int(self._large))
         return NumberColumn(
             (n,),
             torch_dtype(dtype),
-            lambda a, b: from_numpy(np.array([*map(parser, read(a, b))], dtype)),
+            lambda a, b: from_numpy(np.array(parser(read(a, b)), dtype)),
         )
 
 
