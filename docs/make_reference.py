@@ -2,18 +2,19 @@
 
     python docs/make_reference.py
 
-The page follows from the settings (`gradscope.config`) and from the other options of the commands
-(`gradscope.cli`); a test compares it with them.
+The page follows from the settings of a run and the options of the commands, which
+`gradscope.config` describes; a test compares it with them.
 """
 
 import json
+from inspect import signature, unwrap
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from gradscope.cli.app import app
-from gradscope.config import RunSpec, Setting, settings
+from gradscope.config import Option, RunSpec, options_of, run_options
 
 PAGE = Path(__file__).parent / "reference.md"
 
@@ -34,37 +35,42 @@ def page() -> str:
     parts = [HEAD.format(version=RunSpec.model_fields["version"].description)]
     head = ["key", "flag", "of", "default", "what it may be", "means"]
     for section in RunSpec.model_fields:
-        rows = [_setting(s) for s in settings() if s.section == section]
+        rows = [_run_option(s) for s in run_options() if s.section == section]
         parts += [f"### [{section}]", _table(head, rows)] if rows else []
-    parts += ["## Other options of the commands"]
+    parts += ["## Other options of the commands", "Every command also has `-h, --help`."]
+    head = ["option", "default", "what it may be", "means"]
     root: Any = typer.main.get_command(app)
-    above = root.make_context("gradscope", [], resilient_parsing=True)
     for name, command in root.commands.items():
-        taken = {s.parameter for s in settings() if name in s.commands}
-        with command.make_context(name, [], parent=above, resilient_parsing=True) as context:
-            own = [p for p in command.get_params(context) if p.name not in taken]
-        summary = " ".join(command.help.split())
-        rows = [_option(parameter) for parameter in own]
-        parts += [f"### gradscope {name}", summary, _table(["option", "means"], rows)]
+        (own,) = signature(unwrap(command.callback)).parameters.values()
+        rows = [_option(s) for s in options_of(own.annotation) if s.help]
+        parts += [f"### gradscope {name}", " ".join(command.help.split()), _table(head, rows)]
     return "\n\n".join(parts) + "\n"
 
 
-def _setting(setting: Setting) -> list[str]:
-    """Return the row of a setting."""
-    value = setting.default
-    default = "" if value is None or value == {} else f"`{json.dumps(value)}`"
-    shown = " ".join(filter(None, (", ".join(sorted(setting.flags, key=len)), setting.metavar)))
-    flag = f"`{shown}`" if shown else ""
-    commands = ", ".join(setting.commands)
-    return [f"`{setting.key}`", flag, commands, default, setting.accepted, setting.help]
+def _run_option(option: Option) -> list[str]:
+    """Return the row of an option of a run."""
+    row = [_flag(option), ", ".join(option.commands), _default(option), option.accepted]
+    return [f"`{option.key}`", *row, option.help]
 
 
-def _option(parameter: Any) -> list[str]:
-    """Return the row of an option or argument that sets nothing in the run file."""
-    flags = parameter.opts if parameter.param_type_name == "option" else []
-    value = None if getattr(parameter, "is_flag", False) else parameter.metavar
-    words = filter(None, (", ".join(sorted(flags, key=len)), value))
-    return [f"`{' '.join(words) or parameter.name}`", parameter.help or ""]
+def _option(option: Option) -> list[str]:
+    """Return the row of an option that sets nothing in the run file."""
+    limits = ""
+    if option.least is not None:
+        limits = f"at least {option.least}" + f", at most {option.most}" * bool(option.most)
+    return [_flag(option), _default(option), option.accepted or limits, option.help]
+
+
+def _flag(option: Option) -> str:
+    """Return the names of an option on the command line, and what stands for its value."""
+    shown = " ".join(filter(None, (", ".join(sorted(option.flags, key=len)), option.metavar)))
+    return f"`{shown}`" if shown else ""
+
+
+def _default(option: Option) -> str:
+    """Return the value of an option that is not given, as JSON."""
+    given = option.default not in (None, {}, ())
+    return f"`{json.dumps(option.default, default=str)}`" if given else ""
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:

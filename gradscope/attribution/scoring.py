@@ -32,10 +32,9 @@ from gradscope.core.grammar import parse
 from gradscope.errors import SpecError
 from gradscope.process.memory import slices
 from gradscope.run import Job, prepare
-from gradscope.stats.sections import told_of
 
 UNIT = (
-    "the change of the query's loss if the training sample had been left out, to first order: "
+    "the change of the query's loss if the training {} had been left out, to first order: "
     "positive helps, negative harms"
 )
 _EXACT = 2**24  # scores that are kept in float64; more of them in float32
@@ -126,16 +125,17 @@ class Scoring:
         """What was chosen, for the result."""
         each = [{**one.curved.record, "weight": one.pair.weight} for one in self._every]
         refined = {} if self.refining is None else {"refined": self.refining.record}
-        unit = told_of(UNIT, self.pairs[0].train.facts.rows)
+        unit = UNIT.format(self.pairs[0].train.facts.rows)
         return {"unit": unit, "checkpoints": each, **refined}
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What is worth a line."""
         lost = int((~self._every[0].finite).sum())
-        why = f"{lost:,} training samples without a finite gradient are left out"
-        told = [told_of(why, self.pairs[0].train.facts.rows)] if lost else []
-        return tuple(dict.fromkeys([*(n for one in self._every for n in one.notes), *told]))
+        noun = self.pairs[0].train.facts.rows
+        why = f"{lost:,} training {noun}s without a finite gradient are left out"
+        notes = [note for one in self._every for note in one.notes]
+        return tuple(dict.fromkeys([*notes, *([why] if lost else [])]))
 
     def rows(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield (queries, their scores (m, N) in float64); NaN of what is left out."""

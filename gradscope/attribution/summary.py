@@ -68,12 +68,18 @@ class ScoreSummary(Record, Shown):
     groups: tuple[Plain, ...] = ()  # its values
     notes: tuple[str, ...] = ()
 
+    @property
+    def noun(self) -> str:
+        """What has a score: training samples, or their tokens."""
+        train: Any = self.record.get("train") or {}
+        return str(train.get("rows", "sample"))
+
     def overview(self) -> Overview:
         """Return what is shown."""
         chosen: Any = self.record.get("checkpoints") or [{}]
-        train: Any = self.record.get("train") or {}
+        noun = self.noun
         facts: list[Fact] = [
-            ("scores", f"{queries(self.queries)} × {self.samples:,} samples"),
+            ("scores", f"{queries(self.queries)} × {self.samples:,} {noun}s"),
             ("curvature", " ".join(f"{k}={_short(v)}" for k, v in chosen[0].items())),
             *_refined(self.record),
             ("unit", str(self.record.get("unit"))),
@@ -85,7 +91,7 @@ class ScoreSummary(Record, Shown):
         if self.most_influential:
             rows = self.most_influential
             columns = [
-                Column("sample", [name_of(r) for r in rows]),
+                Column(noun, [name_of(r) for r in rows]),
                 *targets(rows),
                 numbers("self-influence", [r.score for r in rows]),
             ]
@@ -94,8 +100,9 @@ class ScoreSummary(Record, Shown):
             paths=[self.path] if self.path else [],
             facts=facts,
             sections=sections,
-            pictures=[*map(_picture, self.rows[:_DRAWN])],
-        ).of(train.get("rows", "sample"))
+            pictures=[_picture(row, noun) for row in self.rows[:_DRAWN]],
+            noun=noun,
+        )
 
 
 def _refined(record: Mapping[str, Any]) -> list[Fact]:
@@ -218,20 +225,20 @@ def _influence(summary: ScoreSummary) -> Section:
     ]
     more = len(summary.rows) - len(shown)
     told = any(s.target is not None for row in shown for s in (*row.helpful, *row.harmful))
-    notes = [f"A training sample with its {'target and its ' if told else ''}score."]
+    notes = [f"A training {summary.noun} with its {'target and its ' if told else ''}score."]
     if more > 0:
         notes.append(f"And {queries(more)} more: --json has all.")
     return Section(INFLUENCE, table=Table(columns), notes=notes)
 
 
-def _picture(row: QueryRow) -> Picture:
+def _picture(row: QueryRow, noun: str) -> Picture:
     """Return the scores of who helped and harmed a query most, a bar each."""
     bars = [*row.helpful, *reversed(row.harmful)]
     return BarPicture(
         label=f"Scores of who helped and harmed query {name_of(row)} most",
         title=f"Query {name_of(row)}",
         across="score",
-        empty="" if bars else "no sample has a score",
+        empty="" if bars else f"no {noun} has a score",
         names=[name_of(bar) for bar in bars],
         values=[bar.score for bar in bars],
     )
@@ -266,7 +273,6 @@ def _short(value: Any) -> str:
 
 
 QUERIES = 40  # on a page
-_SIDES = {"query": "queries", "train": "training samples"}
 
 Groups = Sequence[tuple[str, str, Sequence[QueryRow | Scored]]]  # heading, side, samples
 
@@ -274,26 +280,26 @@ Groups = Sequence[tuple[str, str, Sequence[QueryRow | Scored]]]  # heading, side
 def looked(summary: ScoreSummary, scores: Scores) -> Overview:
     """Return what is shown, the first queries with who helped and harmed them as they are."""
     tables = {"query": scores.queries, "train": scores.samples}
-    sides = {side: Opened.of(scores.record.get(side) or {}, tables[side]) for side in _SIDES}
+    sides = {side: Opened.of(scores.record.get(side) or {}, tables[side]) for side in tables}
     rows = summary.rows[:QUERIES]
     train = dict.fromkeys(s.index for row in rows for s in (*row.helpful, *row.harmful))
     album = Album(sides, {"query": [row.index for row in rows], "train": [*train]})
     plain, shown = summary.overview(), rows if album.contents else ()
     kept = [s for s in plain.sections if not (shown and s.title == INFLUENCE)]
-    missing = [(f"{_SIDES[side]} not shown", own.why) for side, own in sides.items() if own.why]
+    words = {"query": "queries", "train": f"training {plain.noun}s"}
+    missing = [(f"{words[side]} not shown", own.why) for side, own in sides.items() if own.why]
     more = len(summary.rows) - len(shown)
     if shown and more:
         missing.append(("not shown", f"{queries(more)} more: --json has all"))
-    found = replace(
+    return replace(
         plain,
         facts=[*plain.facts, *missing],
-        sections=[*(_opened(row, album) for row in shown), *kept],
+        sections=[*(_opened(row, album, plain.noun) for row in shown), *kept],
         pictures=() if shown else plain.pictures,
     )
-    return found.of(plain.noun)
 
 
-def _opened(row: QueryRow, album: Album) -> Section:
+def _opened(row: QueryRow, album: Album, noun: str) -> Section:
     """Return a query with its samples: as cards, or where they are numbers in a table."""
     groups: Groups = [
         ("The query", "query", [row]),
@@ -308,7 +314,7 @@ def _opened(row: QueryRow, album: Album) -> Section:
         return Section(title, cards=[(name, cards) for name, cards in shown if cards])
     scores = [sample.score if isinstance(sample, Scored) else None for _, sample in every]
     columns = [
-        Column("sample", [name_of(s) for _, s in every]),
+        Column(noun, [name_of(s) for _, s in every]),
         *(
             Column(title, [label(album.sides[side], getattr(s, name)) for side, s in every])
             for title, name in (("target", "target"), ("predicted", "prediction"))

@@ -13,11 +13,11 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
-from gradscope.cli import options
 from gradscope.cli.attribute import attribute, validate
 from gradscope.cli.before import check, init, list_
 from gradscope.cli.compare import compare
 from gradscope.cli.compute import compute, merge
+from gradscope.cli.options import flags_of, naming_flags
 from gradscope.cli.results import export, stats, view
 from gradscope.errors import GradscopeError
 from gradscope.process import stops, streams
@@ -39,7 +39,7 @@ class Command(TyperCommand):
             except typer.Exit:
                 raise
             except BaseException as error:
-                raise typer.Exit(_code(error, options.flags_of(self))) from error
+                raise typer.Exit(_code(error, flags_of(self))) from error
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Name what may be given; a hidden argument has no name."""
@@ -110,7 +110,7 @@ def _code(error: BaseException, flags: Mapping[str, str]) -> int:
     if stop is not None:
         return _show_stop(stop)
     if isinstance(error, GradscopeError):
-        return show_error(options.told(error, flags))
+        return show_error(naming_flags(error, flags))
     found: GradscopeError | None = None
     with suppress(ImportError):  # another torch may lack what these import
         from gradscope.model.releases import missing_name, untested
@@ -123,7 +123,7 @@ def _code(error: BaseException, flags: Mapping[str, str]) -> int:
         found = found or blamed(error)
     if found is None:
         raise error
-    return show_error(options.told(found, flags))
+    return show_error(naming_flags(found, flags))
 
 
 @contextmanager

@@ -2,13 +2,12 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gradscope.cli import options
-from gradscope.cli.options import option
-from gradscope.config import RunSpec
+from gradscope.cli.options import show, with_flags
+from gradscope.config.commands import CompareOptions
 from gradscope.core.texts import count
 from gradscope.errors import RefusedError, ResultFileError, SpecError
 from gradscope.process import stops, streams
@@ -22,23 +21,8 @@ DISAGREEMENT = 5
 _SAMPLES = 32  # enough to tell a mistake, few enough for the loop
 
 
-@options.with_settings
-def compare(
-    *,
-    spec: RunSpec,
-    against: Annotated[
-        list[str] | None,
-        option(
-            "--against FILE.py:FUNCTION|RESULT.h5|opacus|backpack",
-            "Your own implementation, a stored result, or what another library computes, as "
-            "a further row; repeatable.",
-        ),
-    ] = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    verbose: options.Verbose = False,
-    dry_run: options.DryRun = False,
-) -> None:
+@with_flags
+def compare(options: CompareOptions) -> None:
     """Cross-check the backends: errors, time and memory, on the same samples.
 
     The first 32 samples are compared, or all of --samples.
@@ -49,22 +33,23 @@ def compare(
     from gradscope.sources.code import code_digests
 
     stops.raise_on_signal()
+    spec = options.spec
     job = prepare(spec)
     size = spec.compute.batch_size if spec.is_flag("compute", "batch_size") else _SAMPLES
     rows = job.samples if spec.compute.samples else job.samples[:size]
-    others = {name: _loaded(name, rows, spec.compute.rows) for name in against or []}
-    if dry_run:
+    others = {name: _loaded(name, rows, spec.compute.rows) for name in options.against}
+    if options.dry_run:
         names = ", ".join(spec.compare.backends)
         typer.echo(f"would compare {names} on {count(len(rows), 'sample')}", file=streams.out())
         return
     result = _compared(job, rows, others)
     found: Any = result
-    if json:
+    if options.as_json:
         codes = {name: code_digests(name, "implementation") for name in others if ":" in name}
         versions = {name: peer_version(name) for name in others if name in PEERS}
         found = result.to_json() | {"digests": job.digests | codes, "libraries": versions}
-    quiet = quiet and result.agrees
-    options.show(found, render_comparison, json=json, quiet=quiet, verbose=verbose)
+    ways = {"quiet": options.quiet and result.agrees, "verbose": options.verbose}
+    show(found, render_comparison, json=options.as_json, **ways)
     if not result.agrees:
         raise typer.Exit(DISAGREEMENT)
     if result.coupled:

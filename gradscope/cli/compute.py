@@ -6,13 +6,13 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from gradscope.cli import options
-from gradscope.cli.options import option
-from gradscope.config import RunSpec, this_worker
+from gradscope.cli.options import exit_of, run_spec, show, with_flags
+from gradscope.config import this_worker
+from gradscope.config.commands import ComputeOptions, MergeOptions
 from gradscope.errors import ResultFileError, SpecError
 from gradscope.process import stops, streams
 
@@ -23,86 +23,96 @@ _SHARD = re.compile(r"\.shard-\d+-of-\d+(\.[^.]+)?$")
 _UNFINISHED = (".part", ".progress", ".tmp")
 
 
-@options.with_settings
-def compute(
-    *,
-    output: Annotated[Path | None, options.OUTPUT] = None,
-    spec: RunSpec,
-    resume: Annotated[bool, option("--resume", "Go on with a stopped run.")] = False,
-    overwrite: options.Overwrite = False,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    verbose: options.Verbose = False,
-    dry_run: options.DryRun = False,
-) -> None:
+@with_flags
+def compute(options: ComputeOptions) -> None:
     """Compute per-sample gradients, transform them, and write an HDF5 file."""
-    if output is None and not dry_run:
+    output, spec = options.output, options.spec
+    if output is None and not options.dry_run:
         raise SpecError("no result file is named", remedy="Give -o OUT.h5, or --dry-run.")
-    if resume and overwrite:
+    if options.resume and options.overwrite:
         raise SpecError("--resume and --overwrite contradict each other", remedy="Give one.")
     worker = None if spec.is_flag("compute", "shard") else this_worker(os.environ)
     if worker is not None:
         device = worker.device(spec.compute.device)
         spec = spec.computing(shard=str(worker.shard), device=device)
-        resume, quiet = resume or worker.restarted, quiet or worker.shard.index > 0
-    from gradscope.report import console, render_disk_space, render_merge, render_plan, render_run
-    from gradscope.run import compute_model_parallel, estimate, preflight, prepare
+        resume = options.resume or worker.restarted
+        quiet = options.quiet or worker.shard.index > 0
+        options = options.model_copy(update={"spec": spec, "resume": resume, "quiet": quiet})
     from gradscope.storage import LONGEST, require_place
 
     stops.raise_on_signal()
     if output is not None:
         require_place(output, LONGEST)
-    if spec.compute.sharded and output is not None and not dry_run:
-        restarted = worker is not None and worker.restarted
-        merged = compute_model_parallel(spec, output, overwrite=overwrite, restarted=restarted)
-        if merged is None:
-            return
-        with stops.stop_message(lambda: f"stopped; {output} is complete"):
-            options.show(merged, render_merge, json=json, quiet=quiet)
-        options.exit_of(merged)
+    if spec.compute.sharded and output is not None and not options.dry_run:
+        _compute_divided(options, output, restarted=worker is not None and worker.restarted)
+    else:
+        _compute_here(options)
+
+
+def _compute_divided(options: ComputeOptions, output: Path, *, restarted: bool) -> None:
+    """Compute with a model that is divided over processes; the first of them has the answer."""
+    from gradscope.report import render_merge
+    from gradscope.run import compute_model_parallel
+
+    merged = compute_model_parallel(
+        options.spec, output, overwrite=options.overwrite, restarted=restarted
+    )
+    if merged is None:
         return
-    with stops.stop_message(lambda: _nothing_new(resume)):
+    with stops.stop_message(lambda: f"stopped; {output} is complete"):
+        show(merged, render_merge, json=options.as_json, quiet=options.quiet)
+    exit_of(merged)
+
+
+def _compute_here(options: ComputeOptions) -> None:
+    """Compute with a model that this process has to itself, or say what that would take."""
+    from gradscope.report import console, render_disk_space, render_plan, render_run
+    from gradscope.run import estimate, preflight, prepare
+    from gradscope.storage import LONGEST, require_place
+
+    with stops.stop_message(lambda: _nothing_new(options.resume)):
         here = Path.cwd()
-        job, place = prepare(spec), None
-        if output is not None:
-            place = job.place(output if Path.cwd() == here else here / output)  # code may chdir
+        job, place = prepare(options.spec), None
+        if options.output is not None:  # the user's code may change the directory
+            place = job.place(options.output if Path.cwd() == here else here / options.output)
             require_place(place, LONGEST)
-        if dry_run or place is None:
+        if options.dry_run or place is None:
             plan = estimate(job, place)
-            options.show(plan, render_plan, json=json, verbose=verbose)
+            show(plan, render_plan, json=options.as_json, verbose=options.verbose)
             plan.room.require(place or Path.cwd())
             return
-        room = preflight(job, place, overwrite=overwrite)
-        if room is not None and not (quiet or json):
+        room = preflight(job, place, overwrite=options.overwrite)
+        if room is not None and not (options.quiet or options.as_json):
             render_disk_space(room, console(stderr=True))
-    report = _run(job, place, resume=resume, overwrite=overwrite, quiet=quiet or json)
+    report = _run(job, place, options)
     with stops.stop_message(lambda: f"stopped; {place} is complete"):
-        options.show(report, render_run, json=json, quiet=quiet)
+        show(report, render_run, json=options.as_json, quiet=options.quiet)
     if job.shard is None:  # of shards, merge says so: others wait for these
-        options.exit_of(report)
+        exit_of(report)
 
 
-def _run(job: "Job", output: Path, *, resume: bool, overwrite: bool, quiet: bool) -> "RunReport":
+def _run(job: "Job", output: Path, options: ComputeOptions) -> "RunReport":
     from gradscope.report import console, track
     from gradscope.run import start
 
     run: Run | None = None
+    quiet = options.quiet or options.as_json
     with (
-        stops.stop_message(lambda: _stopped(job, run, output, resume)),
-        start(job, output, resume=resume, overwrite=overwrite) as opened,
+        stops.stop_message(lambda: _stopped(job, run, output, options.resume)),
+        start(job, output, resume=options.resume, overwrite=options.overwrite) as opened,
     ):
         run = opened
         if not quiet:
             for note in run.notes:
                 typer.echo(note, file=streams.err())
         total, screen = len(job.rows) - run.writer.completed, console(stderr=True)
-        unit, told = f"{job.spec.compute.rows}s", set[str]()
+        unit, shown = f"{job.spec.compute.rows}s", set[str]()
         for batch in track(run.remaining(), total, unit=unit, quiet=quiet, console=screen):
             run.add(batch)
             for note in () if quiet else [*run.zeros]:
-                if note not in told:
+                if note not in shown:
                     screen.print(note, soft_wrap=True)
-                    told.add(note)
+                    shown.add(note)
             stops.raise_pending()
         return run.finish()
 
@@ -125,51 +135,30 @@ def _nothing_new(resume: bool) -> str:
     return f"stopped before the first batch was finished; {kept}"
 
 
-def merge(
-    shards: Annotated[
-        list[Path], option("SHARD...", "Result files, folders with shards, or patterns.")
-    ],
-    output: Annotated[Path, options.OUTPUT],
-    virtual: Annotated[
-        bool, option("--virtual", "Refer to the shards' rows instead of copying them.")
-    ] = False,
-    code: Annotated[
-        list[Path] | None,
-        option(
-            "--code FILE.py", "Code that reducers of yours are in and that may be run; repeatable."
-        ),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        option(
-            "--config RUN.toml",
-            "Compute a few samples of each shard anew from this run file, and compare.",
-        ),
-    ] = None,
-    overwrite: options.Overwrite = False,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-) -> None:
+@with_flags
+def merge(options: MergeOptions) -> None:
     """Join the shards of one run into the file that one process would have written."""
-    anew = None if config is None else options.run_spec(config, {})
+    output = options.output
+    anew = None if options.config is None else run_spec(options.config, {})
     from gradscope.report import render_merge, track
     from gradscope.run import merging
 
     stops.raise_on_signal()
-    files = [file for place in shards for file in _files_in(place)]
-    how = {"overwrite": overwrite, "virtual": virtual}
+    files = [file for place in options.shards for file in _files_in(place)]
+    how = {"overwrite": options.overwrite, "virtual": options.virtual}
+    quiet = options.quiet or options.as_json
     with (
         stops.stop_message(lambda: "stopped; nothing was written"),
-        merging(files, output, **how, code=code or [], anew=anew) as under_way,
+        merging(files, output, **how, code=options.code, anew=anew) as under_way,
     ):
         total = len(under_way.parts)
         unit = f"{under_way.parts.noun}s"
-        for part in track(under_way.parts.files, total, unit=unit, quiet=quiet or json):
+        for part in track(under_way.parts.files, total, unit=unit, quiet=quiet):
             under_way.add(part)
         report = under_way.finish()
     with stops.stop_message(lambda: f"stopped; {output} is complete"):
-        options.show(report, render_merge, json=json, quiet=quiet)
-    options.exit_of(report)
+        show(report, render_merge, json=options.as_json, quiet=options.quiet)
+    exit_of(report)
 
 
 def _files_in(place: Path) -> list[Path]:

@@ -1,18 +1,20 @@
-"""The options of commands: those that set something in the run spec, and those of many commands."""
+"""From the options that `gradscope.config` describes to flags, and from flags to a spec."""
 
 import re
 import shlex
 from collections.abc import Callable, Mapping
+from enum import Enum
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from json import dumps
 from pathlib import Path
 from re import Match
-from typing import Annotated, Any, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from gradscope.config import RunSpec, Setting, resolve, settings
+from gradscope.config import Option, RunSpec, options_of, resolve, run_options
+from gradscope.config.commands import Options
 from gradscope.core.texts import printable
 from gradscope.errors import GradscopeError, SpecError
 from gradscope.process import streams
@@ -22,68 +24,67 @@ _OPTION = re.compile(r'(?<![\w.:,])(?P<name>[a-z_]+)=(?P<value>"[^"]*"|True)|`(?
 NONFINITE = 7  # the exit code of a command that is done, where something is not finite
 
 
-def option(flag: str, help: str, **how: Any) -> Any:
-    """Return what typer is to know of an option, "--top -t K", or of an argument, "FILE"."""
-    words = flag.split()
-    names = [word for word in words if word.startswith("-")]
-    if not names:
-        return typer.Argument(metavar=flag, help=help, **how)
-    metavar = words[-1] if len(words) > len(names) else None
-    return typer.Option(*names, metavar=metavar, help=help, **how)
-
-
-Config = Annotated[Path | None, option("--config RUN.toml", "A run file; flags win over it.")]
-Json = Annotated[bool, option("--json", "Print one JSON document to stdout, and nothing else.")]
-Quiet = Annotated[bool, option("--quiet -q", "No progress and no notices.")]
-Verbose = Annotated[bool, option("--verbose", "Show which kernels were chosen, and their times.")]
-DryRun = Annotated[bool, option("--dry-run", "Load, choose, prove and estimate; write nothing.")]
-Overwrite = Annotated[bool, option("--overwrite", "Replace an output of the same kind.")]
-OUTPUT = option("--output -o OUT.h5", "The result file.")
-
-
-def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command --config and a flag for every setting that names it, in place of `spec`.
-
-    `command` is called with the `RunSpec` that they make, and its own options.
-    """
-    taken = {s.parameter: s for s in settings() if command.__name__ in s.commands}
+def with_flags(command: Callable[[Any], None]) -> Callable[..., None]:
+    """Return a command of one argument, an `Options`, as a function of the flags that make it."""
+    (own,) = signature(command).parameters.values()
+    options: type[Options] = own.annotation
 
     @wraps(command)
-    def run(config: Path | None, **given: Any) -> None:
-        spec = run_spec(config, {name: given.pop(name) for name in taken})
-        command(spec=spec, **given)
+    def run(**given: Any) -> None:
+        values = {s.key: given[s.parameter] for s in options_of(options)}
+        if "spec" in options.model_fields:
+            values["spec"] = run_spec(values["config"], given)
+        command(options.of(values))
 
-    kinds = {"config": Config} | {k: Annotated[_type(s), _info(s)] for k, s in taken.items()}
-    flags = [
-        Parameter(k, Parameter.KEYWORD_ONLY, default=None, annotation=a) for k, a in kinds.items()
-    ]
-    own = [*signature(command).parameters.values()]
-    place = [parameter.name for parameter in own].index("spec")
-    vars(run)["__signature__"] = Signature([*own[:place], *flags, *own[place + 1 :]])
+    taken = {option.key: [option] for option in options_of(options)}
+    taken["spec"] = [option for option in run_options() if command.__name__ in option.commands]
+    flags = [_parameter(option) for key in options.model_fields for option in taken[key]]
+    vars(run)["__signature__"] = Signature(flags)
     return run
 
 
-def flag(section: str, key: str) -> Any:
-    """Return what typer is to know of the flag for a setting."""
-    return next(_info(s) for s in settings() if (s.section, s.key) == (section, key))
+def _parameter(option: Option) -> Parameter:
+    """Return an option as a parameter of a function from which typer makes a command."""
+    default = option.default
+    if option.required and not option.section:
+        default = Parameter.empty
+    elif option.section or isinstance(default, tuple):
+        default = None  # not given: the run file or the spec has the value
+    kind: Any = Annotated[_type(option) | None, _declare(option)]
+    return Parameter(option.parameter, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
-def _type(setting: Setting) -> Any:
+def _type(option: Option) -> Any:
     """Return the type that typer reads a flag's value as."""
-    if get_origin(setting.type) is tuple and not _is_list(setting):
-        return list[str] | None
-    return setting.type | None if setting.type in (bool, int, Path) else str | None
+    several = get_origin(option.type) is tuple and not _is_list(option)
+    kind: Any = get_args(option.type)[0] if several else option.type
+    plain = isinstance(kind, type) and issubclass(kind, bool | int | float | Path | Enum)
+    kind = kind if plain else str
+    return list[kind] if several else kind
 
 
-def _info(setting: Setting) -> Any:
-    """Return what typer is to know of a setting's flag: its names, its metavar and its help."""
-    name, default = setting.flags[0], setting.default
-    shown = ",".join(default) if isinstance(default, tuple) else str(default)
-    default = "" if default is None or isinstance(default, bool) else f" [{shown}]"
-    repeatable = "; repeatable" if _type(setting) == list[str] | None else ""
-    names = (f"{name}/--no-{name[2:]}",) if setting.type is bool else setting.flags
-    words = [*names, setting.metavar] if setting.metavar else names
-    return option(" ".join(words), f"{setting.help}{repeatable}{default}.", show_default=False)
+def _declare(option: Option) -> Any:
+    """Return what typer is to know of an option: its names, its metavar, its help, its limits.
+
+    The help of a run's option names the default. The flag has no default, because the run file may
+    set another value. Each switch of a run also has a --no- form, for the same reason.
+    """
+    name, text, default = option.flags[0], option.help, option.default
+    if not name.startswith("-"):
+        if not text:
+            return typer.Argument(metavar="", show_default=False, hidden=True)
+        return typer.Argument(metavar=name, show_default=False, help=f"{text}.")
+    names, metavar = option.flags, option.metavar or None
+    if get_origin(_type(option)) is list and not option.metavar.endswith("..."):
+        text += "; repeatable"
+    if not option.section:
+        limits: Any = {"min": option.least, "max": option.most}
+        return typer.Option(*names, metavar=metavar, help=f"{text}.", **limits)
+    if option.type is bool:
+        names = (f"{name}/--no-{name[2:]}",)
+    elif default is not None:
+        text += f" [{','.join(default) if isinstance(default, tuple) else default}]"
+    return typer.Option(*names, metavar=metavar, help=f"{text}.", show_default=False)
 
 
 def run_spec(config: Path | None, flags: Mapping[str, Any]) -> RunSpec:
@@ -93,19 +94,19 @@ def run_spec(config: Path | None, flags: Mapping[str, Any]) -> RunSpec:
         SpecError: Anything does not fit; all of it is listed.
     """
     overrides: dict[str, dict[str, Any]] = {}
-    for setting in settings():
-        value = flags.get(setting.parameter)
+    for option in run_options():
+        value = flags.get(option.parameter)
         if value not in (None, []):
-            if _is_list(setting):
+            if _is_list(option):
                 value = [word.strip() for word in value.split(",")]
-            overrides.setdefault(setting.section, {})[setting.key] = value
+            overrides.setdefault(option.section, {})[option.key] = value
     if "loss" in overrides:
         overrides["loss"]["kwargs"] = {}  # those of the run file's loss are not this one's
     return resolve(config, overrides, _wrong_names)
 
 
-def told(error: GradscopeError, flags: Mapping[str, str]) -> GradscopeError:
-    """Let an error name options as the command line has them, and return it; see `as_flags`."""
+def naming_flags(error: GradscopeError, flags: Mapping[str, str]) -> GradscopeError:
+    """Return an error that names options as the command line does; see `as_flags`."""
     error.where = error.where and as_flags(error.where, flags)
     if error.remedy:
         own, file, code = error.remedy.partition(_CODE)  # the user's code stays as it is
@@ -117,13 +118,13 @@ def as_flags(text: str, flags: Mapping[str, str]) -> str:
     """Return a message with options as flags: `coupling="own-loss"` is --coupling own-loss.
 
     Messages name options as Python has them: `name="value"`, `name=True`, or the name in backticks.
-    A setting that the command has no flag for is named by its key in the run file.
+    An option that the command has no flag for is named by its key in the run file.
 
     Args:
         text: The message.
         flags: The command's flags by their names in Python.
     """
-    keys = {s.parameter: (s.section, s.key) for s in settings() if s.parameter}
+    keys = {s.parameter: (s.section, s.key) for s in run_options() if s.parameter}
 
     def shown(match: Match[str]) -> str:
         name, value = match["name"] or match["bare"], match["value"]
@@ -146,9 +147,9 @@ def flags_of(command: Any) -> dict[str, str]:
     return {name: names[0] for name, names in long if names}
 
 
-def _is_list(setting: Setting) -> bool:
+def _is_list(option: Option) -> bool:
     """Whether one flag has all values, with commas between, as its metavar says."""
-    return setting.metavar.endswith(",...")
+    return option.metavar.endswith(",...")
 
 
 def _wrong_names(spec: RunSpec) -> tuple[SpecError, ...]:

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gradscope.cli import options
-from gradscope.cli.options import option
+from gradscope.cli.options import show, with_flags
 from gradscope.config import parse_samples
+from gradscope.config.commands import ExportOptions, StatsOptions, ViewOptions
 from gradscope.errors import SpecError
 from gradscope.process import stops, streams
 
@@ -22,96 +22,55 @@ if TYPE_CHECKING:
     Found = Summary | Difference | History | ScoreSummary
 
 _LARGE = 2**28  # bytes of data: more are not read for a glance
-_FILES = "OUT.h5 [OTHER.h5]"
-
-Results = Annotated[
-    list[Path],
-    option(
-        _FILES,
-        "A result file, two to compare, a score file, or the history of a training (*.jsonl).",
-    ),
-]
-Top = Annotated[
-    int | None, option("--top K", "How many samples to list [10; 5 for each query].", min=1)
-]
-Nearest = Annotated[int | None, option("--nearest I", "List the neighbours of sample I.")]
-Rate = Annotated[float | None, option("--lr RATE", "The learning rate, for a batch size.")]
-Clip = Annotated[
-    list[float] | None, option("--clip NORM", "Say how many samples it clips; repeatable.")
-]
-By = Annotated[
-    str | None, option("--by COLUMN", "Sum scores by this column of the training samples.")
-]
-Rows = Annotated[bool, option("--rows/--no-rows", "Whether to read the stored gradients.")]
-Full = Annotated[bool, option("--full", "Show all there is, not what fits one screen.")]
-Follow = Annotated[
-    bool, option("--follow", "Show a history (*.jsonl) while it grows, until its training ends.")
-]
-Plot = Annotated[Path | None, option("--plot FILE", "Draw to a png, svg or pdf.")]
-Html = Annotated[Path | None, option("--html FILE", "Write one page with everything.")]
 
 
-def stats(
-    files: Results,
-    top: Top = None,
-    nearest: Nearest = None,
-    lr: Rate = None,
-    clip: Clip = None,
-    by: By = None,
-    rows: Rows = True,
-    full: Full = False,
-    follow: Follow = False,
-    json: options.Json = False,
-    plot: Plot = None,
-    html: Html = None,
-) -> None:
+@with_flags
+def stats(options: StatsOptions) -> None:
     """Summarise a result file: norms, noise, parameters, classes, samples that stand out."""
-    given = {"nearest": nearest, "lr": lr, "clip": clip}
-    own = {name: value for name, value in given.items() if value not in (None, [])}
+    files, as_json = options.files, options.as_json
     history = any(file.suffix == ".jsonl" for file in files)
-    _require_options(files, list(own), history=history, by=by is not None, follow=follow)
+    _require_options(options, history=history)
     stops.raise_on_signal()
     if history:
         from gradscope.stats import read_history
 
-        found: Found = _followed(files[0], json=json) if follow else read_history(files[0])
+        found: Found = _follow(files[0], json=as_json) if options.follow else read_history(files[0])
         shown: Shown = found
     else:
-        largest = None if top is not None or html is not None else _LARGE
-        largest = 0 if json and html is None else largest
-        found, shown = _found(files, own, by, largest, top=top, rows=rows)
-    if plot is not None:
+        found, shown = _summarize(options)
+    if options.plot is not None:
         from gradscope.report import plot_stats
 
-        plot_stats(found, plot)
-    if html is not None:
+        plot_stats(found, options.plot)
+    if options.html is not None:
         from gradscope.report import write_html
 
-        write_html(shown, html)
+        write_html(shown, options.html)
     from gradscope.report import console, render
 
-    if not follow or (console().is_terminal and not json):  # else each step has been told
-        options.show(found if json else shown, render, json=json, full=full)
+    # else each step has been shown
+    if not options.follow or (console().is_terminal and not as_json):
+        show(found if as_json else shown, render, json=as_json, full=options.full)
 
 
-def _found(
-    files: list[Path],
-    own: dict[str, Any],
-    by: str | None,
-    largest: int | None,
-    *,
-    top: int | None,
-    rows: bool,
-) -> "tuple[Found, Shown]":
-    """Return what there is to say, and what is shown of it.
+def _single_file_options(options: StatsOptions) -> dict[str, Any]:
+    """Return the given options that only one result file takes, by name."""
+    own = {"nearest": options.nearest, "lr": options.lr, "clip": options.clip}
+    return {name: value for name, value in own.items() if value not in (None, ())}
 
-    `own` are the given options that only one result file takes. Samples are opened of data of at
-    most `largest` bytes, of any if None, of none if 0.
+
+def _summarize(options: StatsOptions) -> "tuple[Found, Shown]":
+    """Return what there is to say of one result file or two, and what is shown of it.
+
+    Samples are opened where --top or --html asks for them, else of data that are small.
     """
     from gradscope.stats import difference, summarize
     from gradscope.storage import open_file
 
     found: Found
+    top, rows, by, files = options.top, options.rows, options.by, options.files
+    everything = top is not None or options.html is not None
+    none = options.as_json and options.html is None
     with open_file(files[0]) as first:
         if len(files) == 2:
             with open_file(files[1]) as second:
@@ -121,43 +80,43 @@ def _found(
             from gradscope.attribution import Scores, summarize_scores
             from gradscope.attribution import looked as opened
 
-            if own:
+            if own := _single_file_options(options):
                 what = f"--{next(iter(own))} is for gradients, not for scores"
                 raise SpecError(what, remedy="Leave it out.")
             scores = Scores.of(first)
             found = summarize_scores(scores, top=top or 5, by=by)
-            return found, opened(found, scores) if largest is None else found
+            return found, opened(found, scores) if everything and not none else found
         if by is not None:
             raise SpecError("--by is for score files", remedy="Leave it out.")
-        how = {"nearest": own.get("nearest"), "learning_rate": own.get("lr")}
-        found = summarize(first, top=top, rows=rows, clip=own.get("clip", ()), **how)
-        if largest == 0:
+        how: Any = {"nearest": options.nearest, "learning_rate": options.lr, "clip": options.clip}
+        found = summarize(first, top=top, rows=rows, **how)
+        if none:
             return found, found
         from gradscope.sources.opened import Opened
         from gradscope.stats.looking import looked
 
+        largest = None if everything else _LARGE
         return found, looked(found, Opened.of(first.run, first.samples, largest))
 
 
-def _require_options(
-    files: list[Path], asked: list[str], *, history: bool, by: bool, follow: bool
-) -> None:
+def _require_options(options: StatsOptions, *, history: bool) -> None:
     """Refuse options that do not go with so many files, or with their kind."""
+    files, own = options.files, _single_file_options(options)
     several = history or len(files) == 2
     if len(files) > 2 or (history and len(files) > 1):
         raise SpecError(
             f"{len(files)} files were given",
             remedy="Give one result file, two to compare, or one history (*.jsonl).",
         )
-    if by and several:
+    if options.by is not None and several:
         raise SpecError("--by is for one score file", remedy="Leave it out.")
-    if follow and not history:
+    if options.follow and not history:
         raise SpecError("--follow is for a history (*.jsonl)", remedy="Leave it out.")
-    if asked and several:
-        raise SpecError(f"--{asked[0]} is for one result file", remedy="Leave it out.")
+    if own and several:
+        raise SpecError(f"--{next(iter(own))} is for one result file", remedy="Leave it out.")
 
 
-def _followed(file: Path, *, json: bool) -> "History":
+def _follow(file: Path, *, json: bool) -> "History":
     """Show a history until its training has ended, as documents a line if so asked; return it."""
     from gradscope.report import console, follow
     from gradscope.stats.training import HistoryReader, line
@@ -170,88 +129,62 @@ def _followed(file: Path, *, json: bool) -> "History":
         return follow(HistoryReader(file), console(), tell if json else None)
 
 
-def export(
-    file: Annotated[Path, option("RESULT.h5", "A result file.")],
-    output: Annotated[
-        Path,
-        option(
-            "--output -o FILE|FOLDER",
-            "Its ending is the format: .npy, .safetensors, .parquet or .csv (the sample "
-            "table); a folder takes one .npy a parameter.",
-        ),
-    ],
-    chain: Annotated[
-        str | None, option("--chain K|TEXT", "Its number from 0, or its text [0].")
-    ] = None,
-    parameter: Annotated[
-        list[str] | None,
-        option(
-            "--parameter GLOB",
-            "Only parameters of these names; repeatable. In a table: their norms, too.",
-        ),
-    ] = None,
-    samples: Annotated[str | None, options.flag("compute", "samples")] = None,
-    overwrite: options.Overwrite = False,
-    json: options.Json = False,
-) -> None:
+@with_flags
+def export(options: ExportOptions) -> None:
     """Write rows, aggregates or the sample table of a result file for other programs."""
     from gradscope.report import render_export
     from gradscope.storage import export as write
     from gradscope.storage import open_file
 
     stops.raise_on_signal()
-    chosen = None if samples is None else parse_samples(samples)
-    with stops.stop_message(lambda: "stopped; nothing was written"), open_file(file) as opened:
-        found = write(opened, output, chain, parameter or (), chosen, overwrite=overwrite)
+    samples = None if options.samples is None else parse_samples(options.samples)
+    with (
+        stops.stop_message(lambda: "stopped; nothing was written"),
+        open_file(options.file) as opened,
+    ):
+        found = write(
+            opened,
+            options.output,
+            options.chain,
+            options.parameter,
+            samples,
+            overwrite=options.overwrite,
+        )
     document = {"schema": "gradscope.export", "version": 1, "files": [vars(one) for one in found]}
-    options.show(document, lambda _, console: render_export(found, console), json=json)
+    show(document, lambda _, console: render_export(found, console), json=options.as_json)
 
 
-def view(
-    files: Annotated[
-        list[Path],
-        option(
-            _FILES, "A result file, or two of the same data, to see each sample before and after."
-        ),
-    ],
-    scores: Annotated[
-        Path | None, option("--scores SCORES.h5", "Attribution: who helped and harmed a sample.")
-    ] = None,
-    output: Annotated[Path | None, option("--output -o FILE.html", "The page [OUT.html].")] = None,
-    serve: Annotated[
-        bool, option("--serve", "Answer on localhost: all samples, however many.")
-    ] = False,
-    port: Annotated[int, option("--port N", "Of --serve; 0: any.", min=0, max=65535)] = 0,
-    json: options.Json = False,
-) -> None:
+@with_flags
+def view(options: ViewOptions) -> None:
     """Show the samples of a result file: each dot of the chart is one, opened by a click."""
+    files = options.files
     if len(files) > 2:
         raise SpecError(f"{len(files)} files were given", remedy="Give one result file, or two.")
-    if serve and (json or output is not None):
+    if options.serve and (options.as_json or options.output is not None):
         remedy = "Leave out --output and --json, or --serve."
         raise SpecError("--serve writes no page", remedy=remedy)
     stops.raise_on_signal()
     with ExitStack() as stack:
-        shown = _looked(files, scores, stack)
-        if serve:
+        shown = _open_view(files, options.scores, stack)
+        if options.serve:
             from gradscope.view import serve as answer
 
-            answer(shown, port, lambda address: typer.echo(address, file=streams.out()))
+            answer(shown, options.port, lambda address: typer.echo(address, file=streams.out()))
             return
         from gradscope.stats.sections import size
         from gradscope.view import write_page
 
-        target = output or files[0].with_suffix(".html")
+        target = options.output or files[0].with_suffix(".html")
         document = shown.document()
         bytes_ = write_page(document, target)
         made = {"schema": "gradscope.view", "version": 1, "path": str(target), "bytes": bytes_}
-        if json:
-            options.show(made | {"samples": document["samples"]}, print, json=True)
+        if options.as_json:
+            show(made | {"samples": document["samples"]}, print, json=True)
         else:
             typer.echo(f"{target}: {size(bytes_)}, open it in a browser", file=streams.out())
 
 
-def _looked(files: list[Path], scores: Path | None, stack: ExitStack) -> "View":
+def _open_view(files: Sequence[Path], scores: Path | None, stack: ExitStack) -> "View":
     """Open one result file or two, with the scores of their samples where these are given."""
     from gradscope.attribution import open_scores
     from gradscope.storage import open_file

@@ -42,6 +42,7 @@ class GradientPair:
     n: int  # samples of the whole batch
     tolerance: float  # the largest error that agrees
     coupled: bool = False  # the batch's losses differ from those of batches of one
+    noun: str = "sample"  # what has a row: sample or token
 
     @property
     def slack(self) -> float:
@@ -79,12 +80,13 @@ def diagnose(pair: GradientPair) -> Mistake:
     count = int(wrong.sum())
     if 0 < count < len(wrong):
         inner, verb = diagnose(pair.rows(wrong)), "differs" if count == 1 else "differ"
-        which = f"only {_listed(pair.samples[wrong])} of {pair.n} {verb}"
+        which = f"only {_listed(pair.samples[wrong], pair.noun)} of {pair.n} {verb}"
         return Mistake("some_samples", f"{which}; there: {inner.meaning}")
     if pair.coupled:
         return Mistake(
             "coupled",
-            "the batch's losses differ from those of one sample at a time: samples are coupled "
+            f"the batch's losses differ from those of one {pair.noun} at a time: {pair.noun}s are "
+            "coupled "
             "(BatchNorm in training mode, a contrastive loss) or the model draws random numbers "
             "(dropout); put it in eval mode, or use a layer without batch statistics",
         )
@@ -93,14 +95,14 @@ def diagnose(pair: GradientPair) -> Mistake:
     if abs(angle) < min(0.4, max(0.1, 2 / sqrt(max(pair.found[0].numel(), 1)))):
         return Mistake(
             "unrelated",
-            f"{fit}: unrelated to the loop's: other samples, other weights (checkpoint), another "
-            "loss, or another mode (dropout, training instead of eval)",
+            f"{fit}: unrelated to the loop's: other {pair.noun}s, other weights (checkpoint), "
+            "another loss, or another mode (dropout, training instead of eval)",
         )
     return Mistake(
         "unknown",
         f"{fit}: no simple relation; a part of the gradient is missing or wrong (one of several "
         "uses of the parameter, padding, groups, a .grad that was not cleared, another axis taken "
-        "for the sample axis)",
+        f"for the {pair.noun} axis)",
     )
 
 
@@ -129,11 +131,11 @@ def _imprecise(pair: GradientPair) -> Mistake | None:
     if bool((right & ~bad).any()):
         return Mistake(
             "hides_not_finite",
-            f"{_listed(pair.samples[right & ~bad])} is not finite in the loop, but is finite here: "
-            "something replaced NaN or infinity; the true gradient has none",
+            f"{_listed(pair.samples[right & ~bad], pair.noun)} is not finite in the loop, but is "
+            "finite here: something replaced NaN or infinity; the true gradient has none",
         )
     if bool((bad & ~right).any()):
-        where = _listed(pair.samples[bad & ~right])
+        where = _listed(pair.samples[bad & ~right], pair.noun)
         return Mistake(
             "not_finite",
             f"NaN or infinity in {where} ({int((bad & ~right).sum())} of {pair.n}), where the "
@@ -210,8 +212,9 @@ def _reordered(pair: GradientPair) -> Mistake | None:
         scale = "" if what == "mean" or pair.near(c, 1.0) else f"{_number(c)} times "
         return Mistake(
             "summed",
-            f"every row is {scale}the {what} of all samples' gradients: they were reduced over "
-            "the batch and then spread over it; take one loss at a time, or keep the sample axis",
+            f"every row is {scale}the {what} of all {pair.noun}s' gradients: they were reduced "
+            "over the batch and then spread over it; take one loss at a time, or keep the "
+            f"{pair.noun} axis",
         )
     ratio = float(found.norm() / loop.norm()) if bool(loop.any()) else 0.0
     for c in (1.0, ratio, -ratio):
@@ -224,9 +227,9 @@ def _reordered(pair: GradientPair) -> Mistake | None:
         row, sample = (int(pair.samples[k]) for k in (moved[0], at[moved[0]]))
         return Mistake(
             "permuted",
-            f"the samples are in another order: row {row} holds sample {sample}; a shuffling or "
-            "sorting loader, results gathered out of order, an index that is off, or one buffer "
-            f"that is returned for several samples.{_besides(c, pair)}",
+            f"the {pair.noun}s are in another order: row {row} holds {pair.noun} {sample}; a "
+            "shuffling or sorting loader, results gathered out of order, an index that is off, or "
+            f"one buffer that is returned for several {pair.noun}s.{_besides(c, pair)}",
         )
     return None
 
@@ -249,14 +252,14 @@ def _matched(a: Tensor, b: Tensor, slack: float) -> Tensor | None:
 
 def _rearranged(pair: GradientPair) -> Mistake | None:
     """The right numbers with axes swapped, flipped, or the sample axis last."""
-    for what, undone in _readings(pair.found):
+    for what, undone in _readings(pair.found, pair.noun):
         c = pair.multiple(undone, pair.loop)
         if c is not None:
             return Mistake("layout", f"{what}.{_besides(c, pair)}")
     return None
 
 
-def _readings(found: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _readings(found: Tensor, noun: str) -> Iterator[tuple[str, Tensor]]:
     """Yield what may have happened to (m, *shape), and the gradients with it undone."""
     m, *shape = found.shape
     for x, y in combinations(range(len(shape)), 2):
@@ -269,18 +272,20 @@ def _readings(found: Tensor) -> Iterator[tuple[str, Tensor]]:
         what = "the kernel is flipped: a convolution where torch has a correlation"
         yield what, found.flip([*range(3, found.dim())])
     if m > 1 and shape:
-        what = "the sample axis was last and reshaped to be first; move it (movedim) instead"
+        what = f"the {noun} axis was last and reshaped to be first; move it (movedim) instead"
         yield what, found.reshape(*shape, m).movedim(-1, 0)
 
 
-def wrong_shape(found: tuple[int, ...], n: int, shape: tuple[int, ...]) -> Mistake:
+def wrong_shape(
+    found: tuple[int, ...], n: int, shape: tuple[int, ...], noun: str = "sample"
+) -> Mistake:
     """Say what a shape that is not (n, *shape) most likely is."""
     if found in (shape, (1, *shape)):
-        cause = "there is no sample axis, so it is already summed or averaged over the batch"
+        cause = f"there is no {noun} axis, so it is already summed or averaged over the batch"
     elif found == (*shape, n):
-        cause = "the sample axis is last and must be first"
+        cause = f"the {noun} axis is last and must be first"
     elif found[1:] == shape:
-        cause = f"{found[0]} rows for {n} samples: other samples, or several rows a sample to sum"
+        cause = f"{found[0]} rows for {n} {noun}s: other {noun}s, or several rows a {noun} to sum"
     elif found[:1] == (n,) and sorted(found[1:]) == sorted(shape):
         cause = "the parameter's axes are in another order (transposed)"
     elif prod(found) == n * prod(shape):
@@ -288,7 +293,7 @@ def wrong_shape(found: tuple[int, ...], n: int, shape: tuple[int, ...]) -> Mista
     elif found[:1] == (n,) and len(found) > len(shape) + 1:
         cause = "an axis (positions?) was not summed over"
     else:
-        cause = "it belongs to another parameter, or other samples"
+        cause = f"it belongs to another parameter, or other {noun}s"
     return Mistake("shape", f"has shape {found} instead of {(n, *shape)}: {cause}")
 
 
@@ -315,11 +320,11 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return max(-1.0, min(1.0, float((a / norms[0] * (b / norms[1])).sum())))
 
 
-def _listed(positions: Tensor) -> str:
-    """Return "sample 3" or "samples 3, 4, 9, ..."."""
+def _listed(positions: Tensor, noun: str) -> str:
+    """Return "sample 3" or "samples 3, 4, 9, ...", or the same of tokens."""
     values = [int(v) for v in positions]
     shown = ", ".join(map(str, values[:5])) + (", ..." if len(values) > 5 else "")
-    return f"sample {shown}" if len(values) == 1 else f"samples {shown}"
+    return f"{noun} {shown}" if len(values) == 1 else f"{noun}s {shown}"
 
 
 def _number(x: float) -> str:
@@ -372,6 +377,7 @@ class Oracle:
     gradients: Mapping[str, Tensor]  # {name: (n, *shape)}
     norms: Tensor  # (n,), ‖gᵢ‖ over all parameters; zero where not finite
     coupled: bool = False  # the batch's losses differ from those of batches of one
+    noun: str = "sample"  # what has a row: sample or token
 
     @classmethod
     def of(cls, problem: Problem, batch: Batch) -> "Oracle":
@@ -394,7 +400,7 @@ class Oracle:
         gradients, alone = evaluation.gradients.dense(), evaluation.losses
         norms = torch.stack([as_rows(g.abs().square()).sum(1) for g in gradients.values()])
         norms = torch.nan_to_num(norms.double().sum(0).sqrt(), nan=0.0, posinf=0.0)
-        return cls(gradients, norms, coupled=not same(alone, together))
+        return cls(gradients, norms, coupled=not same(alone, together), noun=problem.rows)
 
 
 def agreements(found: Mapping[str, Any], oracle: Oracle) -> tuple[ParameterAgreement, ...]:
@@ -410,7 +416,7 @@ def _agreement(name: str, value: Any, oracle: Oracle) -> ParameterAgreement:
     found: Tensor = torch.as_tensor(value).detach()
     found = (found if found.layout == torch.strided else found.to_dense()).to(loop.device)
     if found.shape != loop.shape:
-        mistake = wrong_shape(tuple(found.shape), n, tuple(loop.shape[1:]))
+        mistake = wrong_shape(tuple(found.shape), n, tuple(loop.shape[1:]), oracle.noun)
         return ParameterAgreement(name=name, agrees=False, **mistake._asdict())
     precision = _PRECISIONS.get(found.dtype, DOUBLE)
     wide = torch.complex128 if found.is_complex() or loop.is_complex() else torch.float64
@@ -431,6 +437,7 @@ def _agreement(name: str, value: Any, oracle: Oracle) -> ParameterAgreement:
                 n=n,
                 tolerance=precision.tolerance,
                 coupled=oracle.coupled,
+                noun=oracle.noun,
             )
         )
     return ParameterAgreement(

@@ -3,18 +3,19 @@
 Nothing here loads anything, and torch is not imported.
 """
 
-from gradscope.config.resolve import MOST, combined, load, resolve
+from gradscope.config.resolve import MAX_ERRORS, combine_errors, load, resolve
 from gradscope.config.spec import (
     CheckpointSpec,
     ComputeSpec,
     DatasetSpec,
     ModelSpec,
+    Option,
     RunSpec,
-    Setting,
-    settings,
+    options_of,
+    run_options,
 )
 from gradscope.config.values import (
-    HELD,
+    FROM_CHECKPOINT,
     Compression,
     Shard,
     function_of,
@@ -30,28 +31,29 @@ from gradscope.config.values import (
 )
 
 __all__ = [
-    "HELD",
-    "MOST",
+    "FROM_CHECKPOINT",
+    "MAX_ERRORS",
     "CheckpointSpec",
     "Compression",
     "ComputeSpec",
     "DatasetSpec",
     "ModelSpec",
+    "Option",
     "RunSpec",
-    "Setting",
     "Shard",
-    "combined",
+    "combine_errors",
     "function_of",
     "is_folder",
     "load",
     "memory_text",
+    "options_of",
     "parse_compression",
     "parse_loss",
     "parse_memory",
     "parse_samples",
     "parse_shard",
     "resolve",
-    "settings",
+    "run_options",
     "split_reference",
     "this_worker",
 ]

@@ -17,13 +17,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gradscope.config.spec import RunSpec, settings
-from gradscope.config.values import HELD, function_of, is_folder
+from gradscope.config.spec import RunSpec, run_options
+from gradscope.config.values import FROM_CHECKPOINT, function_of, is_folder
 from gradscope.core.grammar import anchored
 from gradscope.core.registry import suggestion
 from gradscope.errors import SpecError
 
-MOST = 20  # mistakes that are told at once
+MAX_ERRORS = 20  # as many are listed at once
 
 _ENOUGH = 10_000  # of what pydantic finds, to find these
 _MAX_BYTES = 1_000_000  # a run file is written by hand; more is the wrong file
@@ -32,9 +32,13 @@ _PART = r"""(?:[\w-]++|"(?:[^"\\\n]++|\\.)*+"|'[^'\n]*+')"""
 _LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{_MAX_PARTS}}}")
 
 _RIVALS = {("compute", "batch_size"): "memory", ("compute", "memory"): "batch_size"}
-_EXAMPLES = (("model", "factory", HELD), ("checkpoint", "path", "."), ("dataset", "path", "."))
+_EXAMPLES = (
+    ("model", "factory", FROM_CHECKPOINT),
+    ("checkpoint", "path", "."),
+    ("dataset", "path", "."),
+)
 
-Parts = tuple[str | int, ...]
+Location = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class _Layer:
     # the file is a dataset spec: its keys stand at the top level, not under [dataset]
     flat: bool = False
 
-    def place(self, parts: Parts) -> str:
+    def place(self, parts: Location) -> str:
         """Return "SOURCE: dotted.key", the key as the source writes it."""
         dotted = ""
         for part in parts[1:] if self.flat else parts:
@@ -106,12 +110,12 @@ def resolve(
         missing = not problems  # what is missing may be in the file that could not be read
         problems += _complaints(failure, merged, origin, missing=missing)
         if missing:
-            salvaged = RunSpec.model_validate(_salvaged(merged, failure))
+            salvaged = RunSpec.model_validate(_valid_settings(merged, failure))
             salvaged._places = places
             problems += also(salvaged)
     problems += opposed
     if problems:
-        error = combined(problems)
+        error = combine_errors(problems)
         if config is None and not all(merged[section] for section in _REQUIRED):
             error.remedy = f"{error.remedy}\n{_BEGIN}"
         raise error
@@ -127,19 +131,19 @@ def load(path: Path) -> RunSpec:
     return resolve(path, {})
 
 
-def combined(problems: list[SpecError]) -> SpecError:
-    """Return one error that tells all of `problems`, or `MOST` of them and that there are more."""
+def combine_errors(problems: list[SpecError]) -> SpecError:
+    """Return one error that lists all of `problems`, or the first `MAX_ERRORS` of them."""
     unique = list({(p.where, p.what): p for p in problems}.values())
     if len(unique) == 1:
         return unique[0]
-    count = f"{len(unique)}" if len(unique) <= MOST else f"more than {MOST}"
+    count = f"{len(unique)}" if len(unique) <= MAX_ERRORS else f"more than {MAX_ERRORS}"
     lines = []
-    for problem in unique[:MOST]:
+    for problem in unique[:MAX_ERRORS]:
         place = "" if problem.where is None else f"{problem.where}: "
         remedy = problem.remedy or ""
         between = "\n" if "\n" in remedy else " "  # a picture stands below its line
         lines.append(f"{place}{problem.what}.{between}{remedy}".rstrip())
-    lines += ["..."] if len(unique) > MOST else []
+    lines += ["..."] if len(unique) > MAX_ERRORS else []
     error = SpecError(f"{count} settings are wrong:", remedy="\n".join(lines))
     error.parts = tuple(unique)
     return error
@@ -155,7 +159,7 @@ def _layers(
         else table
         for section, table in overrides.items()
     }
-    above = _Layer("command line", _anchored(given, Path.cwd(), flags=True))
+    above = _Layer("command line", _with_absolute_paths(given, Path.cwd(), flags=True))
     below = []
     weights = _toml(above, "checkpoint")
     if config is None and weights is not None:
@@ -164,9 +168,9 @@ def _layers(
         values = _read(config, problems)
         if _names_spec(above):  # another data set: nothing of the run file's describes it
             values.pop("dataset", None)
-        values = _anchored(values, config.absolute().parent)
-        below = _expanded(_Layer(str(config), values), problems)
-    return [*below, *_expanded(above, problems)]
+        values = _with_absolute_paths(values, config.absolute().parent)
+        below = _with_dataset_spec(_Layer(str(config), values), problems)
+    return [*below, *_with_dataset_spec(above, problems)]
 
 
 def _merge(layers: list[_Layer]) -> tuple[dict[str, Any], Origin]:
@@ -225,7 +229,9 @@ def _read(path: Path, problems: list[SpecError]) -> dict[str, Any]:
     return {}
 
 
-def _anchored(values: Mapping[str, Any], base: Path, *, flags: bool = False) -> dict[str, Any]:
+def _with_absolute_paths(
+    values: Mapping[str, Any], base: Path, *, flags: bool = False
+) -> dict[str, Any]:
     """Make the paths in a layer absolute; those in chains that are flags stay as they are."""
     result = {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
     for (section, key), anchor in _ANCHORS.items():
@@ -252,7 +258,7 @@ def _reference(value: Any, base: Path) -> Any:
 
 def _factory(value: Any, base: Path) -> Any:
     """Make a file of FILE.py:NAME absolute, or the folder of an adapter's base model."""
-    folder = isinstance(value, str | Path) and value != HELD and is_folder(base / value)
+    folder = isinstance(value, str | Path) and value != FROM_CHECKPOINT and is_folder(base / value)
     return f"{base / value}" if folder else _reference(value, base)
 
 
@@ -287,7 +293,7 @@ def _toml(layer: _Layer, section: str) -> Path | None:
     return path if isinstance(path, Path) and path.suffix.lower() == ".toml" else None
 
 
-def _expanded(layer: _Layer, problems: list[SpecError]) -> list[_Layer]:
+def _with_dataset_spec(layer: _Layer, problems: list[SpecError]) -> list[_Layer]:
     """Put the dataset spec that the layer names, if any, as a layer of its own below it."""
     if not _names_spec(layer):
         return [layer]
@@ -296,13 +302,13 @@ def _expanded(layer: _Layer, problems: list[SpecError]) -> list[_Layer]:
     rest = _Layer(layer.source, layer.values | {"dataset": table})
     if not isinstance(spec, Path):
         where, remedy = layer.place(("dataset", "spec")), "Accepted: the path of a TOML file."
-        problems.append(SpecError(f"found {_shown(spec)}", where=where, remedy=remedy))
+        problems.append(SpecError(f"found {short_repr(spec)}", where=where, remedy=remedy))
         return [rest]
     values = _read(spec, problems)
     if {"model", "dataset"} <= values.keys():
         problems.append(_run_file(spec))
         return [rest]
-    contents = _anchored({"dataset": values}, spec.parent)
+    contents = _with_absolute_paths({"dataset": values}, spec.parent)
     return [_Layer(str(spec), contents, flat=True), rest]
 
 
@@ -312,7 +318,7 @@ def _run_file(path: Path) -> SpecError:
     return SpecError("this is a run file", where=str(path), remedy=remedy)
 
 
-def _shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Return a setting as a message shows it: short, in quotes where it is text."""
     try:
         return repr(str(value)) if isinstance(value, Path) else reprlib.repr(value)
@@ -323,7 +329,7 @@ def _shown(value: Any) -> str:
 def _complaints(
     failure: ValidationError, merged: dict[str, Any], origin: Origin, *, missing: bool
 ) -> list[SpecError]:
-    """Return one error for each key that pydantic finds wrong, `MOST` and one more at most.
+    """Return an error for each key that pydantic finds wrong, at most `MAX_ERRORS` and one more.
 
     Missing keys are told only if `missing` says so; () is where in `origin` they belong.
     """
@@ -338,17 +344,17 @@ def _complaints(
         for parts, kind in dict.fromkeys(found)
         if parts not in outer and (missing or kind != "missing")
     )
-    return [_complaint(parts, kind, merged, origin) for parts, kind in islice(told, MOST + 1)]
+    return [_complaint(parts, kind, merged, origin) for parts, kind in islice(told, MAX_ERRORS + 1)]
 
 
-def _complaint(parts: Parts, kind: str, merged: dict[str, Any], origin: Origin) -> SpecError:
+def _complaint(parts: Location, kind: str, merged: dict[str, Any], origin: Origin) -> SpecError:
     names = tuple(map(str, parts))
     layer = origin.get(names[:2]) or origin.get(names[:1]) or origin[()]
     value: Any = merged
     for part in parts if kind != "missing" else ():
         value = value[part]
     if kind == "extra_forbidden":
-        known = [setting.key for setting in settings() if setting.section == names[0]]
+        known = [option.key for option in run_options() if option.section == names[0]]
         if names[0] == "dataset" and not layer.flat:
             known.append("spec")  # which is taken out before the rest is validated
         known = known if len(names) > 1 else [*RunSpec.model_fields]
@@ -356,9 +362,9 @@ def _complaint(parts: Parts, kind: str, merged: dict[str, Any], origin: Origin) 
     elif kind == "string_too_long":
         what, remedy = f"found a text of {len(value):,} characters", "Write less."
     else:
-        what = "missing" if kind == "missing" else f"found {_shown(value)}"
+        what = "missing" if kind == "missing" else f"found {short_repr(value)}"
         if len(names) > 1:
-            found = next(s for s in settings() if (s.section, s.key) == names[:2])
+            found = next(s for s in run_options() if (s.section, s.key) == names[:2])
             accepted = f"{found.accepted} ({found.flags[0]})" if found.flags else found.accepted
         else:
             accepted = RunSpec.model_fields[names[0]].description or f"a table [{names[0]}]"
@@ -366,7 +372,7 @@ def _complaint(parts: Parts, kind: str, merged: dict[str, Any], origin: Origin) 
     return SpecError(what, where=layer.place(parts), remedy=remedy)
 
 
-def _walk(values: Any, location: Parts) -> Parts:
+def _walk(values: Any, location: Location) -> Location:
     """Follow a location into the settings; parts that are pydantic's own words are left out."""
     parts: list[str | int] = []
     for part in location:
@@ -376,7 +382,7 @@ def _walk(values: Any, location: Parts) -> Parts:
     return tuple(parts)
 
 
-def _salvaged(merged: Mapping[str, Any], failure: ValidationError) -> dict[str, Any]:
+def _valid_settings(merged: Mapping[str, Any], failure: ValidationError) -> dict[str, Any]:
     """Return the settings that are of the right form, with examples where one must be given.
 
     A loss of the user's is replaced, too: none of their code is to run for a run that cannot be.

@@ -1,12 +1,14 @@
 """The settings of a run: what the run file may hold, and which of it the command line takes.
 
 Each setting is described once, by `option`. Its flag, its key in the run file, the message about a
-wrong value and its line in docs/reference.md follow from that.
+wrong value and its line in docs/reference.md follow from that. The other options of the commands
+are described in the same way, in `gradscope.config.commands`.
 """
 
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -15,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from pydantic.fields import FieldInfo
 
 from gradscope.config import values
-from gradscope.config.values import HELD, REFERENCE_FORMS, function_of, parse_loss
+from gradscope.config.values import FROM_CHECKPOINT, REFERENCE_FORMS, function_of, parse_loss
 from gradscope.core.grammar import Stage
 from gradscope.errors import SpecError
 
@@ -27,57 +29,92 @@ _COMPUTE = ("compute",)
 def option(
     default: Any, flag: str = "", commands: tuple[str, ...] = (), help: str = "", accepted: str = ""
 ) -> Any:
-    """Describe a setting.
+    """Describe a setting of a run, or an option of a command.
 
     Args:
         default: Its value where it is not given; `...` if it must be given.
         flag: Its names on the command line and what stands for its value, "--transform -t CHAIN";
             "DATASET" is a positional argument; "" if only the run file has it.
-        commands: The commands that take it.
+        commands: The commands that take it as a setting of a run.
         help: What it is for; the default is added.
         accepted: What it may be; "" where its type says so.
     """
-    told: Any = {"flag": flag.split(), "commands": commands, "help": help, "accepted": accepted}
-    return Field(default=default, json_schema_extra=told)
+    described: Any = {"flag": flag, "commands": commands, "help": help, "accepted": accepted}
+    return Field(default=default, json_schema_extra=described)
+
+
+def same(section: str, key: str, default: Any) -> Any:
+    """Describe an option of a command that is a setting of a run, too, with its own default."""
+    field = RunSpec.model_fields[section].annotation.model_fields[key]  # type: ignore[union-attr]
+    return Field(default=default, json_schema_extra=field.json_schema_extra)
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A key of the run file, and the flag that takes its place."""
+class Option:
+    """A setting of a run (a key of the run file, with or without a flag), or a command's option."""
 
-    section: str
+    section: str  # the table of the run file, "" of an option of a command
     key: str
     type: Any  # without None and without what is checked beyond it
-    default: Any  # None if there is none
-    accepted: str  # what it may be
+    required: bool
+    default: Any  # None if the option is required
+    accepted: str  # what it may be, "" if its type says so
+    least: int | None  # the smallest value; None for no limit
+    most: int | None  # the largest value; None for no limit
     flags: tuple[str, ...]  # its names on the command line, none if only the run file has it
     metavar: str  # what stands for its value in the help; "" of a switch
-    commands: tuple[str, ...]  # those that take it
+    commands: tuple[str, ...]  # those that take it as a setting of a run
     help: str  # what it is for
 
     @property
     def parameter(self) -> str:
         """The flag as the name of a parameter: `batch_size`; "" if there is none."""
-        return "".join(self.flags[:1]).lstrip("-").replace("-", "_").lower()
+        flag = "".join(self.flags[:1]).partition("/")[0]
+        if not self.section and not flag.startswith("-"):
+            return self.key
+        return flag.lstrip("-").replace("-", "_").lower()
 
 
-def settings() -> Iterator[Setting]:
+def run_options() -> Iterator[Option]:
     """Yield every setting in the tables of a run file."""
     for section, table in RunSpec.model_fields.items():
-        for key, field in getattr(table.annotation, "model_fields", {}).items():
-            told: Any = field.json_schema_extra
-            kind, accepted = field.annotation, told["accepted"] or field.description
-            while get_origin(kind) in (Annotated, Union, UnionType):
-                kind, *rest = get_args(kind)
-                said = (each.description for each in rest if isinstance(each, FieldInfo))
-                accepted = accepted or next(filter(None, said), None)
-            words = get_args(kind) if get_origin(kind) is Literal else ()
-            accepted = accepted or f"{', '.join(words[:-1])} or {words[-1]}"
-            flags = tuple(w for w in told["flag"] if w.startswith("-")) or tuple(told["flag"])
-            metavar = told["flag"][-1] if len(told["flag"]) > len(flags) else "|".join(words)
-            default = None if field.is_required() else field.get_default()
-            says = told["commands"], told["help"]
-            yield Setting(section, key, kind, default, accepted, flags, metavar, *says)
+        yield from options_of(table.annotation, section)
+
+
+def options_of(table: Any, section: str = "") -> Iterator[Option]:
+    """Yield the settings in one table of a run file, or the options of a command."""
+    for key, field in getattr(table, "model_fields", {}).items():
+        if field.json_schema_extra is None:
+            continue  # the settings of a run, among the options of a command
+        described: Any = field.json_schema_extra
+        kind, accepted = field.annotation, described["accepted"] or field.description
+        limits = [*field.metadata]
+        while get_origin(kind) in (Annotated, Union, UnionType):
+            kind, *rest = get_args(kind)
+            fields = [each for each in rest if isinstance(each, FieldInfo)]
+            accepted = accepted or next(filter(None, (f.description for f in fields)), None)
+            limits += [limit for each in fields for limit in each.metadata]
+        words = get_args(kind) if get_origin(kind) is Literal else ()
+        if isinstance(kind, type) and issubclass(kind, StrEnum):
+            words = tuple(kind)
+        accepted = accepted or " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+        flag = described["flag"].split()
+        names = tuple(word for word in flag if word.startswith("-"))
+        value = flag[-1] if len(flag) > len(names) else "|".join(words)
+        yield Option(
+            section=section,
+            key=key,
+            type=kind,
+            required=field.is_required(),
+            default=None if field.is_required() else field.get_default(),
+            accepted=accepted,
+            least=next((limit.ge for limit in limits if hasattr(limit, "ge")), None),
+            most=next((limit.le for limit in limits if hasattr(limit, "le")), None),
+            flags=names or tuple(filter(None, (described["flag"],))),
+            metavar=value if names else "",
+            commands=described["commands"],
+            help=described["help"],
+        )
 
 
 class _Section(BaseModel):
@@ -90,11 +127,11 @@ class ModelSpec(_Section):
     factory: values.Reference = option(
         ...,
         "--model FILE.py:FACTORY",
-        (*_RUNS, "init"),
-        f"A function that returns the model; or {HELD}: the model that CHECKPOINT holds; or, of "
-        "an adapter, the folder of its base model",
-        f"{REFERENCE_FORMS}, a function that returns the model, or {HELD}, the model that "
-        "the checkpoint itself holds, or, of an adapter, the folder of its base model",
+        _RUNS,
+        f"A function that returns the model; or {FROM_CHECKPOINT}: the model that CHECKPOINT "
+        "holds; or, of an adapter, the folder of its base model",
+        f"{REFERENCE_FORMS}, a function that returns the model, or {FROM_CHECKPOINT}, the model "
+        "that the checkpoint itself holds, or, of an adapter, the folder of its base model",
     )
     kwargs: values.Table = option({}, accepted="a table of the factory's keyword arguments")
     mode: Literal["eval", "train"] = option("eval", "--mode", _RUNS, "The model's mode")
@@ -236,7 +273,7 @@ class LossSpec(_Section):
     name: values.LossName = option(
         ...,
         "--loss LOSS",
-        (*_RUNS, "init"),
+        _RUNS,
         "A name (`gradscope list losses`) or FILE.py:LOSS; :key=value,... may follow",
         f"a loss that `gradscope list losses` shows, or {REFERENCE_FORMS}; "
         ":key=value,... may follow",
@@ -276,9 +313,9 @@ class ComputeSpec(_Section):
         'a list of globs such as ["head.*"]',
     )
     samples: values.Samples | None = option(
-        None, "--samples A:B", (*_RUNS, "export"), "Only samples A up to, not with, B"
+        None, "--samples A:B", _RUNS, "Only samples A up to, not with, B"
     )
-    shard: values.Part | None = option(
+    shard: values.ShardText | None = option(
         None,
         "--shard I/N",
         _COMPUTE,

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from gradscope.core.grammar import Stage, arguments
 from gradscope.core.texts import count
 from gradscope.errors import SpecError
 
 REFERENCE_FORMS = "FILE.py:NAME or package.module:NAME"
-HELD = "checkpoint"  # in a factory's place: the model that the checkpoint itself holds
+FROM_CHECKPOINT = "checkpoint"  # in a factory's place: the model that the checkpoint itself holds
 
 _DOTTED = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 _REFERENCE = re.compile(rf"(?P<place>.+\.py|{_DOTTED}):(?P<name>{_DOTTED})", re.DOTALL)
@@ -250,7 +250,7 @@ def _path(value: Any) -> Path:
 
 
 def _reference(value: str) -> None:
-    if value != HELD and not is_folder(Path(value)):
+    if value != FROM_CHECKPOINT and not is_folder(Path(value)):
         split_reference(value)
 
 
@@ -295,7 +295,7 @@ Samples = Annotated[
     _parsed_by(parse_samples),
     Field(description='"A:B" with 0 ≤ A < B, either may be left out'),
 ]
-Part = Annotated[
+ShardText = Annotated[
     Text, _parsed_by(parse_shard), Field(description='"I/N" with 0 ≤ I < N: part I, from 0, of N')
 ]
 Memory = Annotated[
@@ -319,6 +319,11 @@ Preview = Annotated[
 ]
 Position = Annotated[int, Field(strict=True, ge=0, lt=2**40)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Numbers = Annotated[
+    tuple[Annotated[float, Field(allow_inf_nan=False)], ...],
+    BeforeValidator(lambda text: text.split(",")),
+    Field(description="numbers, with commas between"),
+]
 Size = Annotated[int, Field(strict=True, ge=-1, lt=2**40)]
 Shape = Annotated[tuple[Size, ...], AfterValidator(_shape)]
 Dtype = Literal["float32", "float64", "float16", "bfloat16"]

@@ -82,10 +82,12 @@ class Certificate:
     proves: bool  # some gradient is not zero: a batch of zeros proves nothing of others
     seconds: float  # that the proof took
     phases: Mapping[str, float]  # seconds that the evaluation and each part of the proof took
+    noun: str = "sample"  # what has a row: sample or token; for the verdict alone
 
     def to_json(self) -> dict[str, Any]:
         """Return the certificate as plain data, for the result file."""
-        return {"verified": True, "verdict": self.verdict, **asdict(self)}
+        facts = {key: value for key, value in asdict(self).items() if key != "noun"}
+        return {"verified": True, "verdict": self.verdict, **facts}
 
     @property
     def sum_differs(self) -> bool:
@@ -101,12 +103,13 @@ class Certificate:
         """The proof in one line."""
         if self.sum_differs:
             return (
-                f"passed: all {len(self.compared)} samples alone to {self.agreement.error:.0e} "
-                f"({self.dtype}); they do not sum to the batch's gradient of "
-                f"{self.completeness.parameter!r}, which a layer or a hook scales by the batch"
+                f"passed: all {len(self.compared)} {self.noun}s alone to "
+                f"{self.agreement.error:.0e} ({self.dtype}); they do not sum to the batch's "
+                f"gradient of {self.completeness.parameter!r}, which a layer or a hook scales by "
+                "the batch"
             )
         return (
-            f"passed: sum of {count(self.samples - self.nonfinite, 'sample')} to "
+            f"passed: sum of {count(self.samples - self.nonfinite, self.noun)} to "
             f"{self.completeness.error:.0e}, {len(self.compared)} of them alone to "
             f"{self.agreement.error:.0e} ({self.dtype})"
         )
@@ -271,6 +274,7 @@ def examined(answer: Answer, after: Certificate | None = None) -> Certificate:
         proves=len(unused) < len(squared) and len(rows) > 0,
         seconds=time.perf_counter() - begun,
         phases=answer.phases,
+        noun=answer.problem.rows,
     )
     _require_passed(agreement, "agreement", answer.backend, batch.select(chosen))
     if not certificate.sum_differs:

@@ -12,7 +12,6 @@ from gradscope.report import plots
 from gradscope.report.terminal import bins
 from gradscope.stats.sections import (
     NONE,
-    SYMBOLS,
     Card,
     Column,
     Fact,
@@ -24,8 +23,8 @@ from gradscope.stats.sections import (
     Shown,
     Spark,
     Table,
+    symbols,
     text_of,
-    told_of,
     whole,
 )
 from gradscope.storage import write_page
@@ -195,9 +194,7 @@ def _section(section: Section, noun: str) -> str:
     parts += [f"<p>{_safe(note)}</p>" for note in section.notes]
     content = "\n".join(parts)
     if content and section.formulas:
-        lines = "".join(
-            f"<li>{_safe(line)}</li>" for line in (*section.formulas, told_of(SYMBOLS, noun))
-        )
+        lines = "".join(f"<li>{_safe(line)}</li>" for line in (*section.formulas, symbols(noun)))
         content += f"<details><summary>Formulas</summary><ul>{lines}</ul></details>"
     return _titled(section.title, content) if content else ""
 

@@ -26,7 +26,6 @@ from gradscope.stats.sections import (
     shape_text,
     short,
     size,
-    told_of,
 )
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def render_comparison(comparison: "Comparison", console: Console, verbose: bool 
             console.print()
             name = Text(visible(row.backend), "bold")
             console.print(Text(" ").join([name, safe(_STATUS[row.status])]))
-            _render_advice(row, comparison.noun, console, ())
+            _render_advice(row, console, ())
     console.print()
     tally = Counter(_STATUS[row.status].text for row in rows)
     counts = ", ".join(f"{n} {word}" for word, n in tally.items())
@@ -93,10 +92,10 @@ def _render_disagreement(comparison: "Comparison", row: "BackendRow", console: C
     print_table(console, Table(columns, "parameter", [p.name for p in wrong]))
     meanings: dict[str, list[str]] = {}
     for p in wrong:
-        meanings.setdefault(told_of(p.meaning, noun), []).append(p.name)
+        meanings.setdefault(p.meaning, []).append(p.name)
     for meaning, of in meanings.items():
         _print_wrapped(f"{', '.join(of)}: " * (len(meanings) > 1) + meaning, console)
-    _render_advice(row, noun, console, meanings)
+    _render_advice(row, console, meanings)
 
 
 def _precise(value: float | None) -> str:
@@ -104,8 +103,8 @@ def _precise(value: float | None) -> str:
     return NONE if value is None else f"{value:.5g}"
 
 
-def _render_advice(row: "BackendRow", noun: str, console: Console, said: Iterable[str]) -> None:
-    for text in told_of((row.reason, row.remedy), noun):
+def _render_advice(row: "BackendRow", console: Console, said: Iterable[str]) -> None:
+    for text in (row.reason, row.remedy):
         if text is not None and not any(meaning in text for meaning in said):
             _print_wrapped(text, console)
 
@@ -142,24 +141,24 @@ def render_run(result: "RunReport", console: Console) -> None:
         more = f"{count(left, 'parameter')} of a smaller share: gradscope stats --full"
         console.print(Text(more, style="dim"), overflow="fold")
     heading(console, "Run")
-    rows = certificate_facts(result.certificate, result.audits) + _nonfinite(result)
+    rows = certificate_facts(result.certificate, result.noun, result.audits) + _nonfinite(result)
     if result.path is not None:
         rows.append(("written", f"{result.path} ({size(result.bytes)})"))
-    speed = f", {short(result.samples / result.seconds)} samples/s" if result.seconds > 0 else ""
-    samples = count(result.samples, "sample")
+    noun, each = result.noun, result.samples / result.seconds if result.seconds > 0 else None
+    speed = "" if each is None else f", {short(each)} {noun}s/s"
     rows += [
         *listed("chain", result.chains),
-        ("computed", f"{samples} in {duration(result.seconds)}{speed}"),
+        ("computed", f"{count(result.samples, noun)} in {duration(result.seconds)}{speed}"),
         ("backend", result.backend),
     ]
-    print_facts(console, [*told_of(rows, result.noun), *listed("note", result.notes)])
+    print_facts(console, [*rows, *listed("note", result.notes)])
 
 
 def _nonfinite(result: "RunReport | MergeReport") -> list[Fact]:
     """Return what is not finite: samples, and numbers that chains have made so."""
     lines = []
     if result.nonfinite:
-        samples = count(result.samples, "sample")
+        samples = count(result.samples, result.noun)
         lines.append(f"{result.nonfinite:,} of {samples}: they are flagged in the file")
     for chain, numbers in zip(result.chains, result.chains_nonfinite, strict=False):
         if numbers:
@@ -169,18 +168,18 @@ def _nonfinite(result: "RunReport | MergeReport") -> list[Fact]:
 
 def render_merge(result: "MergeReport", console: Console) -> None:
     """Print what was merged, what of it was proved, and what was written where."""
-    merged = f"{count(result.samples, 'sample')} of {count(result.files, 'file')}"
+    merged = f"{count(result.samples, result.noun)} of {count(result.files, 'file')}"
     rows: list[Fact] = [
-        *certificate_facts(result.certificate),
+        *certificate_facts(result.certificate, result.noun),
         *_nonfinite(result),
         ("written", f"{result.path} ({size(result.bytes)})"),
         *listed("chain", result.chains),
         ("merged", f"{merged} in {duration(result.seconds)}"),
     ]
     if result.recomputed:
-        again = f"{count(result.recomputed, 'sample')} one by one: the same losses and norms"
+        again = f"{count(result.recomputed, result.noun)} one by one: the same losses and norms"
         rows.append(("recomputed", again))
-    rows = [*told_of(rows, result.noun), *listed("note", result.notes)]
+    rows += listed("note", result.notes)
     if result.virtual:
         rows.append(("virtual", "the rows stay in these files"))
     print_facts(console, rows)
@@ -202,9 +201,9 @@ def render_plan(plan: "Estimate", console: Console, verbose: bool = False) -> No
     """Print what a run would choose and cost, and with `verbose` which kernels it would take."""
     known = plan.memory is not None
     memory = f"about {size(plan.memory)} beside model and data" if known else "not known"
-    samples = f"{count(plan.samples, 'sample')}, {plan.batch_size:,} at a time"
+    samples = f"{count(plan.samples, plan.noun)}, {plan.batch_size:,} at a time"
     rows: list[Fact] = [
-        *told_of([("samples", samples)], plan.noun),
+        (f"{plan.noun}s", samples),
         ("backend", plan.backend),
         *(("note", note) for note in plan.notes),
         *(("chain", chain) for chain in plan.chains),

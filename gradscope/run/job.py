@@ -19,11 +19,11 @@ from gradscope.backends.base import Request, backends, candidates
 from gradscope.blocks import Tuner
 from gradscope.blocks.variants import known_of
 from gradscope.config import (
-    MOST,
+    MAX_ERRORS,
     Compression,
     RunSpec,
     Shard,
-    combined,
+    combine_errors,
     parse_compression,
     parse_shard,
 )
@@ -357,13 +357,13 @@ def resolve_names(spec: RunSpec) -> tuple[tuple[Chain, ...], Loss]:
             problems.append(error)
 
     for k, text in enumerate(spec.compute.transform):
-        if len(problems) > MOST:
-            raise combined(problems)
+        if len(problems) > MAX_ERRORS:
+            raise combine_errors(problems)
         with collected("compute", "transform", f"[{k}]"):
             bound.append(bind(text))
     with collected("compute", "backend"):
         candidates(spec.compute.backend, own_loss=spec.compute.coupling == "own-loss")
-    for name in spec.compare.backends[: MOST + 1]:
+    for name in spec.compare.backends[: MAX_ERRORS + 1]:
         with collected("compare", "backends"):
             backends.get(name)
     with collected("loss", "name"):
@@ -371,7 +371,7 @@ def resolve_names(spec: RunSpec) -> tuple[tuple[Chain, ...], Loss]:
         if ":" not in stage.name:
             loss = bound_loss(losses.get(stage.name), stage)
     if problems:
-        raise combined(problems)
+        raise combine_errors(problems)
     if ":" in stage.name:
         loss = bound_loss(load_function(stage.name, "loss"), stage)
     return tuple(bound), loss

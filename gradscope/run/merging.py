@@ -105,7 +105,7 @@ class Merge:
     def finish(self) -> MergeReport:
         """Write the aggregates, verify the file and put it in its place."""
         results, _, self.states = results_of(self.chains, self.states, kept=True)
-        certificate = combined(self.parts.files)
+        certificate = combined(self.parts.files, self.parts.noun)
         index = range(self.parts.start, self.parts.stop)
         kept = self.parts.run.get("spec", {}).get("compute", {}).get("nonfinite") == "keep"
         self.joiner.finish(
@@ -172,8 +172,8 @@ def merging(
     samples = [sample for part in parts.files for sample in _looked_at(part)]
     recomputed, notes = (0, ()) if anew is None else _recompute(parts, samples, anew)
     plan = _plan(parts)
-    batch = plan.run.get("batch_size", _USUAL_BATCH)
-    with open_joiner(output, plan, parts, batch, overwrite=overwrite, virtual=virtual) as joiner:
+    size = plan.run.get("batch_size", _USUAL_BATCH)
+    with open_joiner(output, plan, parts, size, overwrite=overwrite, virtual=virtual) as joiner:
         yield Merge(parts, chains, output, joiner, begun, virtual, recomputed, notes)
 
 

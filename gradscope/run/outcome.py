@@ -184,11 +184,12 @@ class _FirstBatch(BaseModel):
             return cls()
 
 
-def combined(parts: Sequence[PartialFile]) -> dict[str, Any]:
-    """Return the certificate of files that become one, given in the order of their samples.
+def combined(parts: Sequence[PartialFile], noun: str = "sample") -> dict[str, Any]:
+    """Return the certificate of files that become one, given in the order of their rows.
 
     The proofs of their first batches stand together: counts are sums, errors the largest. It is
-    verified if all of them are; `merged` says of which samples nothing was proved.
+    verified if all of them are; `merged` says of which samples nothing was proved. `noun` is what
+    has a row, sample or token.
     """
     if len(parts) == 1:
         return dict(parts[0].certificate)
@@ -210,7 +211,7 @@ def combined(parts: Sequence[PartialFile]) -> dict[str, Any]:
         return {**parts[0].certificate, "merged": merged}
     return {
         "verified": len(proved) == len(parts),
-        **_first_batches([_FirstBatch.of(part.certificate) for part, _ in proved]),
+        **_first_batches([_FirstBatch.of(part.certificate) for part, _ in proved], noun),
         "unproved": sorted(set(chained(*(proof.unproved for _, proof in proofs)))),
         "proves": any(proof.proves for _, proof in proved),
         "audit": _audit(proofs),
@@ -223,7 +224,8 @@ def _audit(proofs: Sequence[tuple[PartialFile, Proof]]) -> dict[str, Any]:
     worst = max(counted, key=lambda proof: proof.error or 0.0, default=Proof())
     words = {proof.verify for _, proof in proofs}
     batches = [
-        p.batches or (-(-len(part) // part.batch) if part.batch else 0) for part, p in proofs
+        p.batches or (-(-len(part) // part.batch_size) if part.batch_size else 0)
+        for part, p in proofs
     ]
     return {
         "verify": words.pop() if len(words) == 1 else "mixed",
@@ -235,7 +237,7 @@ def _audit(proofs: Sequence[tuple[PartialFile, Proof]]) -> dict[str, Any]:
     }
 
 
-def _first_batches(found: Sequence[_FirstBatch]) -> dict[str, Any]:
+def _first_batches(found: Sequence[_FirstBatch], noun: str) -> dict[str, Any]:
     """Return what the proofs of several batches are together."""
     completeness = max((one.completeness for one in found), key=lambda check: check.rank)
     agreement = max((one.agreement for one in found), key=lambda check: check.rank)
@@ -243,7 +245,7 @@ def _first_batches(found: Sequence[_FirstBatch]) -> dict[str, Any]:
     compared = sorted(chained(*(one.compared for one in found)))
     names = dict.fromkeys(chained(*(one.backend.split(", ") for one in found)))
     passed = (
-        f"passed: sums of {counts['samples'] - counts['nonfinite']} samples to "
+        f"passed: sums of {counts['samples'] - counts['nonfinite']} {noun}s to "
         f"{completeness.error:.0e}, {len(compared)} of them alone to {agreement.error:.0e} "
         f"({found[0].dtype})"
     )

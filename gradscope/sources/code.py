@@ -100,7 +100,7 @@ def class_digests(names: Iterable[str]) -> dict[str, str]:
 def loading(reference: str, kind: str) -> Iterator[None]:
     """Count what is imported in the body as code that a reference stands for."""
     _, key, _ = _load(reference, kind)
-    with _noted(key):
+    with _recording_code(key):
         yield
 
 
@@ -153,7 +153,7 @@ def _load(reference: str, kind: str) -> tuple[ModuleType, str, str]:
     what = f"{kind} {place}"
     with user_file(what), importable(Path.cwd()):
         try:
-            with _noted(place):
+            with _recording_code(place):
                 return importlib.import_module(place), place, name
         except ModuleNotFoundError as error:
             if error.name is None or not f"{place}.".startswith(f"{error.name}."):
@@ -182,7 +182,7 @@ def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
     try:
-        with user_file(what), importable(path.parent), _noted(name):
+        with user_file(what), importable(path.parent), _recording_code(name):
             exec(compile(content, str(path), "exec", dont_inherit=True), vars(module))
     except BaseException:
         del sys.modules[name]
@@ -191,7 +191,7 @@ def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
 
 
 @contextmanager
-def _noted(key: str) -> Iterator[None]:
+def _recording_code(key: str) -> Iterator[None]:
     """Keep what code the module `key` is made of, some of which is imported in the body."""
     before = set(sys.modules)
     yield

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradscope.config import HELD, function_of
+from gradscope.config import FROM_CHECKPOINT, function_of
 from gradscope.core.precision import dtype_name
 from gradscope.core.texts import count, listed
 from gradscope.errors import CheckpointError, DatasetError
@@ -101,7 +101,7 @@ def draft(
         dataset_lines = [f"{'spec' if spec else 'path'} = {quoted(reference)}"]
         result.missing += [] if loss else ["loss.name"]
     else:
-        held = model == HELD if model else _description(checkpoint) is not None
+        held = model == FROM_CHECKPOINT if model else _description(checkpoint) is not None
         dataset_lines, found, why = _dataset(result, data, folder, keywords=held)
         if loss is None:
             result.guessed["loss.name"] = f"{found}: {why}"
@@ -128,7 +128,7 @@ def _model(
         return [f"factory = {quoted(_anchored(model, folder))}"]
     held = _description(checkpoint)
     if held is not None:
-        value, why = HELD, f"the folder's {held} describes it"
+        value, why = FROM_CHECKPOINT, f"the folder's {held} describes it"
     else:
         found = [
             (file.name != "model.py", _FACTORIES.index(name), f"{file}:{name}")

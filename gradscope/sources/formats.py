@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -168,6 +169,26 @@ def reading(error: type[InputError], where: Path | str) -> Iterator[None]:
             what = f"it needs more memory than there is: {reason}"
             remedy = "Split the file, or write it again if it should not be that large."
         raise error(what, where=str(where), remedy=remedy) from failure
+
+
+class DuplicateKeyError(ValueError):
+    """A JSON object has one key twice, which Python's json does not mind."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"{key!r} stands in it twice")
+        self.key = key
+
+
+def distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these pairs, as the `object_pairs_hook` of json.
+
+    Raises:
+        DuplicateKeyError: A key is there twice.
+    """
+    [(key, times)] = Counter(key for key, _ in pairs).most_common(1) or [("", 0)]
+    if times > 1:
+        raise DuplicateKeyError(key)
+    return dict(pairs)
 
 
 _EXTRAS = {"pyarrow": "data", "PIL": "data", "transformers": "hf", "peft": "peft"}

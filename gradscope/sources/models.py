@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gradscope.config import HELD, CheckpointSpec, ModelSpec, is_folder
+from gradscope.config import FROM_CHECKPOINT, CheckpointSpec, ModelSpec, is_folder
 from gradscope.core.precision import cast
 from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError, ModelError, SpecError, located
@@ -20,9 +20,9 @@ from gradscope.model.randomness import random_numbers_kept
 from gradscope.sources.code import class_digests, code_digests, load_function, loading, user_file
 from gradscope.sources.formats import sha256, sha256_of_list
 from gradscope.sources.weights import CheckpointReport, load_into, read
-from gradscope.sources.weights.adapters import adapted, base_of, is_adapter
+from gradscope.sources.weights.adapters import base_of, is_adapter, with_adapter
 from gradscope.sources.weights.fit import changed_dtypes, check_finite, rounding_note
-from gradscope.sources.weights.hugging_face import CONFIG, built
+from gradscope.sources.weights.hugging_face import CONFIG, build_from_config
 from gradscope.sources.weights.readers import ADAPTER, ADAPTER_WEIGHTS
 
 _FACTORY = "Write a function that builds the model, and name it with --model FILE.py:FACTORY."
@@ -65,8 +65,8 @@ def load_model(
     elif is_folder(Path(model.factory)):
         what = "CHECKPOINT is no adapter, whose base model a folder could be"
         raise ModelError(what, where=f"model {model.factory}", remedy=_FACTORY)
-    elif model.factory == HELD:
-        made, report, digests = _held(model, checkpoint, dtype)
+    elif model.factory == FROM_CHECKPOINT:
+        made, report, digests = _model_in_checkpoint(model, checkpoint, dtype)
     else:
         made, report = (_lean if lean else _whole)(model, checkpoint, dtype)
         digests = code_digests(model.factory, "model factory")
@@ -248,7 +248,7 @@ def notes_on(model: nn.Module) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _held(
+def _model_in_checkpoint(
     spec: ModelSpec,
     checkpoint: CheckpointSpec,
     dtype: torch.dtype | None,
@@ -263,7 +263,7 @@ def _held(
             if not isinstance(value, Mapping):
                 kind = type(value).__name__
                 raise CheckpointError(f"it holds a {kind}, not a state dict", remedy=_FACTORY)
-            model, notes = built(config.parent, value, spec.kwargs, brought, dtype)
+            model, notes = build_from_config(config.parent, value, spec.kwargs, brought, dtype)
             model = _cast(model, dtype)
             notes += _rounding(value, model)
             report = replace(report, notes=report.notes + notes, files=(*report.files, config))
@@ -306,12 +306,12 @@ def _adapted(
     """Return a base model with an adapter: its folder's or a factory's, the adapter's weights."""
     state, report = read(checkpoint.path, unsafe_pickle=checkpoint.unsafe_pickle)
     folder, files = report.path.parent, (*report.files, report.path.parent / ADAPTER)
-    if spec.factory == HELD or is_folder(Path(spec.factory)):
-        place = base_of(folder) if spec.factory == HELD else Path(spec.factory)
+    if spec.factory == FROM_CHECKPOINT or is_folder(Path(spec.factory)):
+        place = base_of(folder) if spec.factory == FROM_CHECKPOINT else Path(spec.factory)
         names = state if isinstance(state, Mapping) else ()
         brought = [str(name).removeprefix("base_model.model.") for name in names]
         below = checkpoint.model_copy(update={"path": place})
-        base, under, digests = _held(spec, below, dtype, brought)
+        base, under, digests = _model_in_checkpoint(spec, below, dtype, brought)
         notes = (f"The base model is that of {place.name}.", *under.notes)
         both = [(each.path.name, each.sha256) for each in (report, under)]
         report = replace(report, files=files + under.files, sha256=sha256_of_list(both))
@@ -320,7 +320,7 @@ def _adapted(
         digests = code_digests(spec.factory, "model factory")
         report = replace(report, files=files)
     with located(report.path):
-        model, told = adapted(base, folder, state)
+        model, told = with_adapter(base, folder, state)
         told += () if any("more digits" in note for note in notes) else _rounding(state, model)
         _require_trainable(model, str(report.path))
     model.train(spec.mode == "train")

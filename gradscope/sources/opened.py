@@ -19,6 +19,7 @@ from torch import Tensor
 from gradscope.config import DatasetSpec, RunSpec
 from gradscope.errors import GradscopeError
 from gradscope.sources.data import Dataset, open_dataset, words
+from gradscope.sources.data.columns import runs
 
 _LEAST_SIDE = 4  # pixels: narrower arrays are tables of numbers
 _SQUARE = 64  # numbers of the shortest row that is taken for a picture
@@ -91,7 +92,7 @@ class Opened:
             return [self.kept.get(k) for k in indexes]
         indexes = [self.of_row.get(k, k) for k in indexes]
         found: dict[int, Content | None] = {}
-        for rows in _runs(sorted(set(indexes))):
+        for rows in _together(sorted(set(indexes))):
             try:
                 found |= self._read(rows)
             except GradscopeError:  # one of them cannot be read
@@ -209,14 +210,10 @@ def _bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def _runs(indexes: Sequence[int]) -> Iterator[range]:
+def _together(indexes: Sequence[int]) -> Iterator[range]:
     """Yield the ranges, of at most so many samples, that rising positions are made of."""
-    start = 0
-    for k in range(1, len(indexes) + 1):
-        ends = k == len(indexes) or indexes[k] != indexes[k - 1] + 1
-        if ends or k - start == _TOGETHER:
-            yield range(indexes[start], indexes[k - 1] + 1)
-            start = k
+    for first, end in runs(indexes) if indexes else ():
+        yield from (range(k, min(k + _TOGETHER, end)) for k in range(first, end, _TOGETHER))
 
 
 def _text(row: Tensor, decode: Decode | None) -> str | None:

@@ -18,7 +18,7 @@ from gradscope.core.texts import count
 from gradscope.errors import ResultFileError
 from gradscope.stats.records import Floats, Json, Record, wide
 from gradscope.stats.sections import Fact, Line, Styled, listed, size
-from gradscope.stats.source import Source, finite_samples, labels_of, rows_of
+from gradscope.stats.source import Source, finite_samples, labels_of, noun_of, rows_of
 
 Span = tuple[int, int]  # first and last position in the data set
 
@@ -104,7 +104,7 @@ class FileFacts(Record):
         return cls(
             path=str(path),
             bytes=path.stat().st_size if path.is_file() else None,
-            noun="token" if "tokens" in run else "sample",
+            noun=noun_of(file),
             samples=file.n,
             parameters=len(sizes),
             entries=sum(sizes),
@@ -124,8 +124,8 @@ class FileFacts(Record):
         """Return what has to be known of any file: what it is about, and whether it is proved."""
         sizes = f"{count(self.parameters, 'parameter')} ({self.entries:,} entries)"
         return [
-            ("samples", f"{self.samples:,}, {sizes}, {size(self.bytes)}"),
-            *listed("certificate", _verdicts(self.certificate, self.proof)),
+            (f"{self.noun}s", f"{self.samples:,}, {sizes}, {size(self.bytes)}"),
+            *listed("certificate", _verdicts(self.certificate, self.proof, self.noun)),
             *unused_facts(self.certificate),
             *([("labels", self.labels)] if self.labels != "data" else []),
             *listed("chain", [chain.text for chain in self.chains]),
@@ -134,21 +134,23 @@ class FileFacts(Record):
     def shown(self) -> list[Fact]:
         """Return them as labels with their values."""
         return [
-            ("samples", f"{self.samples:,}"),
+            (f"{self.noun}s", f"{self.samples:,}"),
             ("parameters", f"{self.parameters:,} ({self.entries:,} entries)"),
             ("size", size(self.bytes)),
             ("backend", self.backend or "not recorded"),
-            *certificate_facts(self.certificate),
+            *certificate_facts(self.certificate, self.noun),
             *([("labels", self.labels)] if self.labels != "data" else []),
             *listed("chain", [chain.text for chain in self.chains]),
         ]
 
 
-def certificate_facts(certificate: Mapping[str, Any], audits: str | None = None) -> list[Fact]:
+def certificate_facts(
+    certificate: Mapping[str, Any], noun: str, audits: str | None = None
+) -> list[Fact]:
     """Return what was proved; `audits` is what the run itself says of those not recorded too."""
     proof = Proof.of(certificate)
-    rows = listed("certificate", _verdicts(certificate, proof))
-    rows += listed("audits", _audits(proof, audits))
+    rows = listed("certificate", _verdicts(certificate, proof, noun))
+    rows += listed("audits", _audits(proof, audits, noun))
     if proof.unproved:
         names = texts.listed(proof.unproved, _LISTED)
         rows.append(("not proved", f"{names}: too small to tell from rounding"))
@@ -174,16 +176,16 @@ def unused_facts(certificate: Mapping[str, Any]) -> list[Fact]:
     return [("unused", ", ".join(map(str, known)))] if known else []
 
 
-def spans(found: Sequence[Span]) -> str:
+def spans(found: Sequence[Span], noun: str) -> str:
     """Return "samples 0 to 13, 1288 to 1301", of many the first and the last."""
     words = [str(a) if a == b else f"{a} to {b}" for a, b in found]
     if len(words) > _LISTED:
         words = [*words[:2], f"... ({len(words) - 3:,} more)", words[-1]]
     one = len(found) == 1 and found[0][0] == found[0][1]
-    return f"{'sample' if one else 'samples'} {', '.join(words)}"
+    return f"{noun if one else f'{noun}s'} {', '.join(words)}"
 
 
-def _verdicts(certificate: Mapping[str, Any], proof: Proof) -> list[Styled]:
+def _verdicts(certificate: Mapping[str, Any], proof: Proof, noun: str) -> list[Styled]:
     """Return what is not verified, then the verdict with the batches that it is about."""
     merged, lost, which = proof.merged, [], "the first batch"
     if merged is not None and merged.verified:
@@ -191,17 +193,17 @@ def _verdicts(certificate: Mapping[str, Any], proof: Proof) -> list[Styled]:
         which += f" of each of {files}" if proof.verified else f" of {merged.verified:,} of {files}"
         certificate = {**certificate, "verified": True}
         if merged.unverified:
-            said = f"NOT VERIFIED: {spans(merged.unverified)} (verify = never)"
+            said = f"NOT VERIFIED: {spans(merged.unverified, noun)} (verify = never)"
             lost = [Styled(said, "bold yellow")]
     elif proof.positions and proof.audited and proof.positions[0] != proof.audited[0][0]:
-        which = spans([proof.positions])  # those before have no gradient but zero
+        which = spans([proof.positions], noun)  # those before have no gradient but zero
     text, style = verdict(certificate)
     if text.startswith("passed") and (proof.verified or merged is not None):
         text = f"{which} {text}"
     return [*lost, Styled(text, style)]
 
 
-def _audits(proof: Proof, audits: str | None) -> list[Line]:
+def _audits(proof: Proof, audits: str | None, noun: str) -> list[Line]:
     """Return which batches were audited, and what was found."""
     if not proof.batches or not proof.proved:
         return []
@@ -216,12 +218,12 @@ def _audits(proof: Proof, audits: str | None) -> list[Line]:
     elif proof.batches == proof.proved:
         lines.append(batches if proof.batches == 1 else f"all {batches} proved")
     else:
-        lines.append(f"{proof.proved:,} of {batches} audited: {spans(proof.audited)}")
+        lines.append(f"{proof.proved:,} of {batches} audited: {spans(proof.audited, noun)}")
     if proof.error is not None and proof.parameter:
         where = f", in {proof.parameter}" if proof.error else ""
         lines.append(f"largest error {proof.error:.0e}{where}")
     if proof.merged is not None and proof.verify != "first" and proof.merged.first_only:
-        which = spans(proof.merged.first_only)
+        which = spans(proof.merged.first_only, noun)
         lines.append(Styled(f"of {which} the first batch alone (verify = first)", "bold yellow"))
     return lines
 

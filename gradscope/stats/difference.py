@@ -50,6 +50,7 @@ from gradscope.stats.source import (
     mean_gradient_norm,
     mean_gradient_squared,
     mean_of,
+    noun_of,
     rows_of,
     rows_unusable,
 )
@@ -123,7 +124,7 @@ class Difference(Record, Shown):
         for word, file in zip(("first", "second"), self.files, strict=True):
             labels = "" if file.labels == "data" else f", labels {file.labels}"
             facts.append((word, Styled(file.path, "bold")))
-            facts.append(("", f"{count(file.samples, 'sample')}, {size(file.bytes)}{labels}"))
+            facts.append(("", f"{count(file.samples, file.noun)}, {size(file.bytes)}{labels}"))
             records[f"Certificate of the {word}"] = file.certificate
             records[f"Run of the {word}"] = file.run
         return Overview(
@@ -132,7 +133,8 @@ class Difference(Record, Shown):
             sections=[_overall(self), _by_parameter(self), *_by_sample(self)],
             pictures=list(_pictures(self)),
             records=records,
-        ).of(self.files[0].noun)
+            noun=self.files[0].noun,
+        )
 
 
 def difference(first: Source, second: Source, top: int = 10, rows: bool = True) -> Difference:
@@ -166,7 +168,9 @@ def difference(first: Source, second: Source, top: int = 10, rows: bool = True) 
         moved = np.abs(norms[1] - norms[0]) if apart is None else apart
         found = [parameter_rows(file, finite_samples(file)) for file in files]
         by_name = [{row.name: row for row in part} for part in found]
-        noises: Any = [noise_scale(t.norm, mean_gradient_squared(f)) for f, t in both]
+        noises: Any = [
+            noise_scale(t.norm, mean_gradient_squared(f), noun=noun_of(f)) for f, t in both
+        ]
         traces: Any = [fisher_of(file, table) for file, table in both]
         return Difference(
             files=(FileFacts.of(first), FileFacts.of(second)),
@@ -304,9 +308,10 @@ def _by_parameter(found: Difference) -> Section:
 
 
 def _by_sample(found: Difference) -> list[Section]:
+    noun = found.files[0].noun
     if not found.same_data:
-        note = "The data are not the same, so samples are not compared one by one."
-        return [Section("Samples", notes=[note])]
+        note = f"The data are not the same, so {noun}s are not compared one by one."
+        return [Section(f"{noun.capitalize()}s", notes=[note])]
     rows = found.samples
     if not rows:
         return []
@@ -318,7 +323,9 @@ def _by_sample(found: Difference) -> list[Section]:
         *targets(rows),
     ]
     formulas = ["moved = ‖gᵢ′ − gᵢ‖; without rows at least |‖gᵢ′‖ − ‖gᵢ‖|"]
-    return [Section("Samples that moved most", table=Table(columns), formulas=formulas)]
+    return [
+        Section(f"{noun.capitalize()}s that moved most", table=Table(columns), formulas=formulas)
+    ]
 
 
 def _pictures(found: Difference) -> Iterator[Picture]:
@@ -344,7 +351,7 @@ def _pictures(found: Difference) -> Iterator[Picture]:
         named = [(r.norm.first or 0.0, r.norm.second or 0.0, label(r)) for r in found.samples]
         pairs = found.norms or [(x, y) for x, y, _ in named]  # read back from JSON it has no others
         yield ScatterPicture(
-            label="Norms of the samples in both files",
+            label=f"Norms of the {found.files[0].noun}s in both files",
             title="Norms, second against first",
             across="norm in the first",
             up="norm in the second",

@@ -109,6 +109,6 @@ def looked(result: Shown, opened: Opened) -> Overview:
     brief = found.brief
     if brief is not None:
         brief = replace(brief, sections=[*map(opened_, brief.sections)])
-    facts = [*found.facts, ("samples not shown", opened.why)] if opened.why else found.facts
+    facts = [*found.facts, (f"{found.noun}s not shown", opened.why)] if opened.why else found.facts
     sections = [*map(opened_, found.sections)]
     return replace(found, facts=facts, sections=sections, brief=brief)

@@ -4,23 +4,17 @@ Nothing here is made safe to show: the renderer escapes every string, names from
 """
 
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 from gradscope import markup
 from gradscope.stats.records import Histogram, Interval, Plain
 
-T = TypeVar("T")
-
 NONE = "-"
 WRONG = " (wrong)"  # behind a prediction
-SYMBOLS = "gᵢ: gradient of sample i's own loss. G = (1/N) Σᵢ gᵢ over the N finite samples."
 POINTS = 4000  # samples in a picture
-_SAMPLE = re.compile(r"(?<!--)(?<![/\w.])[Ss]ample(?=s?(?:/s\b|(?![\w/=]|[.:]\w)))")
-_DATA = {"cells", "values", "names", "samples", "cards", "curves", "records", "paths"}
 _NAME = 24  # cells of a target or of a sample's own name
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -214,28 +208,10 @@ class Overview(Shown):
         """Return itself."""
         return self
 
-    def of(self, noun: str) -> "Overview":
-        """Return what is shown, all but the data themselves said of another noun, see `told_of`."""
-        return replace(told_of(self, noun), noun=noun)
 
-
-def told_of(shown: T, noun: str) -> T:
-    """Return what is said of samples, said of rows of another noun in their place, such as "token".
-
-    Words of the data (cells, names of bars, records, cards) stay, as do paths and options.
-    """
-    if noun == "sample":
-        return shown
-    found: Any = shown
-    if isinstance(shown, str):
-        found = _SAMPLE.sub(lambda m: noun.capitalize() if m[0] == "Sample" else noun, shown)
-    elif isinstance(shown, tuple | list):
-        items = [told_of(value, noun) for value in shown]
-        found = type(shown)(*items) if hasattr(shown, "_fields") else type(shown)(items)
-    elif is_dataclass(shown):
-        own = (f.name for f in fields(shown) if f.name not in _DATA)
-        found = replace(found, **{name: told_of(getattr(shown, name), noun) for name in own})
-    return found  # type: ignore[no-any-return]
+def symbols(noun: str) -> str:
+    """Return what the letters in formulas stand for."""
+    return f"gᵢ: gradient of {noun} i's own loss. G = (1/N) Σᵢ gᵢ over the N finite {noun}s."
 
 
 def written(facts: Iterable[Fact]) -> list[tuple[str, str]]:

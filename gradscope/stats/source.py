@@ -144,6 +144,11 @@ def labels_of(file: Source) -> str:
     return str((compute or {}).get("labels") or "data")
 
 
+def noun_of(file: Source) -> str:
+    """Return what has a row: sample or token."""
+    return "token" if "tokens" in dict(file.run) else "sample"
+
+
 def stages_of(file: Source, chain: Any) -> tuple[Stage, ...]:
     """Return the stages of a chain that a file holds."""
     try:

@@ -27,6 +27,7 @@ from gradscope.stats.source import (
     aggregate_of,
     mean_gradient_squared,
     mean_of,
+    noun_of,
     rows_of,
 )
 
@@ -65,6 +66,7 @@ class Data:
     Attributes:
         file: The open result file.
         options: What is asked for.
+        noun: What has a row: sample or token.
         recorded: The samples as recorded.
         recorded_squared: ‖G‖² as recorded, or None where it is not finite.
         groups: The samples' classes, or None where the targets are none.
@@ -76,7 +78,7 @@ class Data:
     """
 
     def __init__(self, file: Source, options: Options) -> None:
-        self.file, self.options = file, options
+        self.file, self.options, self.noun = file, options, noun_of(file)
         self.recorded = self.samples = Samples.of(file)
         self.recorded_squared = self.mean_squared = mean_gradient_squared(file)
         self.rounding = rounding(file.samples["norm"])
@@ -206,6 +208,11 @@ class Summary(Shown):
         raise AttributeError(f"a summary has no statistic {name!r}")
 
     @property
+    def noun(self) -> str:
+        """What has a row: sample or token."""
+        return self.file.noun
+
+    @property
     def finite(self) -> int:
         """N, the number of finite samples."""
         return int(self.file.samples - self.nonfinite.count)
@@ -246,9 +253,8 @@ class Summary(Shown):
         short = [Section("In short", facts)] if self.finite else []
         sections = joined([*short, *told("sections")])
         some = joined([*short, *told("brief")])
-        left = (
-            f"{len(sections) - len(some)} more sections: --full. A page of samples: gradscope view"
-        )
+        left = f"{len(sections) - len(some)} more sections: --full."
+        left += f" A page of {self.noun}s: gradscope view"
         records = {"Certificate": self.file.certificate, "Run": self.file.run}
         return Overview(
             paths=[self.file.path],
@@ -258,7 +264,8 @@ class Summary(Shown):
             brief=Brief(self.file.in_short(), some, left) if len(some) < len(sections) else None,
             pictures=sorted(told("pictures"), key=lambda picture: picture.place),
             records=records,
-        ).of(self.file.noun)
+            noun=self.noun,
+        )
 
 
 def summarize(

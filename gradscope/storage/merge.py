@@ -61,7 +61,7 @@ class PartialFile:
     index: int | None  # which shard it is, if it is one
     seal: bytes  # the SHA-256 of its seal
     certificate: Mapping[str, Any]  # the proof of its numbers
-    batch: int | None  # how many samples were computed at a time, where it says so
+    batch_size: int | None  # how many samples were computed at a time, where it says so
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -135,7 +135,7 @@ def _parts(path: Path, source: Opened) -> RunFiles:
             remedy="Compute it again.",
         )
     run = document(file.attrs, "run")
-    batch = run.get("batch_size")
+    batch_size = run.get("batch_size")
     groups = [f"/{table}" for table in TABLES]
     groups += [f"/chains/{k}" for k, c in file["chains"].items() if not c.attrs["reduced"]]
     part = PartialFile(
@@ -145,7 +145,7 @@ def _parts(path: Path, source: Opened) -> RunFiles:
         index=index,
         seal=source.seal,
         certificate=document(file.attrs, "certificate"),
-        batch=batch if isinstance(batch, int) and batch > 0 else None,
+        batch_size=batch_size if isinstance(batch_size, int) and batch_size > 0 else None,
     )
     return RunFiles(
         files=(part,),
@@ -226,12 +226,12 @@ def _in_order(parts: RunFiles) -> RunFiles:
             where=str(files[0].path.parent),
             remedy="Compute the missing shards (the same command again), and merge then.",
         )
-    batch = parts.identity.get("batch_size") or 1  # it is there where the answer depends on it
+    batch_size = parts.identity.get("batch_size") or 1  # it is there where the answer depends on it
     for part in files:
-        if (part.start - parts.start) % batch:
+        if (part.start - parts.start) % batch_size:
             raise ResultFileError(
-                f"its first sample is none of a batch of {batch:,}, and with own-loss coupling the "
-                "answer depends on which samples share a batch",
+                f"its first sample is none of a batch of {batch_size:,}, and with own-loss "
+                "coupling the answer depends on which samples share a batch",
                 where=str(part.path),
                 remedy="Compute shards, which are cut between batches.",
             )
@@ -266,7 +266,7 @@ def open_joiner(
     path: Path,
     plan: FilePlan,
     parts: RunFiles,
-    batch: int,
+    batch_size: int,
     *,
     overwrite: bool = False,
     virtual: bool = False,
@@ -274,7 +274,7 @@ def open_joiner(
     """Open the file of a whole run for its parts; unless it gets finished, nothing stays behind.
 
     `plan` is the run as if it had been one. The chunks of the new file depend on the samples of a
-    `batch`. A `virtual` file leaves the rows where they are, and refers to them.
+    batch. A `virtual` file leaves the rows where they are, and refers to them.
 
     Raises:
         RefusedError: The rows cannot be referred to, because their forms differ.
@@ -295,7 +295,7 @@ def open_joiner(
             paths.progress.unlink(missing_ok=True)  # an unfinished merge has nothing worth keeping
         joiner = Joiner(paths, descriptor, parts, virtual)
         stack.callback(joiner.close)
-        joiner.lay_out(plan, min(batch, plan.n))
+        joiner.lay_out(plan, min(batch_size, plan.n))
         yield joiner
 
 
@@ -307,14 +307,14 @@ class Joiner:
         self._target = Target(descriptor)
         self._done = False
 
-    def lay_out(self, plan: FilePlan, batch: int) -> None:
+    def lay_out(self, plan: FilePlan, batch_size: int) -> None:
         """Create all groups and data sets with a sample axis."""
         forms, more = self._parts.forms, []
         if self._virtual:
             more = [partial(_create_virtual, parts=self._parts, folder=self._paths.final.parent)]
             forms = {path: form for path, form in forms.items() if in_table(path)}
         with writing(self._paths.final):
-            self._regions = lay_out(self._paths, self._target, plan, forms, batch, *more)
+            self._regions = lay_out(self._paths, self._target, plan, forms, batch_size, *more)
 
     def add(self, part: PartialFile) -> Owned:
         """Copy the rows of the next part, and return its reducers' states."""

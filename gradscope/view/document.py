@@ -27,7 +27,7 @@ from gradscope.stats import Options
 from gradscope.stats.certificate import FileFacts
 from gradscope.stats.looking import scale
 from gradscope.stats.records import Floats, cosines_of, plain, wide
-from gradscope.stats.sections import WRONG, Fact, told_of, written
+from gradscope.stats.sections import WRONG, Fact, written
 from gradscope.stats.source import (
     gram_of,
     keys_of,
@@ -185,8 +185,7 @@ class View:
 
     def _facts(self) -> list[tuple[str, str]]:
         rows: list[Fact] = [("file", str(self.file.path)), *FileFacts.of(self.file).in_short()]
-        told = told_of(written(rows), self.noun)
-        return [(visible(key), visible(text)) for key, text in told]
+        return [(visible(key), visible(text)) for key, text in written(rows)]
 
     def _columns(self) -> dict[str, NDArray[Any]]:
         samples = self.data.samples

@@ -15,7 +15,7 @@ from typer.main import get_command
 import gradscope as library
 from gradscope.cli import options
 from gradscope.cli.app import app
-from gradscope.config import settings
+from gradscope.config import run_options
 from gradscope.errors import CoupledSamplesError, GradscopeError, SpecError, UnsupportedError
 
 HERE = Path(library.__file__).parent
@@ -71,7 +71,7 @@ def test_each_option_that_a_message_names_is_one_and_takes_the_value():
         flag, _, given = shown.removeprefix("Use ").removesuffix(".").partition(" ")
         assert flag == FLAGS[command][name or bare], said
         assert given == ("" if value in (None, "True") else value.strip('"')), said
-        setting = next((s for s in settings() if s.parameter == name), None)
+        setting = next((s for s in run_options() if s.parameter == name), None)
         if setting is not None and "Literal" in str(get_origin(setting.type)):
             assert given in get_args(setting.type), said
 
@@ -99,8 +99,8 @@ def test_options_as_flags(command, text, shown):
 def test_the_code_of_the_user_stays_as_it_is():
     code = '\nIt came from:\n  File "m.py", line 1, in f\n    interpolate(x, mode="train")'
     error = GradscopeError("what", where="`rows`", remedy=f'Use rows="token".{code}')
-    told = options.told(error, FLAGS["compute"])
-    assert str(told) == f"--rows: what\nUse --rows token.{code}"
+    shown = options.naming_flags(error, FLAGS["compute"])
+    assert str(shown) == f"--rows: what\nUse --rows token.{code}"
 
 
 COUPLED = nn.BatchNorm1d(3)

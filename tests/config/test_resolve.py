@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradscope.config import RunSpec, load, resolve, split_reference
-from gradscope.config import settings as all_settings
+from gradscope.config import RunSpec, load, resolve, run_options, split_reference
 from gradscope.core.grammar import anchored, parse
 from gradscope.errors import SpecError
 from tests.run import project
@@ -41,10 +40,10 @@ def test_the_defaults_are_those_of_the_design(tmp_path: Path) -> None:
 
 def test_each_setting_is_described() -> None:
     """A flag belongs to one setting of a command; each setting says what it may be."""
-    for setting in all_settings():
+    for setting in run_options():
         assert setting.accepted
         assert bool(setting.flags) == bool(setting.commands) == bool(setting.help)
-    taken = [(name, c) for s in all_settings() for name in s.flags for c in s.commands]
+    taken = [(name, c) for s in run_options() for name in s.flags for c in s.commands]
     assert len(set(taken)) == len(taken)
 
 
@@ -361,7 +360,7 @@ def test_a_setting_knows_the_file_that_made_it(tmp_path: Path) -> None:
 
 
 SECTIONS: dict[str, list[str]] = {}
-for each in all_settings():
+for each in run_options():
     SECTIONS.setdefault(each.section, []).append(each.key)
 scalars = st.one_of(
     st.none(),

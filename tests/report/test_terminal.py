@@ -188,7 +188,7 @@ def test_sparklines():
 
 
 def told(certificate: dict[str, Any], audits: str | None = None) -> list[tuple[str, str]]:
-    rows = certificate_facts(certificate, audits)
+    rows = certificate_facts(certificate, "sample", audits)
     return [(label, value if isinstance(value, str) else value.text) for label, value in rows]
 
 
@@ -205,7 +205,7 @@ def test_an_audited_run() -> None:
         ("unused", "head.bias"),
     ]
     assert ("audits", "9 of 50, it says") in told(PASSED, "9 of 50, it says")
-    assert spans([(3, 3)]) == "sample 3"
+    assert spans([(3, 3)], "sample") == "sample 3"
 
 
 FIRST = {"verify": "first", "proved": 1, "audited": [[0, 6]]}
@@ -262,7 +262,7 @@ def test_merged_files() -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_certificate_fits_and_is_escaped(width: int) -> None:
     hostile = with_audit(parameter="[red]\x1b[2Jx", unproved=[f"\x1b{k}" for k in range(99)])
-    rows = certificate_facts(hostile)
+    rows = certificate_facts(hostile, "sample")
     text = screen(lambda rows, console: print_facts(console, rows), rows, width)
     assert fits(text, width)
     assert "and 96 more" in words(text) or width == 20

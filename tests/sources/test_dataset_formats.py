@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import sys
 import time
 import warnings
@@ -208,12 +209,82 @@ def test_bad_csv(tmp_path: Path, text: str | bytes, expected: str) -> None:
         (['{"inputs": {"a": 1}, "targets": 2}'], "sample 0 is {'a': 1}"),
         (['{"inputs": [1], "targets": 2}', '{"inputs": [1, 2], "targets": 2}'], "from 1 to 2 entr"),
         (['{"inputs": 1}'], "no array 'targets'"),
+        (
+            ['{"inputs": 1, "targets": 2}', "", '{"inputs": 1, "targets": 2, "new": 3}'],
+            "line 3 has the key 'new', which the first line does not have",
+        ),
+        ([f'{{"inputs": {2**63}, "targets": 2}}'], f"sample 0 is {2**63}"),
+        ([f'{{"inputs": [1, {2**63}], "targets": 2}}'], f"sample 0 is [1, {2**63}]"),
+        ([f'{{"inputs": [-1, {2**63}], "targets": 2}}'], f"sample 0 is [-1, {2**63}]"),
+        ([f'{{"inputs": [-1, {2**64}], "targets": 2}}'], f"sample 0 is [-1, {2**64}]"),
     ],
 )
 def test_bad_jsonl(tmp_path: Path, lines: list[str], expected: str) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(lines))
     assert expected in failure(path)
+
+
+@pytest.mark.parametrize("number", [-(2**63), 2**53 + 1, 2**63 - 1])
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_large_integers_are_exact(tmp_path: Path, suffix: str, number: int) -> None:
+    path = tmp_path / f"data.{suffix}"
+    row = json.dumps({"inputs": 1, "targets": number})
+    path.write_text(row if suffix == "jsonl" else f"inputs,targets\n1,{number}\n2,7\n")
+    assert opened(path).batch(range(1)).targets.tolist() == [number]
+
+
+def test_integers_of_a_csv_that_int64_cannot_hold(tmp_path: Path) -> None:
+    path = tmp_path / "data.csv"
+    path.write_text(f"inputs,targets,other\n1,2,{2**63}\n3,4,5\n")
+    assert opened(path).batch(range(2)).inputs.tolist() == [1, 3]
+    found = failure(path, inputs=["other"])
+    assert f"it holds {2**63}, which int64 cannot hold" in found
+    path.write_text(f"inputs,targets\n{2**63},2\n0.5,4\n")  # a column of floats
+    assert opened(path).batch(range(2)).inputs.tolist() == [2.0**63, 0.5]
+
+
+def test_codes_with_an_underscore_are_texts(tmp_path: Path) -> None:
+    """Python would read 2020_01 as the integer 202001."""
+    path = tmp_path / "data.csv"
+    path.write_text("inputs,targets,month\n1,2,2020_01\n3,4,2020_1\n")
+    data = opened(path, id="month")
+    texts = [bytes(row.tolist()).rstrip(b"\0") for row in data.ids(torch.arange(2))]
+    assert texts == [b"2020_01", b"2020_1"]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        ({"inputs": [0.5], "targets": pa.array([1], pa.int32())}, "int64 in a.* and int32 in b"),
+        ({"inputs": [0.5]}, "'targets' is int64 in a.* and missing in b"),
+        ({"inputs": [0.5], "targets": [1], "more": [2]}, "'more' is missing in a.* and int64 in b"),
+    ],
+)
+def test_shards_of_other_types_are_refused(
+    tmp_path: Path, kind: str, other: dict[str, Any], expected: str
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, columns in {"a": {"inputs": [0.5], "targets": [1]}, "b": other}.items():
+        write = pq.write_table if kind == "parquet" else lambda t, path: stream(path, t)
+        write(pa.table(columns), folder / f"{name}.{kind}")
+    assert re.search(expected, failure(folder))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_shards_may_have_their_columns_in_another_order(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    columns = {"inputs": [[1, 2], [3, 4]], "other": [[5], [6]], "targets": [0, 1]}
+    for name, order in {"a": columns, "b": [*columns][::-1]}.items():
+        write = pq.write_table if kind == "parquet" else lambda t, path: stream(path, t)
+        write(pa.table({k: columns[k] for k in order}), folder / f"{name}.{kind}")
+    batch = opened(folder, inputs={"x": "inputs", "y": "other"}).batch(range(4))
+    assert batch.inputs["x"].tolist() == [[1, 2], [3, 4]] * 2
+    assert batch.inputs["y"].tolist() == [[5], [6]] * 2
+    assert batch.targets.tolist() == [0, 1] * 2
 
 
 def test_json_values(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from gradscope.sources.data.columns import (
     require_distinct,
     torch_dtype,
 )
-from gradscope.sources.data.images import decoded
+from gradscope.sources.data.images import decode_image
 from gradscope.sources.formats import dataset_readers, matching, need, reading, require_regular
 
 _BATCH_BYTES = 2**22  # of a Parquet file that are decoded together
@@ -50,13 +50,15 @@ def open_parquet_files(paths: Sequence[Path]) -> StoredArrays:
     """Open Parquet files, one after the other as one data set."""
     pq = need("pyarrow.parquet", "Parquet")
     n = size = 0
+    schemas = []
     for path in paths:
         require_regular(path, DatasetError)
         with reading(DatasetError, path), pq.ParquetFile(path) as file:
             n += file.metadata.num_rows
             groups = range(file.metadata.num_row_groups)
             size += sum(file.metadata.row_group(k).total_byte_size for k in groups)
-            schema = file.schema_arrow
+            schemas.append(file.schema_arrow)
+    _require_alike(paths, schemas)
     rows = max(1, _BATCH_BYTES * n // max(1, size))
 
     def batches(names: Sequence[str]) -> Iterator[Any]:
@@ -67,7 +69,7 @@ def open_parquet_files(paths: Sequence[Path]) -> StoredArrays:
             ):
                 yield from file.iter_batches(rows, columns=list(names), use_threads=False)
 
-    return _arrays(schema, n, batches)
+    return _arrays(schemas[0], n, batches)
 
 
 def open_arrow_files(paths: Sequence[Path]) -> StoredArrays:
@@ -92,11 +94,14 @@ def open_arrow_files(paths: Sequence[Path]) -> StoredArrays:
                     chosen.validate(full=True)  # offsets that lead out of the file crash pyarrow
                     yield chosen
 
-    with reading(DatasetError, paths[0]), pa.memory_map(str(paths[0])) as file:
-        schema = opened(file).schema
-        first = list(schema.names[:1])  # decoded here
+    schemas = []
+    for path in paths:
+        with reading(DatasetError, path), pa.memory_map(str(path)) as file:
+            schemas.append(opened(file).schema)
+    _require_alike(paths, schemas)
+    first = list(schemas[0].names[:1])  # decoded here
     n = sum(batch.num_rows for batch in batches(first))
-    return _arrays(schema, n, batches)
+    return _arrays(schemas[0], n, batches)
 
 
 def open_saved_dataset(path: Path) -> StoredArrays:
@@ -111,6 +116,25 @@ def open_saved_dataset(path: Path) -> StoredArrays:
             remedy = "Save the data set again with save_to_disk."
             raise DatasetError(what or "it names no data files", remedy=remedy)
     return open_arrow_files(paths)
+
+
+def _require_alike(paths: Sequence[Path], schemas: Sequence[Any]) -> None:
+    """Refuse files of one data set whose columns have other names or types."""
+    first = {field.name: _plain(field.type) for field in schemas[0]}
+    for path, schema in zip(paths, schemas, strict=True):
+        found = {field.name: _plain(field.type) for field in schema}
+        for name in first | found:
+            one, other = (types.get(name, "missing") for types in (first, found))
+            if one != other:
+                raise DatasetError(
+                    f"the column {name!r} is {one} in {paths[0].name} and {other} in {path.name}",
+                    remedy="Write all files with the same columns and types.",
+                )
+
+
+def _plain(kind: Any) -> Any:
+    """Return the type of a column's values, also where they are numbered by a dictionary."""
+    return kind.value_type if need("pyarrow", "Arrow").types.is_dictionary(kind) else kind
 
 
 def _arrays(schema: Any, n: int, batches: Batches) -> StoredArrays:
@@ -158,7 +182,8 @@ class _Table:
             lengths = {k: [np.empty(0, np.int64)] for k in names}
             rows: dict[str, tuple[int, ...]] = {}
             for batch in self._batches(names):
-                for k, part in zip(names, map(_storage, batch.columns), strict=True):
+                for k in names:
+                    part = _storage(batch.column(k))
                     try:
                         lengths[k].append(_lengths(part))
                         if len(part) and k not in rows:
@@ -214,15 +239,15 @@ def _column(table: _Table, name: str, kind: Any, n: int) -> StoredColumn:
             found += map(from_numpy, rows)
         return found
 
-    value = kind.value_type if types.is_dictionary(kind) else kind
+    value = _plain(kind)
     if types.is_string(value) or types.is_large_string(value):
         return TextColumn(n, texts)
     if types.is_struct(kind) and {f.name for f in kind} >= {"bytes", "path"}:  # Hugging Face's
-        shape = decoded(objects(0, 1)[0], 0).shape if n else torch.Size((0,))
+        shape = decode_image(objects(0, 1)[0], 0).shape if n else torch.Size((0,))
 
         def images(start: int, stop: int) -> Tensor:
             found = enumerate(objects(start, stop), start)
-            return torch.stack([decoded(value, k, shape) for k, value in found])
+            return torch.stack([decode_image(value, k, shape) for k, value in found])
 
         return NumberColumn((n, *shape), torch.uint8, images)
     inner = kind

@@ -86,7 +86,7 @@ class StoredArrays:
     notes: tuple[str, ...] = ()  # what there is to say about the file
 
 
-def translated(arrays: StoredArrays, path: Path) -> StoredArrays:
+def with_clear_errors(arrays: StoredArrays, path: Path) -> StoredArrays:
     """Return the arrays of a file, with whatever is raised as they are read in our own words."""
 
     def load(name: str) -> StoredColumn:
@@ -163,8 +163,7 @@ def in_order(rows: Sequence[int]) -> tuple[Sequence[int], Tensor | None]:
 def from_numpy(array: np.ndarray) -> Tensor:
     """Return an array of numbers as a tensor, in a dtype that torch computes with."""
     if array.dtype.name == "uint64" and array.size and array.max() >= 2**63:
-        remedy = "Store smaller integers, or floating-point numbers."
-        raise DatasetError(f"it holds {array.max()}, which int64 cannot hold", remedy=remedy)
+        raise too_large(int(array.max()))
     if array.dtype.hasobject:
         raise objects()
     goal = _WIDER.get(array.dtype.name, array.dtype.newbyteorder("="))
@@ -180,6 +179,14 @@ def from_numpy(array: np.ndarray) -> Tensor:
 def torch_dtype(dtype: np.dtype) -> torch.dtype:
     """Return the dtype that `from_numpy` makes of a numpy one."""
     return from_numpy(np.empty(0, dtype)).dtype
+
+
+def too_large(number: int) -> DatasetError:
+    """Return the error for an integer beyond int64."""
+    return DatasetError(
+        f"it holds {number}, which int64 cannot hold",
+        remedy="Store smaller integers, or floating-point numbers.",
+    )
 
 
 def objects() -> DatasetError:

@@ -32,10 +32,17 @@ from gradscope.sources.data.columns import (
     in_order,
     require_available,
     runs,
-    translated,
+    with_clear_errors,
 )
 from gradscope.sources.data.images import image_files, open_image_folder
-from gradscope.sources.data.recipes import Convert, composed, converter, encoded, headings, used
+from gradscope.sources.data.recipes import (
+    Convert,
+    converter,
+    encode_arrays,
+    headings,
+    used,
+    with_columns,
+)
 from gradscope.sources.formats import (
     HEAD,
     dataset_readers,
@@ -124,8 +131,8 @@ def open_files(spec: DatasetSpec) -> FileSamples:
     with reachable(spec.path, DatasetError):
         stamp = _stamp(spec)
     kind, own = open_arrays(spec.path)
-    arrays = composed(_with_files(own, spec.files), spec)
-    names, column = encoded(arrays, spec)
+    arrays = with_columns(_with_files(own, spec.files), spec)
+    names, column = encode_arrays(arrays, spec)
     with located(spec.path):
         _check_names(spec, names)
     columns: dict[str, Numbers] = {}
@@ -155,7 +162,7 @@ def open_arrays(path: Path) -> tuple[str, StoredArrays]:
     if folder:
         with reading(DatasetError, path):
             kind, arrays = _open_folder(path)
-        return kind, translated(arrays, path)
+        return kind, with_clear_errors(arrays, path)
     try:
         kind = find_reader(dataset_readers, path, DatasetError)
     except DatasetError:  # a column of text alone has no separators by which to know it
@@ -168,7 +175,7 @@ def open_arrays(path: Path) -> tuple[str, StoredArrays]:
             raise
     with reading(DatasetError, path):
         arrays = dataset_readers.get(kind)(path)
-    return kind, translated(arrays, path)
+    return kind, with_clear_errors(arrays, path)
 
 
 def _open_folder(path: Path) -> tuple[str, StoredArrays]:

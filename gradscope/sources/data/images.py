@@ -58,7 +58,7 @@ def open_image_folder(path: Path) -> StoredArrays:
     return StoredArrays(("inputs", "targets", "path"), load, (f"classes: {found}",))
 
 
-def decoded(value: Any, k: int, shape: Sequence[int] | None = None) -> Tensor:
+def decode_image(value: Any, k: int, shape: Sequence[int] | None = None) -> Tensor:
     """Return an image that a table holds as {"bytes": ...}, (c, h, w) uint8, of the given shape."""
     content = None if value is None else value["bytes"]
     if content is None:

@@ -7,7 +7,7 @@ must not depend on which others share its batch.
 import fnmatch
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, reduce
 from itertools import islice
 from math import prod
@@ -50,21 +50,27 @@ _OWN_ID = "Every sample needs an id of its own; or leave [dataset] id out."
 Convert = Callable[[Tensor], Tensor]
 
 
-def composed(arrays: StoredArrays, spec: DatasetSpec) -> StoredArrays:
+def with_columns(arrays: StoredArrays, spec: DatasetSpec) -> StoredArrays:
     """Return the arrays of a file with those in front that [dataset] columns makes of them.
 
     `columns = { inputs = ["age", "pixel*", "table[0:3]"], targets = "y" }`: a text names one
     column; a list puts columns side by side, along axis 1.
     """
-    known = frozenset(arrays.names)
+    known = dict.fromkeys(arrays.names)
+
+    def named(text: str) -> list[tuple[str, StoredColumn]]:
+        names, cut = _columns_of(text, known)
+        if cut is not None:
+            return [(text, _cut(arrays.load(names[0]), cut))]
+        return [(name, arrays.load(name)) for name in names]
 
     def load(name: str) -> StoredColumn:
         recipe = spec.columns.get(name)
         if recipe is None:
             return arrays.load(name)
         if not isinstance(recipe, str):
-            return _side_by_side([c for text in recipe for c in _named(arrays, known, text)])
-        found = _named(arrays, known, recipe)
+            return _side_by_side([c for text in recipe for c in named(text)])
+        found = named(recipe)
         if len(found) > 1:
             remedy = f"Write [{recipe!r}] to put them side by side."
             raise DatasetError(f"{recipe!r} names {len(found)} columns", remedy=remedy)
@@ -73,26 +79,16 @@ def composed(arrays: StoredArrays, spec: DatasetSpec) -> StoredArrays:
     return StoredArrays(tuple(dict.fromkeys((*spec.columns, *arrays.names))), load)
 
 
-def _named(
-    arrays: StoredArrays, known: frozenset[str], text: str
-) -> list[tuple[str, StoredColumn]]:
-    """Return the columns that a name, a glob or a range names, each with its name."""
-    cut = _CUT.fullmatch(text)
-    if text not in known and cut and cut["name"] in known:
-        return [(text, _cut(arrays.load(cut["name"]), cut))]
-    return [(name, arrays.load(name)) for name in _matched(arrays.names, text)]
-
-
 def headings(names: Sequence[str], recipe: str | Sequence[str] | None) -> list[str]:
     """Return what the columns of an array are called that `recipe` puts together, in its order."""
     found: list[str] = []
     for text in () if recipe is None or isinstance(recipe, str) else recipe:
-        cut = _CUT.fullmatch(text)
-        if text not in names and cut and cut["name"] in names:
-            stop = cut["stop"] or int(cut["start"] or 0) + 1
-            found += [f"{cut['name']}[{k}]" for k in range(int(cut["start"] or 0), int(stop))]
-        else:
-            found += _matched(names, text)
+        columns, cut = _columns_of(text, names)
+        if cut is None:
+            found += columns
+            continue
+        start = int(cut["start"] or 0)
+        found += [f"{columns[0]}[{k}]" for k in range(start, int(cut["stop"] or start + 1))]
     return found
 
 
@@ -105,28 +101,32 @@ def used(names: Sequence[str], spec: DatasetSpec) -> set[str]:
         source = name.removesuffix(MASK)
         recipe = spec.columns.get(name, name if name in names else spec.columns.get(source, source))
         for text in [recipe] if isinstance(recipe, str) else recipe:
-            cut = _CUT.fullmatch(text)
-            part = text not in names and cut and cut["name"] in names
-            found.update([cut["name"]] if cut and part else _matched(names, text))
+            found.update(_columns_of(text, names)[0])
     return found
 
 
-def _matched(names: Sequence[str], text: str) -> Sequence[str]:
-    """Return the names that a name, a glob or a range means."""
+def _columns_of(text: str, names: Collection[str]) -> tuple[list[str], re.Match[str] | None]:
+    """Return the columns that a name, a glob or a range means, and how a table's columns are cut.
+
+    "table[0:3]" means the column "table", cut; "[0:3]" means three columns, whole.
+    """
     cut = _CUT.fullmatch(text)
     if text in names:
-        chosen: Sequence[str] = [text]
-    elif cut and not cut["name"]:
-        chosen = names[_span(cut, len(names))]
+        return [text], None
+    if cut and cut["name"] in names:
+        return [cut["name"]], cut
+    if cut and not cut["name"]:
+        chosen = [*names][_span(cut, len(names))]
     else:
-        chosen = tuple(filter(re.compile(fnmatch.translate(text)).match, names))
+        chosen = [*filter(re.compile(fnmatch.translate(text)).match, names)]
     if not chosen:
-        hint = suggestion(text, [*names[:20], "..."] if len(names) > 20 else list(names))
+        some = [*names] if len(names) <= 20 else [*islice(names, 20), "..."]
+        hint = suggestion(text, some)
         raise DatasetError(
             f"there is no column {text!r} in the file",
             remedy=f"{hint.replace('Supported', 'It holds')} {_FORMS}",
         )
-    return chosen
+    return chosen, None
 
 
 def _cut(stored: StoredColumn, cut: re.Match[str]) -> StoredColumn:
@@ -196,7 +196,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def encoded(
+def encode_arrays(
     arrays: StoredArrays, spec: DatasetSpec
 ) -> tuple[tuple[str, ...], Callable[[str], Numbers]]:
     """Return the names of all arrays, and a function from a name to its numbers (N, ...).

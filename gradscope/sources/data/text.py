@@ -1,14 +1,14 @@
 """Text formats: .csv and .jsonl, one record a sample, read in slices.
 
-A first pass counts the records, remembers where some of them begin, and finds what each column
-holds: all of a column is numbers, or it is text.
+The csv and json modules of the standard library parse the records, even if pyarrow or pandas is
+installed: a file has the same values on every machine. A first pass counts the records, remembers
+where some of them begin, and finds what each column holds: all of a column is numbers, or text.
 """
 
 import csv
 import json
 from array import array
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -28,9 +28,10 @@ from gradscope.sources.data.columns import (
     TextColumn,
     from_numpy,
     require_distinct,
+    too_large,
     torch_dtype,
 )
-from gradscope.sources.formats import dataset_readers, matching
+from gradscope.sources.formats import DuplicateKeyError, dataset_readers, distinct, matching
 
 _EVERY = 256  # records between two offsets that are remembered
 _LONGEST = 2**28  # bytes of a line
@@ -38,9 +39,10 @@ _FIELD = 2**27  # characters of a field
 _HEAD = 2**20  # bytes by which a separator is found
 _LOOK = 20  # records of which a separator must make the same number of fields
 _SEPARATORS = (",", "\t", ";", "|")
+_LEAST, _MOST = -(2**63), 2**63 - 1  # the range of int64
 _TYPES = (np.dtype(np.bool_), np.dtype(np.int64), np.dtype(np.float64))  # each holds those before
 
-TextRecord = Sequence[Any]
+TextRecord = Mapping[str, Any]  # by the names of the columns
 Values = Callable[[int, int], list[Any]]  # of a column, from a start up to a stop
 
 
@@ -80,13 +82,21 @@ Parse = Callable[[_Lines], Iterator[TextRecord]]
 @matching(lambda head: head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{" and 0 not in head)
 def open_jsonl(path: Path) -> StoredArrays:
     """JSON objects, one a line: numbers, texts, lists of numbers."""
+    with path.open("rb") as file:
+        lines = _Lines(file)
+        names = next((_object(line, lines) for line in lines if line.strip()), {}).keys()
 
     def parse(lines: _Lines) -> Iterator[TextRecord]:
-        return ((_object(line, lines),) for line in lines if line.strip())
+        for record in (_object(line, lines) for line in lines if line.strip()):
+            if not record.keys() <= names:
+                new = next(key for key in record if key not in names)
+                raise DatasetError(
+                    f"{lines} has the key {new!r}, which the first line does not have",
+                    remedy="Give the first line every key; null stands for a missing number.",
+                )
+            yield record
 
-    with path.open("rb") as file:
-        names = [name for (first,) in islice(parse(_Lines(file)), 1) for name in first]
-    return _arrays(path, parse, names, lambda record, name: record[0].get(name), _Json)
+    return _arrays(path, parse, tuple(names), _JsonColumn)
 
 
 @dataset_readers.register("csv")
@@ -102,13 +112,12 @@ def open_csv(path: Path) -> StoredArrays:
         file.seek(0)
         first = next((r for r in csv.reader(_Lines(file), delimiter=mark) if r), [])
     try:
-        headless = bool([float(cell) for cell in first])
+        headless = bool([*map(float, first)]) and "_" not in "".join(first)
     except ValueError:
         headless = False
     unnamed = [headless or not name.strip() for name in first]
     names = [str(k) if unnamed[k] else name.strip() for k, name in enumerate(first)]
     require_distinct(names, "columns")
-    places = {name: k for k, name in enumerate(names)}
 
     def parse(lines: _Lines) -> Iterator[TextRecord]:
         skip = not headless and lines.position == 0
@@ -119,11 +128,11 @@ def open_csv(path: Path) -> StoredArrays:
                     remedy="Give every line a field for each column; quote fields with commas.",
                 )
             if record and not skip:
-                yield record
+                yield dict(zip(names, record, strict=True))
             skip = skip and not record
 
     note = f"the first line of {path.name} holds numbers, so the columns are called 0, 1, ..."
-    arrays = _arrays(path, parse, names, lambda record, name: record[places[name]], _Csv)
+    arrays = _arrays(path, parse, names, _CsvColumn)
     return StoredArrays(arrays.names, arrays.load, (note,) if headless else ())
 
 
@@ -148,15 +157,11 @@ def _separator(head: bytes) -> str | None:
 
 
 def _object(line: str, lines: _Lines) -> dict[str, Any]:
-    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        [(name, count)] = Counter(name for name, _ in pairs).most_common(1) or [("", 0)]
-        if count > 1:
-            what = f"{lines} has {name!r} twice"
-            raise DatasetError(what, remedy="Give every value a key of its own.")
-        return dict(pairs)
-
     try:
         found = json.loads(line, object_pairs_hook=distinct)
+    except DuplicateKeyError as error:
+        what = f"{lines} has {error.key!r} twice"
+        raise DatasetError(what, remedy="Give every value a key of its own.") from error
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
@@ -169,18 +174,17 @@ def _arrays(
     path: Path,
     parse: Parse,
     names: Sequence[str],
-    pick: Callable[[TextRecord, str], Any],
-    kind: "type[_Csv | _Json]",
+    kind: "type[_CsvColumn | _JsonColumn]",
 ) -> StoredArrays:
     """Go through the file once, and return its columns."""
-    kinds = {name: kind() for name in names}
+    columns = {name: kind() for name in names}
     offsets, n = [0], 0  # in bytes, where every 256th record begins
     with path.open("rb") as file:
         lines = _Lines(file)
         records = parse(lines)
         while block := list(islice(records, _EVERY)):
-            for name, found in kinds.items():
-                found.look([pick(record, name) for record in block], n)
+            for name, column in columns.items():
+                column.scan([record.get(name) for record in block], n)
             n += len(block)
             offsets.append(lines.position)
 
@@ -196,52 +200,68 @@ def _arrays(
         return found
 
     def load(name: str) -> StoredColumn:
-        return kinds[name].column(n, lambda a, b: [pick(record, name) for record in read(a, b)])
+        return columns[name].stored(n, lambda a, b: [record.get(name) for record in read(a, b)])
 
     return StoredArrays(tuple(names), load)
 
 
-class _Csv:
+def _integers(fields: Sequence[str]) -> list[int]:
+    """Return the integers that fields are; ValueError for any other text."""
+    return [int(field) for field in fields]
+
+
+def _numbers(fields: Sequence[str]) -> list[float]:
+    """Return the numbers that fields are, NaN for empty ones; ValueError for any other text."""
+    return [float(field) if field.strip() else np.nan for field in fields]
+
+
+class _CsvColumn:
     """A column of fields: integers, else numbers with empty fields as NaN, else text."""
 
     def __init__(self) -> None:
-        self._types: list[type] = [np.int64, np.float64]
+        self._parsers: list[Callable[[Sequence[str]], Sequence[float]]] = [_integers, _numbers]
+        self._large: float | None = None  # the first integer that int64 cannot hold
 
-    def look(self, values: Sequence[str], start: int) -> None:
-        """Drop the types that some value is not of."""
-        while self._types:
+    def scan(self, fields: Sequence[Any], start: int) -> None:
+        """Drop the parsers that some field is not for."""
+        if self._parsers and "_" in "".join(fields):  # Python reads 2020_01 as 202001
+            self._parsers.clear()
+        while self._parsers:
             try:
-                _parsed(values, self._types[0])
-                return
-            except (ValueError, OverflowError):
-                self._types.pop(0)
+                numbers = self._parsers[0](fields)
+            except ValueError:
+                self._parsers.pop(0)
+                continue
+            if self._parsers[0] is _integers and self._large is None:
+                self._large = next((n for n in numbers if not _LEAST <= n <= _MOST), None)
+            return
 
-    def column(self, n: int, read: Values) -> StoredColumn:
+    def stored(self, n: int, read: Values) -> StoredColumn:
         """Return numbers (N,) or texts."""
-        if not self._types:
+        if not self._parsers:
             return TextColumn(n, read)
-        kind = self._types[0]
-        dtype = torch_dtype(np.dtype(kind))
-        return NumberColumn((n,), dtype, lambda a, b: from_numpy(_parsed(read(a, b), kind)))
+        parser = self._parsers[0]
+        dtype = np.dtype(np.int64 if parser is _integers else np.float64)
+        if parser is _integers and self._large is not None:
+            raise too_large(int(self._large))
+        return NumberColumn(
+            (n,),
+            torch_dtype(dtype),
+            lambda a, b: from_numpy(np.array(parser(read(a, b)), dtype)),
+        )
 
 
-def _parsed(values: Sequence[str], kind: type) -> np.ndarray:
-    if kind is np.float64:
-        return np.array([float(v) if v.strip() else np.nan for v in values], kind)
-    return np.array([int(v) for v in values], kind)
-
-
-class _Json:
+class _JsonColumn:
     """A column of JSON values: numbers (null is NaN), texts, or lists of numbers."""
 
     def __init__(self) -> None:
-        self._first = ""  # "number", "text" or "list"
+        self._kind = ""  # "number", "text" or "list"
         self._type = 0  # a place in _TYPES
         self._row: tuple[int, ...] | None = None
         self._lengths = array("q")
-        self._mixed: str | None = None
+        self._misfit: str | None = None
 
-    def look(self, values: Sequence[Any], start: int) -> None:
+    def scan(self, values: Sequence[Any], start: int) -> None:
         """Find kind, dtype and lengths, and the first value that does not fit in."""
         for k, value in enumerate(values, start):
             kind = "number"
@@ -249,18 +269,18 @@ class _Json:
                 kind = "list"
             elif isinstance(value, str):
                 kind = "text"
-            fits = self._first in ("", kind) and not isinstance(value, dict)
+            fits = self._kind in ("", kind) and not isinstance(value, dict)
             if fits and kind == "list":
                 self._lengths.append(len(value))
                 fits = not value or self._add(value)
             elif fits and kind == "number" and not isinstance(value, bool):
-                integer = isinstance(value, int) and -(2**63) <= value < 2**63
-                self._type = max(self._type, 1 if integer else 2)
-            if not fits and self._mixed is None:
+                fits = not isinstance(value, int) or _LEAST <= value <= _MOST
+                self._type = max(self._type, 1 if isinstance(value, int) else 2)
+            if not fits and self._misfit is None:
                 shown = repr(value)
                 shown = shown if len(shown) < 60 else f"{shown[:57]}..."
-                self._mixed = f"sample {k} is {shown}"
-            self._first = self._first or kind
+                self._misfit = f"sample {k} is {shown}"
+            self._kind = self._kind or kind
 
     def _add(self, value: list[Any]) -> bool:
         """Whether a list is of numbers, and its entries of the shape of those before."""
@@ -268,18 +288,22 @@ class _Json:
             found = np.asarray(value)
         except ValueError:  # lists of several lengths inside
             return False
-        if found.dtype.kind not in "biuf" or self._row not in (None, found.shape[1:]):
-            return False
+        if found.dtype.kind not in "bif" or self._row not in (None, found.shape[1:]):
+            return False  # numpy makes uint64 ("u") of integers beyond int64
+        large = found.dtype.kind == "f" and bool((np.abs(found) >= float(_MOST)).any())
+        if large and not any(isinstance(v, float) for v in np.asarray(value, object).flat):
+            return False  # numpy makes float64 of smaller and of larger integers together
         self._row = found.shape[1:]
-        self._type = max(self._type, {"b": 0, "i": 1, "u": 1}.get(found.dtype.kind, 2))
+        self._type = max(self._type, "bif".index(found.dtype.kind))
         return True
 
-    def column(self, n: int, read: Values) -> StoredColumn:
+    def stored(self, n: int, read: Values) -> StoredColumn:
         """Return numbers (N,), texts or sequences."""
-        if self._mixed is not None:
+        if self._misfit is not None:
             raise DatasetError(
-                f"its values are not all of one kind: {self._mixed}",
-                remedy="Write numbers, texts, or lists of numbers of one shape.",
+                f"its values are not all of one kind: {self._misfit}",
+                remedy="Write numbers, texts, or lists of numbers of one shape, and no integer "
+                "beyond 64 bits.",
             )
         dtype, row = _TYPES[self._type], self._row or ()
 
@@ -294,8 +318,8 @@ class _Json:
         def sizes() -> SequenceSizes:
             return torch.tensor(self._lengths, dtype=torch.int64), row
 
-        if self._first == "text":
+        if self._kind == "text":
             return TextColumn(n, read)
-        if self._first == "number":
+        if self._kind == "number":
             return NumberColumn((n,), torch_dtype(dtype), numbers)
         return SequenceColumn(torch_dtype(dtype), sequences, sizes)

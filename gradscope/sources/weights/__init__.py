@@ -18,7 +18,7 @@ from gradscope.sources.formats import (
     sha256,
     sha256_of_list,
 )
-from gradscope.sources.weights.fit import fitted
+from gradscope.sources.weights.fit import fit_state
 from gradscope.sources.weights.readers import TRUSTED, files_of, read_trusted, weights_in
 
 
@@ -85,7 +85,7 @@ def load_into(
     """
     content, report = read(path, unsafe_pickle=unsafe_pickle)
     with located(report.path):
-        fit = fitted(model, content, key, ignore, asked)
+        fit = fit_state(model, content, key, ignore, asked)
         with user_file("the model's own load_state_dict"):
             tied = _tied(model) if assign else []
             model.load_state_dict(fit.state, strict=True, assign=assign)

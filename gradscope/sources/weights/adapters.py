@@ -71,7 +71,7 @@ def base_of(folder: Path) -> Path:
     raise CheckpointError(what, where=str(folder / ADAPTER), remedy=_GIVE)
 
 
-def adapted(base: nn.Module, folder: Path, state: Any) -> tuple[nn.Module, tuple[str, ...]]:
+def with_adapter(base: nn.Module, folder: Path, state: Any) -> tuple[nn.Module, tuple[str, ...]]:
     """Return peft's model of a base model and an adapter with the weights `state`, and notes.
 
     Only what the adapter trains can be trained: all else is frozen.

@@ -38,7 +38,7 @@ class Fit:
     notes: tuple[str, ...]
 
 
-def fitted(
+def fit_state(
     model: nn.Module,
     content: Any,
     key: str | None,

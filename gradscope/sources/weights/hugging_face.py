@@ -27,7 +27,7 @@ _OURS = ("architecture", _ATTENTION)  # arguments that are no values of a config
 _SAVED = "Save the model again with save_pretrained, or write a factory for it (--model)."
 
 
-def built(
+def build_from_config(
     folder: Path,
     state: Mapping[str, Any],
     kwargs: Mapping[str, Any],

@@ -13,7 +13,6 @@ import re
 import sys
 import warnings
 import zipfile
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path, PureWindowsPath
@@ -32,6 +31,7 @@ from gradscope.sources.code import importable
 from gradscope.sources.formats import (
     AGAIN,
     checkpoint_readers,
+    distinct,
     find_reader,
     is_safetensors,
     is_zip,
@@ -250,7 +250,7 @@ def table(path: Path, error: type[InputError], remedy: str, most: int = 2**24) -
     with reachable(path, error), path.open("rb") as file:
         text = file.read(most + 1)
     try:
-        content = json.loads(text, object_pairs_hook=_distinct) if len(text) <= most else None
+        content = json.loads(text, object_pairs_hook=distinct) if len(text) <= most else None
     except (ValueError, RecursionError) as failure:
         what = f"is no JSON, or ambiguous: {first_line(failure)}"
         raise error(what, where=str(path), remedy=remedy) from failure
@@ -258,13 +258,6 @@ def table(path: Path, error: type[InputError], remedy: str, most: int = 2**24) -
         what = f"is no table of settings of at most {most:,} bytes"
         raise error(what, where=str(path), remedy=remedy)
     return content
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
-    if twice:
-        raise ValueError(f"{twice[0]!r} stands in it twice")
-    return dict(pairs)
 
 
 def weights_in(folder: Path) -> Path:
@@ -357,7 +350,7 @@ def _table(path: Path) -> Mapping[str, Any]:
     if path.stat().st_size > _MAX_BYTES:
         raise _wrong(f"it is larger than {_MAX_BYTES:,} bytes")
     try:
-        content = json.loads(path.read_bytes(), object_pairs_hook=_distinct)
+        content = json.loads(path.read_bytes(), object_pairs_hook=distinct)
     except RecursionError as error:
         raise _wrong("it is nested too deeply") from error
     except ValueError as error:  # not JSON, not UTF-8, a key twice

@@ -39,14 +39,17 @@ class NoiseScale(Record):
     flag: str | None
 
 
-def noise_scale(norms: Floats, big: float | None, dots: Floats | None = None) -> NoiseScale:
+def noise_scale(
+    norms: Floats, big: float | None, dots: Floats | None = None, noun: str = "sample"
+) -> NoiseScale:
     """Estimate the noise scale; the ratio of averages, never the average of ratios.
 
     From norms ‖gᵢ‖ (n,), finite, ‖G‖² of their mean gradient, and ⟨gᵢ, G⟩ (n,) for the intervals.
+    `noun` is what has a gradient: sample or token.
     """
     n = norms.size
     if n < 2:
-        return NoiseScale(flag="it needs at least two finite samples")
+        return NoiseScale(flag=f"it needs at least two finite {noun}s")
     if big is None:
         return NoiseScale(flag="the file has no finite mean gradient")
     with np.errstate(over="ignore"):  # squares of huge norms: reported as undefined
@@ -59,11 +62,11 @@ def noise_scale(norms: Floats, big: float | None, dots: Floats | None = None) ->
     intervals = _intervals(np.square(norms), big, dots, trace, signal) if known else {}
     around = intervals.get("simple_interval")
     if simple is None:
-        flag = f"|G|² is not positive: {n} samples do not tell the mean gradient from noise"
+        flag = f"|G|² is not positive: {n} {noun}s do not tell the mean gradient from noise"
     elif around is not None and around.high is None:
-        flag = f"the interval of |G|² reaches zero: {n} samples do not bound the noise scale"
+        flag = f"the interval of |G|² reaches zero: {n} {noun}s do not bound the noise scale"
     elif around is None and simple > n:
-        flag = f"a guess: {n} samples, and no interval"
+        flag = f"a guess: {n} {noun}s, and no interval"
     return NoiseScale(
         trace_covariance=trace, gradient_norm_squared=signal, simple=simple, flag=flag, **intervals
     )
@@ -149,7 +152,8 @@ def _within(interval: Interval | None) -> str:
 
 
 def _noise_section(noise: NoiseScale, summary: Summary) -> Iterator[Section]:
-    simple = "undefined" if noise.simple is None else f"{short(noise.simple)} samples"
+    noun = summary.noun
+    simple = "undefined" if noise.simple is None else f"{short(noise.simple)} {noun}s"
     trace, signal = short(noise.trace_covariance), short(noise.gradient_norm_squared)
     rows: list[Fact] = [
         ("noise scale", simple + _within(noise.simple_interval)),
@@ -167,7 +171,8 @@ def _noise_section(noise: NoiseScale, summary: Summary) -> Iterator[Section]:
 
 
 def _noise_answer(noise: NoiseScale, summary: Summary) -> Iterator[tuple[str, str]]:
-    known = f"worth about {short(noise.simple)} samples{_within(noise.simple_interval)}"
+    within = _within(noise.simple_interval)
+    known = f"worth about {short(noise.simple)} {summary.noun}s{within}"
     if noise.flag is not None and noise.simple_interval is None:
         known += f" ({noise.flag})"
     yield "batch", f"unknown: {noise.flag}" if noise.simple is None else known
@@ -176,7 +181,7 @@ def _noise_answer(noise: NoiseScale, summary: Summary) -> Iterator[tuple[str, st
 @statistic("noise_scale", place=30, sections=_noise_section, answers=_noise_answer)
 def _noise_scale(data: Data) -> NoiseScale:
     """Say how large a batch is worth."""
-    return noise_scale(data.samples.norm, data.mean_squared, data.products.dots)
+    return noise_scale(data.samples.norm, data.mean_squared, data.products.dots, data.noun)
 
 
 class BatchTests(Record):
@@ -254,7 +259,9 @@ def cabs(data: Data) -> Cabs:
     unclipped = None if each is None or rate is None else number(rate * each)
     flag = None
     if each is None:
-        flag = "the mean loss is not positive" if variance is not None else "no finite samples"
+        flag = (
+            "the mean loss is not positive" if variance is not None else f"no finite {data.noun}s"
+        )
     size = None if unclipped is None else min(max(round(unclipped), _SMALLEST), _LARGEST)
     return Cabs(
         variance=variance,

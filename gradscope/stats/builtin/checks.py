@@ -25,12 +25,13 @@ class NonFinite(Record):
 def _left_out(found: NonFinite, summary: Summary) -> Iterator[str]:
     if found.count:
         listed = ", ".join(map(str, found.index)) + ", ..." * (found.count > len(found.index))
-        text = f"{count(found.count, 'sample')} not finite and left out below"
+        text = f"{count(found.count, summary.noun)} not finite and left out below"
         yield f"{text}: {listed}" if found.index else text
 
 
 def _broken(found: NonFinite, summary: Summary) -> Iterator[tuple[str, str]]:
-    yield "broken", f"{count(found.count, 'sample') if found.count else 'none'} not finite"
+    how_many = count(found.count, summary.noun) if found.count else "none"
+    yield "broken", f"{how_many} not finite"
 
 
 @statistic("nonfinite", place=100, warnings=_left_out, answers=_broken)
@@ -81,7 +82,7 @@ def checks(data: Data) -> tuple[Check, ...]:
     if labels_of(data.file) != "exact":  # norms are then expectations over labels
         norms = data.file.norms
         parts = sum(float(np.square(wide(norms[name])[samples.rows]).sum()) for name in norms)
-        found.append(("‖gᵢ‖² = Σₚ ‖gᵢ,ₚ‖², all samples", whole, parts, 0.0, _TOLERANCE))
+        found.append((f"‖gᵢ‖² = Σₚ ‖gᵢ,ₚ‖², all {data.noun}s", whole, parts, 0.0, _TOLERANCE))
     if None not in (tests.norm, tests.inner_product, tests.orthogonality):
         both = tests.inner_product + tests.orthogonality
         name = "norm test = inner-product + orthogonality test"
@@ -122,20 +123,21 @@ def _absent(found: Sequence[Missing], summary: Summary) -> Iterator[Section]:
 @statistic("missing", place=90, sections=_absent)
 def missing(data: Data) -> tuple[Missing, ...]:
     """Say what could not be computed, and what it needs."""
-    found, every = data.products, "whatever needs every sample's gradient"
+    noun, found = data.noun, data.products
+    every = f"whatever needs every {noun}'s gradient"
     if found.unusable is not None:
         return (Missing(what=every, needs=found.unusable),)
     if not data.options.rows and rows_of(data.file) is not None:
         return (Missing(what=every, needs="leave out --no-rows"),)
     wants = {}
     if found.dots is None:
-        every = "cosines with the mean gradient, opposed samples, intervals, inner-product test"
+        every = f"cosines with the mean gradient, opposed {noun}s, intervals, inner-product test"
         wants[every] = '-t identity, -t gram or -t "cosine:to=mean"'
     if data.entries is None:
         every = "signal to noise by entry, early-stopping evidence"
         wants[every] = "-t identity, or -t mean and -t second_moment"
     if found.gram is None:
-        wants["spectrum, nearest samples"] = "-t identity, -t gram or -t project:dim=256"
+        wants[f"spectrum, nearest {noun}s"] = "-t identity, -t gram or -t project:dim=256"
     if data.groups is not None and found.group_squares is None:
         wants["noise within and between classes"] = "-t identity or -t gram"
     return tuple(Missing(what=k, needs=f"compute with {need}") for k, need in wants.items())

@@ -34,7 +34,7 @@ class Classes(Record):
 def _sections(found: Classes, summary: Summary) -> Iterator[Section]:
     rows = found.rows
     columns = [
-        whole("samples", [r.samples for r in rows], rank=1),
+        whole(f"{summary.noun}s", [r.samples for r in rows], rank=1),
         numbers("mean loss", [r.mean_loss for r in rows], rank=2),
         numbers("mean norm", [r.mean_norm for r in rows]),
     ]

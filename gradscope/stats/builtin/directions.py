@@ -41,14 +41,14 @@ def _sections(found: Directions, summary: Summary) -> Iterator[Section]:
     yield Section(
         "Cosine with the mean gradient",
         [
-            ("opposed", f"{percent(found.opposing)} of {count(found.samples, 'sample')}"),
+            ("opposed", f"{percent(found.opposing)} of {count(found.samples, summary.noun)}"),
             ("mean", short(found.cosine.mean)),
             ("5% to 95%", f"{short(low)} to {short(high)}"),
             ("from -1 to 1", Spark(found.histogram.counts)),
         ],
         formulas=[
             "cosine = ⟨gᵢ, G⟩ / (‖gᵢ‖ ‖G‖)",
-            "opposed: the share of samples with ⟨gᵢ, G⟩ < 0",
+            f"opposed: the share of {summary.noun}s with ⟨gᵢ, G⟩ < 0",
         ],
     )
 
@@ -58,7 +58,7 @@ def _picture(found: Directions, summary: Summary) -> Iterator[Picture]:
         label="Histogram of the cosines with the mean gradient",
         title=f"Cosine with the mean ({found.opposing:.0%} opposed)",
         across="cosine",
-        up="samples",
+        up=f"{summary.noun}s",
         histogram=found.histogram,
         split=True,
         place=50,
@@ -104,7 +104,7 @@ def _spectrum_section(found: Spectrum, summary: Summary) -> Iterator[Section]:
     rows: list[Fact] = [
         ("effective rank", short(found.effective_rank)),
         ("directions for 90%", f"{found.directions_for_90}"),
-        ("from", f"{found.source}, {found.samples:,} of {count(found.of, 'sample')}"),
+        ("from", f"{found.source}, {found.samples:,} of {count(found.of, summary.noun)}"),
     ]
     formulas = [
         "eigenvalues λₖ of (1/m) Σ gᵢ gᵢᵀ, from the Gram matrix",
@@ -148,11 +148,11 @@ def spectrum(data: Data) -> Spectrum | None:
 
 
 def _matrix(found: Sequence[Sequence[float]], summary: Summary) -> Iterator[Picture]:
-    by = ", by target" if summary.classes else ""
+    by, noun = ", by target" if summary.classes else "", summary.noun
     yield MatrixPicture(
-        label="Cosines of samples with each other",
-        title=f"Cosines of {len(found)} samples",
-        across=f"samples, evenly spread{by}",
+        label=f"Cosines of {noun}s with each other",
+        title=f"Cosines of {len(found)} {noun}s",
+        across=f"{noun}s, evenly spread{by}",
         values=found,
         height=4.2,
         place=70,

@@ -124,8 +124,8 @@ def _picture(norm: Distribution, summary: Summary) -> Iterator[Picture]:
     yield HistogramPicture(
         label="Histogram of the gradient norms",
         title=f"Gradient norms{zeros}",
-        across="norm of a sample's gradient",
-        up="samples",
+        across=f"norm of a {summary.noun}'s gradient",
+        up=f"{summary.noun}s",
         empty="" if found.counts else "every norm is zero",
         histogram=found,
         mark=(norm.median, f"median {short(norm.median)}"),
@@ -162,7 +162,7 @@ class Clipping(Record):
 def _clipping_section(found: Clipping, summary: Summary) -> Iterator[Section]:
     rows: list[Fact] = [(f"clips {s}%", f"norm {short(c.norm)}") for s, c in found.by_share.items()]
     rows += [(f"norm {short(c.norm)}", f"clips {percent(c.clipped)}") for c in found.asked]
-    formulas = ["clipped: the share of samples with ‖gᵢ‖ > c"]
+    formulas = [f"clipped: the share of {summary.noun}s with ‖gᵢ‖ > c"]
     yield Section("Which clipping norm", rows, formulas=formulas)
 
 

@@ -126,7 +126,8 @@ def _answer(rows: Sequence[ParameterRow], summary: Summary) -> Iterator[tuple[st
     if known:
         text += f", most {min(known, key=lambda row: row.noise_scale or 0.0).name}"
     few = summary.finite < 2
-    yield "what learns", "unknown: it needs at least two finite samples" if few else text
+    unknown = f"unknown: it needs at least two finite {summary.noun}s"
+    yield "what learns", unknown if few else text
 
 
 def _pictures(rows: Sequence[ParameterRow], summary: Summary) -> Iterator[Picture]:

@@ -32,7 +32,7 @@ from gradscope.stats.summary import Data, Summary, statistic
 _FORMULAS = ("times median = ‖gᵢ‖ / median‖g‖", "most opposed: the most negative ⟨gᵢ, G⟩")
 _ANSWERED = 3  # samples with the largest losses
 _BRIEF = 5  # samples where only one screen is shown
-LARGEST = "Samples with the largest gradients"
+LARGEST = "{}s with the largest gradients"  # the noun of a row, in capitals
 
 
 class SampleRow(Record):
@@ -87,7 +87,8 @@ def _listed(
     def sections(rows: Sequence[SampleRow], summary: Summary) -> Iterator[Section]:
         if rows:
             some = rows[:most]
-            yield Section(title, table=_table(some), samples=some, formulas=_FORMULAS)
+            heading = title.format(summary.noun.capitalize())
+            yield Section(heading, table=_table(some), samples=some, formulas=_FORMULAS)
 
     return sections
 
@@ -125,7 +126,7 @@ def predictions(data: Data) -> Predictions | None:
     )
 
 
-_losses = _listed("Samples with the largest losses")
+_losses = _listed("{}s with the largest losses")
 
 
 @statistic("largest_losses", place=130, sections=_losses, answers=_check_labels)
@@ -134,7 +135,7 @@ def largest_losses(data: Data) -> tuple[SampleRow, ...]:
     return _rows(data, _falling(data.samples.loss), data.cosines)
 
 
-@statistic("most_opposed", place=131, sections=_listed("Samples most opposed to the mean gradient"))
+@statistic("most_opposed", place=131, sections=_listed("{}s most opposed to the mean gradient"))
 def most_opposed(data: Data) -> tuple[SampleRow, ...] | None:
     """List the samples with the most negative ⟨gᵢ, G⟩: a step along G costs them most."""
     dots = data.products.dots
@@ -149,7 +150,9 @@ def _dominates(rows: Sequence[SampleRow], summary: Summary) -> Iterator[tuple[st
     if rows:
         first, times = rows[0], rows[0].times_median
         zero = times is None and not first.norm
-        text = f"sample {called(first.index, first.id)}, {short(times)} times the median norm"
+        text = (
+            f"{summary.noun} {called(first.index, first.id)}, {short(times)} times the median norm"
+        )
         text = "no norm but zero" if zero else text
     yield "who dominates", text
 
@@ -175,14 +178,14 @@ class Points(Record):
 
 
 def _picture(found: Points, summary: Summary) -> Iterator[Picture]:
-    loss, norm = found.loss, found.norm
-    some = f" ({len(norm):,} of {found.of:,} samples)" if len(norm) < found.of else ""
+    loss, norm, noun = found.loss, found.norm, summary.noun
+    some = f" ({len(norm):,} of {found.of:,} {noun}s)" if len(norm) < found.of else ""
     yield ScatterPicture(
-        label="Gradient norm against loss, a point a sample, the largest labelled",
+        label=f"Gradient norm against loss, a point a {noun}, the largest labelled",
         title=f"Norm against loss{some}",
         across="loss",
         up="norm",
-        empty="" if norm else "no finite sample",
+        empty="" if norm else f"no finite {noun}",
         x=loss,
         y=norm,
         named=[
@@ -220,7 +223,7 @@ def _neighbours(found: Nearest, summary: Summary) -> Iterator[Section]:
     about = "" if found.exact else f", approximately, from {found.source}"
     for word, rows in (("Most", found.aligned), ("Least", found.opposed)):
         if rows:
-            title = f"{word} aligned with sample {called(found.index, found.id)}{about}"
+            title = f"{word} aligned with {summary.noun} {called(found.index, found.id)}{about}"
             formulas = ["cosine = ⟨gᵢ, gⱼ⟩ / (‖gᵢ‖ ‖gⱼ‖)"]
             yield Section(title, table=_table(rows), samples=rows, formulas=formulas)
 

@@ -80,9 +80,9 @@ class Array:
 
 
 def rows_array(
-    shape: Shape, dtype: torch.dtype, batch: int, compression: Compression | None = None
+    shape: Shape, dtype: torch.dtype, batch_size: int, compression: Compression | None = None
 ) -> Array:
-    """Return the array of rows (N, ...) that come `batch` at a time.
+    """Return the array of rows (N, ...) that come `batch_size` at a time.
 
     Rows that divide the batch need no copy.
     """
@@ -90,11 +90,11 @@ def rows_array(
     size, chunks = prod(row) * itemsize, None
     if n and size >= CHUNK_BYTES:
         chunks = (1, *split(tuple(row), itemsize))
-    elif n and 0 < batch * size < SMALL_CHUNK:
-        chunks = (min(n, batch * (SMALL_CHUNK // (batch * size))), *row)
+    elif n and 0 < batch_size * size < SMALL_CHUNK:
+        chunks = (min(n, batch_size * (SMALL_CHUNK // (batch_size * size))), *row)
     elif n and size:
-        fit = min(CHUNK_BYTES // size, batch, n)
-        divisor = max(d for d in range(1, fit + 1) if batch % d == 0)
+        fit = min(CHUNK_BYTES // size, batch_size, n)
+        divisor = max(d for d in range(1, fit + 1) if batch_size % d == 0)
         chunks = (divisor if 2 * divisor >= fit else fit, *row)
     return Array(shape, dtype, chunks, compression=compression)
 
@@ -399,22 +399,22 @@ def put_attribute(item: h5py.HLObject, name: str, values: np.ndarray, kind: np.d
     made.write(values, h5py.h5t.py_create(kind))
 
 
-def columns_of(path: str, form: Form, n: int, batch: int) -> dict[str, Array]:
-    """Return the data sets of a column of n rows that come `batch` at a time."""
+def columns_of(path: str, form: Form, n: int, batch_size: int) -> dict[str, Array]:
+    """Return the data sets of a column of n rows that come `batch_size` at a time."""
     if in_table(path):
         return {DENSE: Array((n,), form.dtype, None, form.text)}
     return {
-        part: rows_array((n, *shape), dtype, batch, form.compression)
+        part: rows_array((n, *shape), dtype, batch_size, form.compression)
         for part, (shape, dtype) in form.parts.items()
     }
 
 
-def create_columns(file: h5py.File, forms: Mapping[str, Form], n: int, batch: int) -> None:
-    """Create the places of n rows that come `batch` at a time."""
+def create_columns(file: h5py.File, forms: Mapping[str, Form], n: int, batch_size: int) -> None:
+    """Create the places of n rows that come `batch_size` at a time."""
     for path, form in forms.items():
         place, _, escaped = path.rpartition("/")
         group = file[place] if form.kind is None else factors_group(file[place], escaped, form)
-        for part, array in columns_of(path, form, n, batch).items():
+        for part, array in columns_of(path, form, n, batch_size).items():
             made = create(group, part or escaped, array)
             if part == DENSE and place != "/samples":
                 describe(made, unescape(escaped), "dense")

@@ -64,7 +64,7 @@ def lay_out(
     target: Target,
     plan: FilePlan,
     forms: Mapping[str, Form],
-    batch: int,
+    batch_size: int,
     more: Callable[[h5py.File], None] = lambda file: None,
 ) -> Regions:
     """Begin the `.part`: what the run is, `more`, and all columns, whose rows come by batches."""
@@ -86,7 +86,7 @@ def lay_out(
             group.attrs["chain"] = chain.text
             group.attrs["reduced"] = chain.reduced
         more(file)
-        create_columns(file, forms, plan.n, batch)
+        create_columns(file, forms, plan.n, batch_size)
         regions = Regions.of(file)
     secure_space(paths.part, target.descriptor)
     return regions

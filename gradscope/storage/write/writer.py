@@ -205,8 +205,8 @@ class Writer:
             return self._regions
         if self._found is None:
             assert rows is not None  # there is a first batch
-            forms, batch = forms_of(self._plan, rows), len(rows)
-            regions = lay_out(self._paths, self._target, self._plan, forms, batch)
+            forms, batch_size = forms_of(self._plan, rows), len(rows)
+            regions = lay_out(self._paths, self._target, self._plan, forms, batch_size)
             self._structure = Structure.of(self._target.descriptor, regions)
         else:
             with h5py.File(self._paths.part, "r", locking=False) as file:
@@ -240,7 +240,7 @@ class Writer:
                 self._target.flush()
         self._journal.commit(point, self._structure, regions.records(point.marks))
 
-    def _densify(self, regions: Regions, columns: Sequence[str], batch: int) -> Regions:
+    def _densify(self, regions: Regions, columns: Sequence[str], batch_size: int) -> Regions:
         """Give parameters whose blocks have changed their structure a dense layout.
 
         The old factors stay in the file, aside, until it is completed: should the run be stopped
@@ -261,7 +261,7 @@ class Writer:
                     moved[column] = f"{aside.name}/{len(aside)}"
                     file.move(column, moved[column])
                     form = stored_form(file[moved[column]]).dense
-                    create_columns(file, {column: form}, self._plan.n, batch)
+                    create_columns(file, {column: form}, self._plan.n, batch_size)
                 made = Regions.of(file)
             made.take_over(regions)
             with h5py.File(self._paths.part, "r", locking=False) as file:
