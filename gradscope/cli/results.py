@@ -15,8 +15,9 @@ from gradscope.process import stops, streams
 
 if TYPE_CHECKING:
     from gradscope.attribution import ScoreSummary
-    from gradscope.stats import Difference, History, Step, Summary
+    from gradscope.stats import Difference, Summary
     from gradscope.stats.sections import Shown
+    from gradscope.training import History, Step
     from gradscope.view import View
 
     Found = Summary | Difference | History | ScoreSummary
@@ -72,7 +73,7 @@ def stats(
     _require_options(files, list(own), history=history, by=by is not None, follow=follow)
     stops.unwinding()
     if history:
-        from gradscope.stats import read_history
+        from gradscope.training import read_history
 
         found: Found = _followed(files[0], json=json) if follow else read_history(files[0])
         shown: Shown = found
@@ -160,7 +161,7 @@ def _require_options(
 def _followed(file: Path, *, json: bool) -> "History":
     """Show a history until its training has ended, as documents a line if so asked; return it."""
     from gradscope.report import console, follow
-    from gradscope.stats.training import HistoryReader, line
+    from gradscope.training.history import HistoryReader, line
 
     def tell(found: "History | None", new: "Sequence[Step]") -> None:
         for step in new:

@@ -25,9 +25,8 @@ from rich.text import Text
 from gradscope.core.texts import count, visible
 from gradscope.report.console import console as make_console
 from gradscope.report.terminal import render
-from gradscope.stats import History, Step
 from gradscope.stats.sections import duration, percent, short
-from gradscope.stats.training import CURVES, HistoryReader
+from gradscope.training.history import CURVES, History, HistoryReader, Step
 
 T = TypeVar("T")
 Report = Callable[[int], None]  # how many more are done

@@ -24,12 +24,10 @@ from gradscope.stats.certificate import Proof, few, require_consistent, toleranc
 from gradscope.stats.difference import Difference, difference
 from gradscope.stats.records import Json, Record, wide
 from gradscope.stats.sections import Picture, Section, numbers, short
-from gradscope.stats.training import History, Step, measure, read_history, record
 
 __all__ = [
     "Data",
     "Difference",
-    "History",
     "Json",
     "Options",
     "ParameterRow",
@@ -37,19 +35,15 @@ __all__ = [
     "Proof",
     "Record",
     "Section",
-    "Step",
     "Summary",
     "builtin",
     "difference",
     "few",
     "leading",
-    "measure",
     "noise_scale",
     "numbers",
     "parameter_rows",
     "parameter_table",
-    "read_history",
-    "record",
     "require_consistent",
     "short",
     "statistic",
