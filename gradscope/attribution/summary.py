@@ -16,11 +16,11 @@ from gradscope.stats.sections import (
     BarPicture,
     Card,
     Column,
+    Displayable,
     Fact,
     Overview,
     Picture,
     Section,
-    Shown,
     Table,
     listed,
     numbers,
@@ -52,7 +52,7 @@ class QueryRow(OfSample):
     sums: tuple[float, ...] = ()  # of its scores with the samples of each group
 
 
-class ScoreSummary(Record, Shown):
+class ScoreSummary(Record, Displayable):
     """What scores say."""
 
     schema_: Literal["gradscope.attribute"] = "gradscope.attribute"

@@ -16,7 +16,7 @@ from gradscope.process import stops, streams
 if TYPE_CHECKING:
     from gradscope.attribution import ScoreSummary
     from gradscope.stats import Difference, Summary
-    from gradscope.stats.sections import Shown
+    from gradscope.stats.sections import Displayable
     from gradscope.training import History, Step
     from gradscope.view import View
 
@@ -76,7 +76,7 @@ def stats(
         from gradscope.training import read_history
 
         found: Found = _followed(files[0], json=json) if follow else read_history(files[0])
-        shown: Shown = found
+        shown: Displayable = found
     else:
         largest = None if top is not None or html is not None else _LARGE
         largest = 0 if json and html is None else largest
@@ -103,7 +103,7 @@ def _found(
     *,
     top: int | None,
     rows: bool,
-) -> "tuple[Found, Shown]":
+) -> "tuple[Found, Displayable]":
     """Return what there is to say, and what is shown of it.
 
     `own` are the given options that only one result file takes. Samples are opened of data of at
@@ -244,7 +244,7 @@ def view(
 
         target = output or files[0].with_suffix(".html")
         document = shown.document()
-        bytes_ = write_page(document, target)
+        bytes_ = write_page(document, shown.overview(), target)
         made = {"schema": "gradscope.view", "version": 1, "path": str(target), "bytes": bytes_}
         if json:
             options.show(made | {"samples": document["samples"]}, print, json=True)

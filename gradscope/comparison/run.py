@@ -92,19 +92,18 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         """Return a row a backend, for a notebook."""
-        rows = [
-            (
-                row.backend,
-                row.status,
-                "" if row.seconds is None else f"{row.seconds / self.baseline_seconds:.3g}",
-                "" if row.worst is None else f"{row.worst.relative:.1e}",
-                row.reason or "",
-            )
-            for row in self.rows
+        rows = self.rows
+        seconds = [r.seconds and r.seconds / self.baseline_seconds for r in rows]
+        worst = [r.worst.relative if r.worst else None for r in rows]
+        columns = [
+            markup.Column("status", [r.status for r in rows]),
+            markup.Column("x plain backward", ["" if s is None else f"{s:.3g}" for s in seconds]),
+            markup.Column("worst relative error", ["" if w is None else f"{w:.1e}" for w in worst]),
+            markup.Column("reason", [r.reason or "" for r in rows]),
         ]
-        heads = ("backend", "status", "x plain backward", "worst relative error", "reason")
+        table = markup.table(columns, markup.Column("backend", [r.backend for r in rows]))
         title = f"{self.samples:,} {self.noun}s: {'agrees' if self.agrees else 'DISAGREES'}"
-        return markup.document(title, markup.table(heads, rows))
+        return markup.document(title, table)
 
 
 @dataclass(frozen=True)

@@ -19,33 +19,31 @@ from gradscope.core.texts import visible
 from gradscope.report.console import fit_names
 from gradscope.stats.records import Histogram
 from gradscope.stats.sections import (
+    BARS,
     Card,
     Column,
+    Displayable,
     Fact,
     Line,
     Pixels,
     Section,
-    Shown,
-    Spark,
+    Sparkline,
     Table,
-    short,
+    bins,
 )
 
 _GAP = 2
 _NARROW = 40
 _NARROWEST_NAME = 16
 _NAME_SHARE = 0.4  # of the width, before numbers are hidden for long names
-_SPARK = 40
 _WIDEST_BAR = 100
 _EIGHTHS = " ▏▎▍▌▋▊▉"
-_LEVELS = "▁▂▃▄▅▆▇█"
-_PLAIN_LEVELS = "_.-=+*#@"
 _CARD = 14  # cells of a sample's picture and what is told of it
 _LINES = 3  # of a sample's text
 _HALVES, _HALF = " ▄▀█", 127
 
 
-def render(result: Shown, console: Console, full: bool = True) -> None:
+def render(result: Displayable, console: Console, full: bool = True) -> None:
     """Print what a result is about, what is wrong with it, and its sections.
 
     Not `full`: what fits one screen, and how to see the rest, where there is such a choice.
@@ -82,10 +80,10 @@ def print_facts(console: Console, rows: Sequence[Fact]) -> None:
     grid.add_column(no_wrap=console.width >= _NARROW, overflow="fold", style="dim")
     grid.add_column(overflow="fold")
     for label, value in rows:
-        if isinstance(value, Spark):
-            width = min(_SPARK, max(8, console.width - 24))
-            line = sparkline(value.values, width, console.options.ascii_only)
-            after = f"  {visible(value.text)}" if value.text else ""
+        if isinstance(value, Sparkline):
+            width = min(BARS, max(8, console.width - 24))
+            line = value.bars(width, console.options.ascii_only)
+            after = f"  {visible(value.label)}" if value.label else ""
             grid.add_row(safe(label), Text.assemble((line, "cyan"), after))
         else:
             grid.add_row(safe(label), safe(value))
@@ -233,14 +231,6 @@ def _rgb(pixel: Any) -> Color:
     return Color.from_rgb(*(pixel if len(pixel) == 3 else [*pixel] * 3))
 
 
-def bins(histogram: Histogram) -> list[tuple[str, int]]:
-    """Return the edges and the count of each bin."""
-    edges = zip(histogram.edges, histogram.edges[1:], strict=False)
-    names = [f"{short(low)} to {short(high)}" for low, high in edges]
-    zeros = [("zero", histogram.zeros)] if histogram.zeros else []
-    return [*zeros, *zip(names, histogram.counts, strict=True)]
-
-
 def _print_histogram(histogram: Histogram, console: Console) -> None:
     """Print one line a bin: its edges, its count, a bar; what is not zero can be seen."""
     rows = bins(histogram)
@@ -254,17 +244,3 @@ def _print_histogram(histogram: Histogram, console: Console) -> None:
         bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
         bar = "#" * math.ceil(eighths / 8) if console.options.ascii_only else bar
         console.print(line.append(bar, style="cyan"), soft_wrap=True)
-
-
-def sparkline(values: Sequence[float | None], width: int, ascii_only: bool = False) -> str:
-    """Return one letter a value, from the least to the largest; evenly thinned to `width`.
-
-    What is unknown is a space.
-    """
-    levels = _PLAIN_LEVELS if ascii_only else _LEVELS
-    if len(values) > width > 1:
-        values = [values[round(k * (len(values) - 1) / (width - 1))] for k in range(width)]
-    known = [value for value in values if value is not None]
-    low, high = min(known, default=0.0), max(known, default=0.0)
-    step = (high - low) / (len(levels) - 1) or 1.0
-    return "".join(" " if v is None else levels[round((v - low) / step)] for v in values)

@@ -27,12 +27,12 @@ from gradscope.stats.sections import (
     POINTS,
     BarPicture,
     Column,
+    Displayable,
     Fact,
     Overview,
     Picture,
     ScatterPicture,
     Section,
-    Shown,
     Styled,
     Table,
     numbers,
@@ -92,7 +92,7 @@ class Moved(OfSample):
     moved: float
 
 
-class Difference(Record, Shown):
+class Difference(Record, Displayable):
     """What changed."""
 
     schema_: Literal["gradscope.stats.difference"] = "gradscope.stats.difference"

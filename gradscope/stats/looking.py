@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from gradscope.sources.opened import Content, Opened
 from gradscope.stats.records import Plain
-from gradscope.stats.sections import Card, Overview, Pixels, Section, Shown, short, value_text
+from gradscope.stats.sections import Card, Displayable, Overview, Pixels, Section, short, value_text
 
 
 class Named(Protocol):
@@ -88,7 +88,7 @@ def scale(pictures: Sequence[NDArray[Any]]) -> Callable[[NDArray[Any]], NDArray[
     return in_bytes
 
 
-def looked(result: Shown, opened: Opened) -> Overview:
+def looked(result: Displayable, opened: Opened) -> Overview:
     """Return what is shown of a result, each sample that it lists as it is.
 
     Rows of numbers are left out: they are no easier to see than the file.

@@ -21,6 +21,8 @@ SYMBOLS = "gᵢ: gradient of sample i's own loss. G = (1/N) Σᵢ gᵢ over the 
 POINTS = 4000  # samples in a picture
 _SAMPLE = re.compile(r"(?<!--)(?<![/\w.])[Ss]ample(?=s?(?:/s\b|(?![\w/=]|[.:]\w)))")
 _DATA = {"cells", "values", "names", "samples", "cards", "curves", "records", "paths"}
+_LEVELS, _ASCII_LEVELS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
+BARS = 40  # of a sparkline, at most
 _NAME = 24  # cells of a target or of a sample's own name
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -32,15 +34,33 @@ class Styled(NamedTuple):
     style: str = ""
 
 
-class Spark(NamedTuple):
-    """Numbers shown as a line of small bars where there is no picture."""
+class Sparkline(NamedTuple):
+    """Numbers shown as a line of small bars, one letter a number."""
 
     values: Sequence[float | None]
-    text: str = ""  # what follows them
+    label: str = ""  # what follows them
+
+    def bars(self, width: int, ascii_only: bool = False) -> str:
+        """Return a bar a number, from the least to the largest; evenly thinned to `width`.
+
+        What is unknown is a space.
+        """
+        levels, values = _ASCII_LEVELS if ascii_only else _LEVELS, self.values
+        if len(values) > width > 1:
+            values = [values[round(k * (len(values) - 1) / (width - 1))] for k in range(width)]
+        known = [value for value in values if value is not None]
+        low, high = min(known, default=0.0), max(known, default=0.0)
+        step = (high - low) / (len(levels) - 1) or 1.0
+        return "".join(" " if v is None else levels[round((v - low) / step)] for v in values)
+
+    @property
+    def text(self) -> str:
+        """The bars and the label in one line."""
+        return f"{self.bars(BARS)}  {self.label}".rstrip()
 
 
 Line = str | Styled
-Fact = tuple[str, Line | Spark]  # a label and its value; an empty label continues the one above
+Fact = tuple[str, Line | Sparkline]  # a label and its value; an empty label continues the one above
 
 
 @dataclass(frozen=True)
@@ -171,8 +191,8 @@ class Brief:
     more: str  # how to see the rest
 
 
-class Shown(ABC):
-    """A result that can be shown, in a notebook too."""
+class Displayable(ABC):
+    """A result that can be shown: on a terminal, as a page, in a notebook."""
 
     @abstractmethod
     def overview(self) -> "Overview":
@@ -180,25 +200,19 @@ class Shown(ABC):
 
     def _repr_html_(self) -> str:
         """Return what fits one screen, else all: facts, what is wrong, sections."""
+        from gradscope.stats import html
+
         found = self.overview()
         shown = found.brief or found
-        parts = [markup.facts(written(shown.facts))]
-        parts += [f"<p><em>{markup.safe(line)}</em></p>" for line in found.warnings]
+        parts = [html.facts(shown.facts), html.warnings(found)]
         for section in shown.sections:
             parts.append(f"<p><strong>{markup.safe(section.title)}</strong></p>")
-            parts.append(markup.facts([*written(section.facts), *section.pairs]))
-            if section.table is not None:
-                columns, names = section.table.columns, section.table.names
-                first = [] if names is None else [(section.table.title, names)]
-                every = [*first, *((c.title, [*map(text_of, c.cells)]) for c in columns)]
-                heads, cells = zip(*every, strict=True)
-                parts.append(markup.table(heads, zip(*cells, strict=True)))
-            parts += [f"<p>{markup.safe(text_of(note))}</p>" for note in section.notes]
+            parts.append(html.section(section, found.noun))
         return markup.document(", ".join(found.paths), *parts)
 
 
 @dataclass(frozen=True)
-class Overview(Shown):
+class Overview(Displayable):
     """All that is shown of a result."""
 
     paths: Sequence[str]  # the files it is about
@@ -238,14 +252,17 @@ def told_of(shown: T, noun: str) -> T:
     return found  # type: ignore[no-any-return]
 
 
-def written(facts: Iterable[Fact]) -> list[tuple[str, str]]:
-    """Return the facts that are words."""
-    return [(label, text_of(value)) for label, value in facts if not isinstance(value, Spark)]
-
-
-def text_of(line: Line) -> str:
+def text_of(line: Line | Sparkline) -> str:
     """Return a line without its style."""
     return line if isinstance(line, str) else line.text
+
+
+def bins(histogram: Histogram) -> list[tuple[str, int]]:
+    """Return the edges and the count of each bin."""
+    edges = zip(histogram.edges, histogram.edges[1:], strict=False)
+    names = [f"{short(low)} to {short(high)}" for low, high in edges]
+    zeros = [("zero", histogram.zeros)] if histogram.zeros else []
+    return [*zeros, *zip(names, histogram.counts, strict=True)]
 
 
 def joined(sections: Iterable[Section]) -> list[Section]:

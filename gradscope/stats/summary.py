@@ -18,7 +18,7 @@ from gradscope.errors import SpecError
 from gradscope.stats.certificate import FileFacts
 from gradscope.stats.products import Entries, Limits, Tiles, groups, products
 from gradscope.stats.records import Floats, Positions, cosines_of, rounding
-from gradscope.stats.sections import Brief, Overview, Picture, Section, Shown, joined
+from gradscope.stats.sections import Brief, Displayable, Overview, Picture, Section, joined
 from gradscope.stats.source import (
     Samples,
     Source,
@@ -184,7 +184,7 @@ def in_place() -> list[tuple[str, Statistic]]:
 
 
 @dataclass(frozen=True)
-class Summary(Shown):
+class Summary(Displayable):
     """The statistics of one result file; each is an attribute: `summary.noise_scale.simple`.
 
     What needs products of gradients is None where the file has none, and `missing` says so.

@@ -18,12 +18,12 @@ from gradscope.stats.sections import (
     Brief,
     Column,
     CurvePicture,
+    Displayable,
     Fact,
     Overview,
     Picture,
     Section,
-    Shown,
-    Spark,
+    Sparkline,
     Table,
     between,
     duration,
@@ -144,7 +144,7 @@ CURVES: dict[str, Callable[[Step], float | None]] = {
 }
 
 
-class History(Record, Shown):
+class History(Record, Displayable):
     """All steps of a run, in the order of their numbers, and where they were read."""
 
     schema_: Literal["gradscope.history"] = "gradscope.history"
@@ -360,10 +360,10 @@ def _curves(steps: Sequence[Step]) -> list[Fact]:
     for name, take in CURVES.items():
         values = [take(step) for step in steps]
         show = percent if name == "opposed" else short
-        facts.append((name, Spark(values, show(values[-1]))))
+        facts.append((name, Sparkline(values, show(values[-1]))))
     for clip in steps[-1].clipped:
         values = [{c.norm: c.clipped for c in s.clipped}.get(clip.norm) for s in steps]
-        facts.append((f"over {short(clip.norm)}", Spark(values, percent(clip.clipped))))
+        facts.append((f"over {short(clip.norm)}", Sparkline(values, percent(clip.clipped))))
     return facts
 
 

@@ -5,19 +5,18 @@ and most opposed samples, who helped and harmed) take room: the page has them fo
 as it may, those with the largest norms and losses first; a server has them for all.
 """
 
-import io
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from math import ceil, isqrt, prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gradscope import markup
 from gradscope.attribution import Scores
 from gradscope.core.texts import visible
 from gradscope.errors import SpecError
@@ -27,7 +26,7 @@ from gradscope.stats import Options
 from gradscope.stats.certificate import FileFacts
 from gradscope.stats.looking import scale
 from gradscope.stats.records import Floats, cosines_of, plain, wide
-from gradscope.stats.sections import WRONG, Fact, told_of, written
+from gradscope.stats.sections import WRONG, Overview
 from gradscope.stats.source import (
     gram_of,
     keys_of,
@@ -131,6 +130,13 @@ class View:
             return Neighbours(samples.norm, [found[1][samples.rows]])
         return "compute with -t identity, -t gram or -t project:dim=256"
 
+    def overview(self) -> Overview:
+        """Return the statistics of the file, without lists of samples: the page has them all."""
+        found = summary_of(self.data).overview()
+        others = [] if self.other is None else [str(self.other.path)]
+        sections = [section for section in found.sections if not section.samples]
+        return replace(found, paths=[*found.paths, *others], sections=sections)
+
     def document(self, most: int | None = _MOST) -> dict[str, Any]:
         """Return all that the page knows, as plain JSON values.
 
@@ -141,9 +147,6 @@ class View:
         some = contents if len(places) else self._contents(np.arange(min(1, samples.n)))
         return {
             "version": VERSION,
-            "name": visible(Path(self.file.path).name),
-            "facts": self._facts(),
-            "warnings": [visible(line) for line in summary_of(self.data).overview().warnings],
             "samples": samples.n,
             "noun": self.noun,
             "wrong": WRONG,
@@ -154,7 +157,7 @@ class View:
             "classes": self._classes(),
             "parameters": [visible(name) for name in self.file.norms],
             "heat": self._heat(),
-            "second": None if self.other is None else visible(Path(self.other.path).name),
+            "second": self.other is not None,
             "why": self._why(some),
             **self.details(places, contents),
         }
@@ -182,11 +185,6 @@ class View:
         if self.scores is not None:
             found["scores"] = self._scored(self._keys[places].tolist())
         return found
-
-    def _facts(self) -> list[tuple[str, str]]:
-        rows: list[Fact] = [("file", str(self.file.path)), *FileFacts.of(self.file).in_short()]
-        told = told_of(written(rows), self.noun)
-        return [(visible(key), visible(text)) for key, text in told]
 
     def _columns(self) -> dict[str, NDArray[Any]]:
         samples = self.data.samples
@@ -413,12 +411,9 @@ def _sheet(pictures: Sequence[NDArray[Any] | None]) -> dict[str, Any] | None:
             one.thumbnail((side, side))
         sheet.paste(one, (k % across * side, k // across * side))
         sizes.append([one.size[0], one.size[1]])
-    file = io.BytesIO()
-    sheet.save(file, "PNG", optimize=len(every) < 10_000)
-    source = f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
     alike = sizes[0] if all(size == sizes[0] for size in sizes) else None
     return {
-        "source": source,
+        "source": markup.source(sheet),
         "side": side,
         "across": across,
         "of": known,

@@ -150,7 +150,8 @@ def digit(k: int) -> np.ndarray:
 def facts(page: Page) -> dict[str, str]:
     """Return what the opened sample's list says."""
     found = page.eval_on_selector_all(
-        "#sample-body dd", "(all) => all.map((one) => [one.dataset.key, one.textContent])"
+        "#sample-body .whole .facts tr",
+        "(all) => all.map((one) => [one.cells[0].textContent, one.cells[1].textContent])",
     )
     return dict(found)
 
