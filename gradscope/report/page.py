@@ -29,18 +29,16 @@ def _page(found: Overview) -> str:
     numbers = [section for section in others if not section.cards]
     pictures = "\n".join(map(_picture, found.pictures if plots.available() else ()))
     parts = [
-        f"<h1>{markup.safe(', '.join(found.paths))}</h1>",
-        html.warnings(found),
-        markup.section("Run", html.facts(found.facts, "Run") + html.records(found)),
+        html.header(found),
+        markup.section("Run", html.about(found, "Run")),
         *(markup.section(s.title, html.section(s, found.noun)) for s in (first, *samples)),
         markup.section("Pictures", f'<div class="pictures">\n{pictures}\n</div>')
         if pictures
         else "",
         *(markup.section(s.title, html.section(s, found.noun)) for s in numbers),
     ]
-    names = " and ".join(Path(path).name for path in found.paths)
     body = "\n".join(["<main>", *filter(None, parts), "</main>"])
-    return markup.page(f"{names}: gradient statistics", body, _MAKER)
+    return markup.page(f"{html.title(found)}: gradient statistics", body, _MAKER)
 
 
 def _picture(picture: Picture) -> str:

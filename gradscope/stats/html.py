@@ -3,8 +3,10 @@
 import json
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 from gradscope import markup
+from gradscope.stats.records import Histogram
 from gradscope.stats.sections import (
     SYMBOLS,
     Card,
@@ -15,6 +17,8 @@ from gradscope.stats.sections import (
     Sparkline,
     Table,
     bins,
+    listed,
+    short,
     text_of,
     told_of,
     whole,
@@ -38,15 +42,27 @@ def table(found: Table, label: str = "") -> str:
     return markup.table(columns, names, label)
 
 
+def title(found: Overview) -> str:
+    """Return the names of the files that a page is about."""
+    return " and ".join(Path(path).name for path in found.paths)
+
+
+def header(found: Overview) -> str:
+    """Return the first lines of a page: the names of the files, and what is wrong with them."""
+    return f"<h1>{markup.safe(title(found))}</h1>\n{warnings(found)}"
+
+
 def warnings(found: Overview) -> str:
     """Return what is wrong with a result."""
     lines = (f'<p class="warning" role="alert">{markup.safe(line)}</p>' for line in found.warnings)
     return "".join(lines)
 
 
-def records(found: Overview) -> str:
-    """Return what was recorded, as it is, behind a click."""
-    parts = []
+def about(found: Overview, label: str) -> str:
+    """Return where the files are, what they are, and behind a click what was recorded of them."""
+    told = {text_of(value) for _, value in found.facts}
+    paths = listed("file", [path for path in found.paths if path not in told])
+    parts = [facts([*paths, *found.facts], label)]
     for name, record in (found.records or {}).items():
         if record:
             text = markup.safe(json.dumps(record, ensure_ascii=False, indent=2), keep="\n")
@@ -65,8 +81,7 @@ def section(found: Section, noun: str) -> str:
     if found.histogram is not None:
         names, counts = zip(*bins(found.histogram), strict=True)
         counted = table(Table([whole(f"{noun}s", counts)], "norm", names), "Bins")
-        ends = f"{names[0]} ... {names[-1]}"
-        parts.append(facts([(ends, Sparkline(counts))], found.title))
+        parts.append(facts([(_range(found.histogram), Sparkline(counts))], found.title))
         parts.append(markup.details("Bins", counted))
     if found.table is not None:
         parts.append(table(found.table, found.title))
@@ -79,6 +94,11 @@ def section(found: Section, noun: str) -> str:
         items = "".join(f"<li>{markup.safe(line)}</li>" for line in lines)
         parts.append(markup.details("Formulas", f"<ul>{items}</ul>"))
     return "\n".join(parts)
+
+
+def _range(histogram: Histogram) -> str:
+    edges = histogram.edges
+    return f"{short(edges[0])} to {short(edges[-1])}" if edges else "zero"
 
 
 def _card(card: Card) -> str:

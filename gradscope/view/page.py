@@ -27,10 +27,9 @@ _MAKER = "gradscope view"
 def page(document: dict[str, Any], found: Overview) -> str:
     """Return the page that shows a document of `View.document`, and what statistics found."""
     data = json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    about = html.facts(found.facts, "What this file is") + html.records(found)
-    header = f"<h1>{markup.safe(', '.join(found.paths))}</h1>{html.warnings(found)}"
+    about = "What this file is"
     filled = {
-        "HEADER": header + markup.details("What this file is", about),
+        "HEADER": html.header(found) + markup.details(about, html.about(found, about)),
         "NOUN": found.noun,
         "STATISTICS": "\n".join(
             markup.section(section.title, html.section(section, found.noun))
@@ -39,9 +38,8 @@ def page(document: dict[str, Any], found: Overview) -> str:
         "DATA": data.replace("<", "\\u003c"),
     }
     pieces = _part("view.html").split("%%")  # text, a name, text, ...
-    names = " and ".join(Path(path).name for path in found.paths)
     return markup.page(
-        f"{names}: {found.noun}s and their gradients",
+        f"{html.title(found)}: {found.noun}s and their gradients",
         "".join(filled[one] if k % 2 else one for k, one in enumerate(pieces)),
         _MAKER,
         style=_part("view.css"),
