@@ -9,7 +9,7 @@ from gradscope.attribution.methods import Damping, Method, Settings
 from gradscope.attribution.scores import Scores, in_memory, is_scores, open_scores, writing_scores
 from gradscope.attribution.scoring import Pair, Scoring
 from gradscope.attribution.sides import FileSide, Side, of_job, of_scope, query_run, training_run
-from gradscope.attribution.summary import ScoreSummary, looked, summarize_scores
+from gradscope.attribution.summary import ScoreSummary, summarize_scores, with_samples
 from gradscope.attribution.validation import Asked, Validating, Validation, validate
 from gradscope.config import RunSpec, load
 from gradscope.errors import SpecError
@@ -26,11 +26,11 @@ __all__ = [
     "Validation",
     "attribute",
     "in_memory",
-    "looked",
     "open_scores",
     "opened",
     "summarize_scores",
     "validate",
+    "with_samples",
     "writing_scores",
 ]
 

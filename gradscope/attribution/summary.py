@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from gradscope.attribution.scores import Ranked, Scores
 from gradscope.sources.opened import Opened
-from gradscope.stats.looking import Album, label, name_of
-from gradscope.stats.records import Json, OfSample, Plain, Record, number, plain
+from gradscope.stats.album import Album, sample_name, target_text
+from gradscope.stats.records import Json, Plain, Record, SampleRecord, number, plain
 from gradscope.stats.sections import (
     BarPicture,
     Card,
@@ -22,10 +22,10 @@ from gradscope.stats.sections import (
     Picture,
     Section,
     Table,
-    listed,
+    facts_under,
     numbers,
     short,
-    targets,
+    target_columns,
     value_text,
 )
 from gradscope.stats.source import token_names
@@ -35,14 +35,14 @@ _SHOWN, _DRAWN = 10, 6  # queries in a text, in a picture
 _GROUPS = 20  # classes whose scores are summed without being asked for
 
 
-class Scored(OfSample):
+class Scored(SampleRecord):
     """A training sample with its score for a query."""
 
     prediction: Plain = None
     score: float
 
 
-class QueryRow(OfSample):
+class QueryRow(SampleRecord):
     """A query with the training samples that matter most to it."""
 
     prediction: Plain = None
@@ -77,7 +77,7 @@ class ScoreSummary(Record, Displayable):
             ("curvature", " ".join(f"{k}={_short(v)}" for k, v in chosen[0].items())),
             *_refined(self.record),
             ("unit", str(self.record.get("unit"))),
-            *listed("note", self.notes),
+            *facts_under("note", self.notes),
         ]
         sections = [_influence(self)]
         if self.groups:
@@ -85,8 +85,8 @@ class ScoreSummary(Record, Displayable):
         if self.most_influential:
             rows = self.most_influential
             columns = [
-                Column("sample", [name_of(r) for r in rows]),
-                *targets(rows),
+                Column("sample", [sample_name(r) for r in rows]),
+                *target_columns(rows),
                 numbers("self-influence", [r.score for r in rows]),
             ]
             sections.append(Section("Most influential on themselves", table=Table(columns)))
@@ -209,7 +209,7 @@ def _influence(summary: ScoreSummary) -> Section:
         return [Column(name, once(lambda row: value_text(getattr(row, name))), rank=rank)]
 
     columns = [
-        Column("query", once(name_of)),
+        Column("query", once(sample_name)),
         *known("target", 1),
         *known("prediction", 2),
         Column("loss", once(lambda row: short(row.loss)), rank=3),
@@ -228,11 +228,11 @@ def _picture(row: QueryRow) -> Picture:
     """Return the scores of who helped and harmed a query most, a bar each."""
     bars = [*row.helpful, *reversed(row.harmful)]
     return BarPicture(
-        label=f"Scores of who helped and harmed query {name_of(row)} most",
-        title=f"Query {name_of(row)}",
+        label=f"Scores of who helped and harmed query {sample_name(row)} most",
+        title=f"Query {sample_name(row)}",
         across="score",
         empty="" if bars else "no sample has a score",
-        names=[name_of(bar) for bar in bars],
+        names=[sample_name(bar) for bar in bars],
         values=[bar.score for bar in bars],
     )
 
@@ -241,14 +241,14 @@ def _cell(row: Scored | None) -> str:
     if row is None:
         return ""
     told = "" if row.target is None else f" ({value_text(row.target)})"
-    return f"{name_of(row)}{told}  {short(row.score)}"
+    return f"{sample_name(row)}{told}  {short(row.score)}"
 
 
 def _sums(summary: ScoreSummary) -> Section:
     """Return a row a query, a column a group."""
     shown = summary.rows[:_SHOWN]
     columns = [
-        Column("query", [name_of(r) for r in shown]),
+        Column("query", [sample_name(r) for r in shown]),
         *(
             numbers(str(group), [r.sums[k] for r in shown], rank=1 + k)
             for k, group in enumerate(summary.groups)
@@ -266,21 +266,26 @@ def _short(value: Any) -> str:
 
 
 QUERIES = 40  # on a page
-_SIDES = {"query": "queries", "train": "training samples"}
+_DATASETS = {"query": "queries", "train": "training samples"}
 
-Groups = Sequence[tuple[str, str, Sequence[QueryRow | Scored]]]  # heading, side, samples
+Groups = Sequence[tuple[str, str, Sequence[QueryRow | Scored]]]  # heading, data set, samples
 
 
-def looked(summary: ScoreSummary, scores: Scores) -> Overview:
+def with_samples(summary: ScoreSummary, scores: Scores) -> Overview:
     """Return what is shown, the first queries with who helped and harmed them as they are."""
     tables = {"query": scores.queries, "train": scores.samples}
-    sides = {side: Opened.of(scores.record.get(side) or {}, tables[side]) for side in _SIDES}
+    datasets = {
+        dataset: Opened.of(scores.record.get(dataset) or {}, tables[dataset])
+        for dataset in _DATASETS
+    }
     rows = summary.rows[:QUERIES]
     train = dict.fromkeys(s.index for row in rows for s in (*row.helpful, *row.harmful))
-    album = Album(sides, {"query": [row.index for row in rows], "train": [*train]})
+    album = Album(datasets, {"query": [row.index for row in rows], "train": [*train]})
     plain, shown = summary.overview(), rows if album.contents else ()
     kept = [s for s in plain.sections if not (shown and s.title == INFLUENCE)]
-    missing = [(f"{_SIDES[side]} not shown", own.why) for side, own in sides.items() if own.why]
+    missing = [
+        (f"{_DATASETS[dataset]} not shown", own.why) for dataset, own in datasets.items() if own.why
+    ]
     more = len(summary.rows) - len(shown)
     if shown and more:
         missing.append(("not shown", f"{queries(more)} more: --json has all"))
@@ -300,17 +305,20 @@ def _opened(row: QueryRow, album: Album) -> Section:
         ("Helped most: its loss would be higher without", "train", row.helpful),
         ("Harmed most: its loss would be lower without", "train", row.harmful),
     ]
-    every = [(side, sample) for _, side, samples in groups for sample in samples]
-    contents = [album.contents.get((side, sample.index)) for side, sample in every]
-    title, found = f"Query {name_of(row)}", [c for c in contents if c is not None]
+    every = [(dataset, sample) for _, dataset, samples in groups for sample in samples]
+    contents = [album.contents.get((dataset, sample.index)) for dataset, sample in every]
+    title, found = f"Query {sample_name(row)}", [c for c in contents if c is not None]
     if not found or not all(isinstance(c, dict) for c in found):
-        shown = ((name, [_card(album, side, s) for s in some]) for name, side, some in groups)
+        shown = ((name, [_card(album, dataset, s) for s in some]) for name, dataset, some in groups)
         return Section(title, cards=[(name, cards) for name, cards in shown if cards])
     scores = [sample.score if isinstance(sample, Scored) else None for _, sample in every]
     columns = [
-        Column("sample", [name_of(s) for _, s in every]),
+        Column("sample", [sample_name(s) for _, s in every]),
         *(
-            Column(title, [label(album.sides[side], getattr(s, name)) for side, s in every])
+            Column(
+                title,
+                [target_text(album.datasets[dataset], getattr(s, name)) for dataset, s in every],
+            )
             for title, name in (("target", "target"), ("predicted", "prediction"))
             if any(getattr(s, name) is not None for _, s in every)
         ),
@@ -323,11 +331,11 @@ def _opened(row: QueryRow, album: Album) -> Section:
     return Section(title, table=Table(columns, "", roles))
 
 
-def _card(album: Album, side: str, sample: QueryRow | Scored) -> Card:
+def _card(album: Album, dataset: str, sample: QueryRow | Scored) -> Card:
     """Return a sample with its label, the model's prediction, and its loss or score."""
     lines = []
     if isinstance(sample, Scored):
         lines.append(f"score {short(sample.score)}")
     elif sample.loss is not None:
         lines.append(f"loss {short(sample.loss)}")
-    return album.card(side, sample, lines, "query" if side == "query" else "sample")
+    return album.card(dataset, sample, lines, "query" if dataset == "query" else "sample")

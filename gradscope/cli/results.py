@@ -120,7 +120,7 @@ def _found(
                 return found, found
         if "attribution" in first.run:
             from gradscope.attribution import Scores, summarize_scores
-            from gradscope.attribution import looked as opened
+            from gradscope.attribution import with_samples as opened
 
             if own:
                 what = f"--{next(iter(own))} is for gradients, not for scores"
@@ -135,9 +135,9 @@ def _found(
         if largest == 0:
             return found, found
         from gradscope.sources.opened import Opened
-        from gradscope.stats.looking import looked
+        from gradscope.stats.album import with_samples
 
-        return found, looked(found, Opened.of(first.run, first.samples, largest))
+        return found, with_samples(found, Opened.of(first.run, first.samples, largest))
 
 
 def _require_options(
@@ -256,7 +256,7 @@ def _looked(files: list[Path], scores: Path | None, stack: ExitStack) -> "View":
     """Open one result file or two, with the scores of their samples where these are given."""
     from gradscope.attribution import open_scores
     from gradscope.storage import open_file
-    from gradscope.view import look
+    from gradscope.view import open_view
 
     opened = [stack.enter_context(open_file(file)) for file in files]
     for file in opened:
@@ -266,4 +266,4 @@ def _looked(files: list[Path], scores: Path | None, stack: ExitStack) -> "View":
                 remedy="Give the queries' result file, and the scores as --scores.",
             )
     found = None if scores is None else stack.enter_context(open_scores(scores))
-    return look(opened[0], opened[1] if len(opened) > 1 else None, found)
+    return open_view(opened[0], opened[1] if len(opened) > 1 else None, found)

@@ -114,12 +114,12 @@ def _lines(
     say(f"{count(seen, noun)} in {duration(seconds)}{rate}")
 
 
-_LOOK = 0.5  # seconds between looks at the file
+_POLL = 0.5  # seconds between looks at the file
 
-Show = Callable[[History | None, Sequence[Step]], None]  # all there is, and what of it is new
+OnSteps = Callable[[History | None, Sequence[Step]], None]  # all there is, and what of it is new
 
 
-def follow(reader: HistoryReader, console: Console, tell: Show | None = None) -> History:
+def follow(reader: HistoryReader, console: Console, tell: OnSteps | None = None) -> History:
     """Show a history as it grows, until its training has ended, and return it then.
 
     Args:
@@ -127,17 +127,17 @@ def follow(reader: HistoryReader, console: Console, tell: Show | None = None) ->
         console: A terminal shows one screen, anything else gets a line a step.
         tell: Is told what is new in their place.
     """
-    with _shown(console, tell) as show:
+    with _display(console, tell) as show:
         while True:
             found, new = reader.read()
             show(found, new)
             if found is not None and found.end is not None:
                 return found
-            time.sleep(_LOOK)
+            time.sleep(_POLL)
 
 
 @contextmanager
-def _shown(console: Console, tell: Show | None) -> Iterator[Show]:
+def _display(console: Console, tell: OnSteps | None) -> Iterator[OnSteps]:
     if tell is not None:
         yield tell
     elif not console.is_terminal or console.is_dumb_terminal:

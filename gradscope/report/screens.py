@@ -10,7 +10,7 @@ from rich.text import Text
 
 from gradscope.core.texts import count, visible
 from gradscope.report.terminal import heading, print_facts, print_table, safe
-from gradscope.stats import leading, parameter_table
+from gradscope.stats import largest_shares, parameter_table
 from gradscope.stats.certificate import certificate_facts, unused_facts, verdict
 from gradscope.stats.sections import (
     NONE,
@@ -19,14 +19,14 @@ from gradscope.stats.sections import (
     Line,
     Styled,
     Table,
-    called,
     duration,
-    listed,
+    facts_under,
+    index_and_name,
     percent,
     shape_text,
     short,
     size,
-    told_of,
+    with_noun,
 )
 
 if TYPE_CHECKING:
@@ -82,7 +82,9 @@ def _render_disagreement(comparison: "Comparison", row: "BackendRow", console: C
     wrong = [p for p in row.parameters if not p.agrees]
     heading(console, f"{row.backend} disagrees in {count(len(wrong), 'parameter')}")
     worst = [p.worst_sample for p in wrong]
-    places = [NONE if k is None else called(k, tokens[k] if tokens else None) for k in worst]
+    places = [
+        NONE if k is None else index_and_name(k, tokens[k] if tokens else None) for k in worst
+    ]
     columns = [
         Column("relative error", [short(p.relative) for p in wrong]),
         Column("absolute error", [short(p.absolute) for p in wrong], rank=3),
@@ -93,7 +95,7 @@ def _render_disagreement(comparison: "Comparison", row: "BackendRow", console: C
     print_table(console, Table(columns, "parameter", [p.name for p in wrong]))
     meanings: dict[str, list[str]] = {}
     for p in wrong:
-        meanings.setdefault(told_of(p.meaning, noun), []).append(p.name)
+        meanings.setdefault(with_noun(p.meaning, noun), []).append(p.name)
     for meaning, of in meanings.items():
         _print_wrapped(f"{', '.join(of)}: " * (len(meanings) > 1) + meaning, console)
     _render_advice(row, noun, console, meanings)
@@ -105,7 +107,7 @@ def _precise(value: float | None) -> str:
 
 
 def _render_advice(row: "BackendRow", noun: str, console: Console, said: Iterable[str]) -> None:
-    for text in told_of((row.reason, row.remedy), noun):
+    for text in with_noun((row.reason, row.remedy), noun):
         if text is not None and not any(meaning in text for meaning in said):
             _print_wrapped(text, console)
 
@@ -135,7 +137,7 @@ def _render_kernels(choices: Sequence["Chosen"], console: Console) -> None:
 
 def render_run(result: "RunReport", console: Console) -> None:
     """Print what was computed, what of it was proved, and what was written where."""
-    shown = leading(result.parameters)
+    shown = largest_shares(result.parameters)
     print_table(console, parameter_table(shown))
     left = len(result.parameters) - len(shown)
     if left:
@@ -148,11 +150,11 @@ def render_run(result: "RunReport", console: Console) -> None:
     speed = f", {short(result.samples / result.seconds)} samples/s" if result.seconds > 0 else ""
     samples = count(result.samples, "sample")
     rows += [
-        *listed("chain", result.chains),
+        *facts_under("chain", result.chains),
         ("computed", f"{samples} in {duration(result.seconds)}{speed}"),
         ("backend", result.backend),
     ]
-    print_facts(console, [*told_of(rows, result.noun), *listed("note", result.notes)])
+    print_facts(console, [*with_noun(rows, result.noun), *facts_under("note", result.notes)])
 
 
 def _nonfinite(result: "RunReport | MergeReport") -> list[Fact]:
@@ -164,7 +166,7 @@ def _nonfinite(result: "RunReport | MergeReport") -> list[Fact]:
     for chain, numbers in zip(result.chains, result.chains_nonfinite, strict=False):
         if numbers:
             lines.append(f"{count(numbers, 'number')} of {chain}")
-    return listed("not finite", [Styled(line, "bold red") for line in lines])
+    return facts_under("not finite", [Styled(line, "bold red") for line in lines])
 
 
 def render_merge(result: "MergeReport", console: Console) -> None:
@@ -174,13 +176,13 @@ def render_merge(result: "MergeReport", console: Console) -> None:
         *certificate_facts(result.certificate),
         *_nonfinite(result),
         ("written", f"{result.path} ({size(result.bytes)})"),
-        *listed("chain", result.chains),
+        *facts_under("chain", result.chains),
         ("merged", f"{merged} in {duration(result.seconds)}"),
     ]
     if result.recomputed:
         again = f"{count(result.recomputed, 'sample')} one by one: the same losses and norms"
         rows.append(("recomputed", again))
-    rows = [*told_of(rows, result.noun), *listed("note", result.notes)]
+    rows = [*with_noun(rows, result.noun), *facts_under("note", result.notes)]
     if result.virtual:
         rows.append(("virtual", "the rows stay in these files"))
     print_facts(console, rows)
@@ -204,7 +206,7 @@ def render_plan(plan: "Estimate", console: Console, verbose: bool = False) -> No
     memory = f"about {size(plan.memory)} beside model and data" if known else "not known"
     samples = f"{count(plan.samples, 'sample')}, {plan.batch_size:,} at a time"
     rows: list[Fact] = [
-        *told_of([("samples", samples)], plan.noun),
+        *with_noun([("samples", samples)], plan.noun),
         ("backend", plan.backend),
         *(("note", note) for note in plan.notes),
         *(("chain", chain) for chain in plan.chains),
@@ -273,7 +275,7 @@ def render_inspection(found: "Inspection", console: Console, verbose: bool = Fal
         *([("not finite", lost)] if first.nonfinite else []),
         ("certificate", verdict(found.certificate)),
         *unused_facts(found.certificate),
-        *listed("took", took),
+        *facts_under("took", took),
     ]
     print_facts(console, rows)
     render_plan(found.plan, console, verbose)

@@ -92,7 +92,7 @@ def print_facts(console: Console, rows: Sequence[Fact]) -> None:
 
 def print_table(console: Console, table: Table) -> None:
     """Print a table; columns that do not fit are hidden, names never cut so that two look alike."""
-    columns = [_Ready.of(column) for column in table.columns]
+    columns = [_SafeColumn.of(column) for column in table.columns]
     if table.names is None:
         kept = _fitting(columns, console.width + _GAP)
         _print(console, kept)
@@ -103,14 +103,14 @@ def print_table(console: Console, table: Table) -> None:
         left = console.width - sum(c.width + _GAP for c in kept)
         width = max(1, min(wanted, left))
         names = [Text(name) for name in fit_names(table.names, width)]
-        _print(console, [_Ready(table.title, names, 0, "left", width), *kept])
+        _print(console, [_SafeColumn(table.title, names, 0, "left", width), *kept])
     hidden = [c.title for c in columns if c not in kept]
     if hidden:
         console.print(Text(f"(hidden for want of width: {', '.join(hidden)})", style="dim"))
 
 
 @dataclass(frozen=True, eq=False)
-class _Ready:
+class _SafeColumn:
     """A column that is safe to show, and the cells it needs."""
 
     title: str
@@ -120,7 +120,7 @@ class _Ready:
     width: int
 
     @classmethod
-    def of(cls, column: Column) -> "_Ready":
+    def of(cls, column: Column) -> "_SafeColumn":
         found: Sequence[Line] = column.cells
         if column.widest is not None:
             found = fit_names([str(cell) for cell in found], column.widest)
@@ -129,7 +129,7 @@ class _Ready:
         return cls(title, cells, column.rank, column.justify, width)
 
 
-def _fitting(columns: Sequence[_Ready], width: int) -> list[_Ready]:
+def _fitting(columns: Sequence[_SafeColumn], width: int) -> list[_SafeColumn]:
     """Hide columns of the highest rank until the rest fits, each with its gap."""
     kept = list(columns)
     while sum(c.width + _GAP for c in kept) > width:
@@ -140,7 +140,7 @@ def _fitting(columns: Sequence[_Ready], width: int) -> list[_Ready]:
     return kept
 
 
-def _print(console: Console, columns: Sequence[_Ready]) -> None:
+def _print(console: Console, columns: Sequence[_SafeColumn]) -> None:
     grid = Grid(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0))
     for c in columns:
         grid.add_column(Text(c.title), justify=c.justify, width=c.width, overflow="fold")
@@ -179,7 +179,7 @@ def print_cards(console: Console, cards: Sequence[Card]) -> bool:
     """
     if all(isinstance(card.content, str) for card in cards):
         for card in cards:
-            about = ", ".join([card.title, *card.told()])
+            about = ", ".join([card.title, *card.captions()])
             console.print(Text(visible(about), style="bold"), overflow="fold")
             text = visible(str(card.content))[: _LINES * console.width]
             console.print(Padding(Text(text, overflow="fold"), (0, 0, 0, _GAP)))
@@ -202,7 +202,7 @@ def _card(card: Card, coloured: bool) -> Text:
     picture = card.content if isinstance(card.content, Pixels) else None
     lines = [] if picture is None else _blocks(picture.values, coloured)
     lines.append(Text(visible(card.title), style="bold"))
-    lines += [Text(visible(line)) for line in card.told(" ✗")]
+    lines += [Text(visible(line)) for line in card.captions(" ✗")]
     return Text("\n").join(lines)
 
 

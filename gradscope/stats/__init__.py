@@ -16,11 +16,11 @@ from gradscope.stats import builtin  # isort: skip
 from gradscope.stats.builtin.batch import noise_scale
 from gradscope.stats.builtin.parameters import (
     ParameterRow,
-    leading,
+    largest_shares,
     parameter_rows,
     parameter_table,
 )
-from gradscope.stats.certificate import Proof, few, require_consistent, tolerances
+from gradscope.stats.certificate import Proof, require_consistent, spot_check_rows, tolerances
 from gradscope.stats.difference import Difference, difference
 from gradscope.stats.records import Json, Record, wide
 from gradscope.stats.sections import Picture, Section, numbers, short
@@ -38,14 +38,14 @@ __all__ = [
     "Summary",
     "builtin",
     "difference",
-    "few",
-    "leading",
+    "largest_shares",
     "noise_scale",
     "numbers",
     "parameter_rows",
     "parameter_table",
     "require_consistent",
     "short",
+    "spot_check_rows",
     "statistic",
     "statistics",
     "summarize",

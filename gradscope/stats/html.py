@@ -17,11 +17,11 @@ from gradscope.stats.sections import (
     Sparkline,
     Table,
     bins,
-    listed,
+    count_column,
+    facts_under,
     short,
     text_of,
-    told_of,
-    whole,
+    with_noun,
 )
 
 _LARGEST = 112  # pixels of a sample's side
@@ -61,7 +61,7 @@ def warnings(found: Overview) -> str:
 def about(found: Overview, label: str) -> str:
     """Return where the files are, what they are, and behind a click what was recorded of them."""
     told = {text_of(value) for _, value in found.facts}
-    paths = listed("file", [path for path in found.paths if path not in told])
+    paths = facts_under("file", [path for path in found.paths if path not in told])
     parts = [facts([*paths, *found.facts], label)]
     for name, record in (found.records or {}).items():
         if record:
@@ -79,9 +79,9 @@ def section(found: Section, noun: str) -> str:
         columns = [markup.Column(title, [value], [None]) for title, value in found.pairs]
         parts.append(markup.table(columns, label=found.title))
     if found.histogram is not None:
-        names, counts = zip(*bins(found.histogram), strict=True)
-        counted = table(Table([whole(f"{noun}s", counts)], "norm", names), "Bins")
-        parts.append(facts([(_range(found.histogram), Sparkline(counts))], found.title))
+        names, numbers = zip(*bins(found.histogram), strict=True)
+        counted = table(Table([count_column(f"{noun}s", numbers)], "norm", names), "Bins")
+        parts.append(facts([(_range(found.histogram), Sparkline(numbers))], found.title))
         parts.append(markup.details("Bins", counted))
     if found.table is not None:
         parts.append(table(found.table, found.title))
@@ -90,7 +90,7 @@ def section(found: Section, noun: str) -> str:
         parts.append(f'<ul class="cards">{"".join(map(_card, cards))}</ul>')
     parts += [f"<p>{markup.safe(text_of(note))}</p>" for note in found.notes]
     if found.formulas:
-        lines = (*found.formulas, told_of(SYMBOLS, noun))
+        lines = (*found.formulas, with_noun(SYMBOLS, noun))
         items = "".join(f"<li>{markup.safe(line)}</li>" for line in lines)
         parts.append(markup.details("Formulas", f"<ul>{items}</ul>"))
     return "\n".join(parts)
@@ -111,9 +111,9 @@ def _card(card: Card) -> str:
         label, text = markup.safe(card.title), markup.safe(card.content, keep="\n")
         content = f'<p class="excerpt" tabindex="0" role="region" aria-label="{label}">{text}</p>'
     elif card.content is not None and find_spec("PIL") is not None:
-        alt = markup.safe(", ".join([card.title, *card.told()]))
+        alt = markup.safe(", ".join([card.title, *card.captions()]))
         content = f'<img class="picture" src="{_source(card.content)}" alt="{alt}">'
-    lines = "".join(f"<span>{markup.safe(line)}</span>" for line in card.told())
+    lines = "".join(f"<span>{markup.safe(line)}</span>" for line in card.captions())
     title = markup.safe(card.title)
     return f'<li><div class="{kinds}">{content}<strong>{title}</strong>{lines}</div></li>'
 

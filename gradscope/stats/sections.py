@@ -161,7 +161,7 @@ class Card:
     content: Pixels | str | None  # what it is, None where that is not known
     wrong: int | None = None  # which of the lines is a wrong prediction: the card stands out
 
-    def told(self, mark: str = WRONG) -> list[str]:
+    def captions(self, mark: str = WRONG) -> list[str]:
         """Return the lines, with a mark after a wrong prediction."""
         return [line + mark * (k == self.wrong) for k, line in enumerate(self.lines)]
 
@@ -230,10 +230,10 @@ class Overview(Displayable):
 
     def of(self, noun: str) -> "Overview":
         """Return what is shown, all but the data themselves said of another noun, see `told_of`."""
-        return replace(told_of(self, noun), noun=noun)
+        return replace(with_noun(self, noun), noun=noun)
 
 
-def told_of(shown: T, noun: str) -> T:
+def with_noun(shown: T, noun: str) -> T:
     """Return what is said of samples, said of rows of another noun in their place, such as "token".
 
     Words of the data (cells, names of bars, records, cards) stay, as do paths and options.
@@ -244,11 +244,11 @@ def told_of(shown: T, noun: str) -> T:
     if isinstance(shown, str):
         found = _SAMPLE.sub(lambda m: noun.capitalize() if m[0] == "Sample" else noun, shown)
     elif isinstance(shown, tuple | list):
-        items = [told_of(value, noun) for value in shown]
+        items = [with_noun(value, noun) for value in shown]
         found = type(shown)(*items) if hasattr(shown, "_fields") else type(shown)(items)
     elif is_dataclass(shown):
         own = (f.name for f in fields(shown) if f.name not in _DATA)
-        found = replace(found, **{name: told_of(getattr(shown, name), noun) for name in own})
+        found = replace(found, **{name: with_noun(getattr(shown, name), noun) for name in own})
     return found  # type: ignore[no-any-return]
 
 
@@ -265,7 +265,7 @@ def bins(histogram: Histogram) -> list[tuple[str, int]]:
     return [*zeros, *zip(names, histogram.counts, strict=True)]
 
 
-def joined(sections: Iterable[Section]) -> list[Section]:
+def join_sections(sections: Iterable[Section]) -> list[Section]:
     """Return the sections, neighbours of one title as one."""
     found: list[Section] = []
     for new in sections:
@@ -281,7 +281,7 @@ def joined(sections: Iterable[Section]) -> list[Section]:
     return found
 
 
-def listed(label: str, values: Sequence[Line]) -> list[Fact]:
+def facts_under(label: str, values: Sequence[Line]) -> list[Fact]:
     """Return several values under one label."""
     return [(label if not k else "", value) for k, value in enumerate(values)]
 
@@ -311,7 +311,7 @@ def percent(share: float | None) -> str:
     return "<0.1%" if 0 < share < 0.0005 else f"{100 * share:.1f}%"
 
 
-def called(index: int, own: int | str | None) -> str:
+def index_and_name(index: int, own: int | str | None) -> str:
     """Return the index of a sample, to be copied as it is, and its own name where it has one."""
     return str(index) if own is None else f"{index} ({own})"
 
@@ -344,7 +344,7 @@ def duration(seconds: float | None) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
-def between(interval: Interval | None) -> str:
+def interval_text(interval: Interval | None) -> str:
     """Return "1.2 to 3.4", "1.2 or more"."""
     if interval is None:
         return NONE
@@ -362,12 +362,12 @@ def numbers(
     return Column(title, [show(value) for value in values], rank, values=values)
 
 
-def whole(title: str, values: Sequence[int], rank: int = 0) -> Column:
+def count_column(title: str, values: Sequence[int], rank: int = 0) -> Column:
     """Return a column of whole numbers."""
     return numbers(title, values, rank, "{:,}".format)
 
 
-def positions(rows: Sequence[Any]) -> list[Column]:
+def index_columns(rows: Sequence[Any]) -> list[Column]:
     """Return the columns of the rows' `index`, to be copied as it is, and `id` where known."""
     columns = [numbers("index", [row.index for row in rows], show=str)]
     if any(row.id is not None for row in rows):
@@ -376,12 +376,12 @@ def positions(rows: Sequence[Any]) -> list[Column]:
     return columns
 
 
-def targets(rows: Sequence[Any]) -> list[Column]:
+def target_columns(rows: Sequence[Any]) -> list[Column]:
     """Return the columns of the rows' `target` and `prediction`, each if it is known."""
-    return [*_plain(rows, "target"), *_plain(rows, "prediction")]
+    return [*_value_column(rows, "target"), *_value_column(rows, "prediction")]
 
 
-def _plain(rows: Sequence[Any], name: str) -> list[Column]:
+def _value_column(rows: Sequence[Any], name: str) -> list[Column]:
     """Return a column of words or numbers, numbers among them to sort by; none if unknown."""
     found = [getattr(row, name, None) for row in rows]
     if not any(value is not None for value in found):

@@ -18,7 +18,7 @@ from gradscope.errors import SpecError
 from gradscope.stats.certificate import FileFacts
 from gradscope.stats.products import Entries, Limits, Tiles, groups, products
 from gradscope.stats.records import Floats, Positions, cosines_of, rounding
-from gradscope.stats.sections import Brief, Displayable, Overview, Picture, Section, joined
+from gradscope.stats.sections import Brief, Displayable, Overview, Picture, Section, join_sections
 from gradscope.stats.source import (
     Samples,
     Source,
@@ -177,7 +177,7 @@ def statistic(name: str, **how: Any) -> Callable[[Callable[[Data], Any]], Statis
     return add
 
 
-def in_place() -> list[tuple[str, Statistic]]:
+def ordered_statistics() -> list[tuple[str, Statistic]]:
     """Return all statistics with their names, in the order in which they are shown."""
     every = ((name, statistics.get(name)) for name in statistics.names())
     return sorted(every, key=lambda item: item[1].place)
@@ -210,7 +210,7 @@ class Summary(Displayable):
         """Return a document of plain JSON values."""
         found = {
             name: one.form.dump_python(self.results[name], mode="json", by_alias=True)
-            for name, one in in_place()
+            for name, one in ordered_statistics()
             if one.in_json and name in self.results
         }
         return {**SCHEMA, "file": self.file.to_json(), **found}
@@ -220,7 +220,7 @@ class Summary(Displayable):
         """Return the summary whose `to_json` is `document`, without what is only for pictures."""
         found = {
             name: one.form.validate_python(document[name]) if one.in_json else None
-            for name, one in in_place()
+            for name, one in ordered_statistics()
             if name in document or not one.in_json
         }
         return cls(FileFacts.from_json(document["file"]), found)
@@ -229,7 +229,7 @@ class Summary(Displayable):
         """Return all that is shown of it."""
 
         def told(how: str) -> Iterator[Any]:
-            for name, one in in_place():
+            for name, one in ordered_statistics():
                 asked = how == "brief" and name in self.asked
                 show, found = getattr(one, "sections" if asked else how), self.results.get(name)
                 if show is not None and found is not None:
@@ -240,8 +240,8 @@ class Summary(Displayable):
             answers.setdefault(question, []).append(answer)
         facts = [(question, ", ".join(found)) for question, found in answers.items() if found]
         short = [Section("In short", facts)] if self.finite else []
-        sections = joined([*short, *told("sections")])
-        some = joined([*short, *told("brief")])
+        sections = join_sections([*short, *told("sections")])
+        some = join_sections([*short, *told("brief")])
         left = (
             f"{len(sections) - len(some)} more sections: --full. A page of samples: gradscope view"
         )
@@ -287,5 +287,5 @@ def summarize(
 def summary_of(data: Data, asked: Sequence[str] = ()) -> Summary:
     """Return all statistics of a file's data; options were about those that are `asked` for."""
     with np.errstate(all="ignore"):
-        found = {name: data.result(name) for name, _ in in_place()}
+        found = {name: data.result(name) for name, _ in ordered_statistics()}
     return Summary(FileFacts.of(data.file), found, asked)

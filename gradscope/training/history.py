@@ -25,12 +25,12 @@ from gradscope.stats.sections import (
     Section,
     Sparkline,
     Table,
-    between,
+    count_column,
     duration,
+    interval_text,
     numbers,
     percent,
     short,
-    whole,
 )
 from gradscope.stats.summary import Summary
 
@@ -45,7 +45,7 @@ Band = Sequence[tuple[float, float, float | None]]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
-class Layer(Record):
+class ParameterStep(Record):
     """One parameter at one step: mean ‖gᵢ‖, ‖G‖, ‖G‖² / (mean‖gᵢ‖² − ‖G‖²)."""
 
     name: str
@@ -83,7 +83,7 @@ class Step(Record):
     opposing: float | None
     mean_cosine: float | None
     evidence: float | None
-    parameters: tuple[Layer, ...]
+    parameters: tuple[ParameterStep, ...]
     norm_percentiles: dict[str, float] | None = None
     clipped: tuple[Clip, ...] = ()
     cost: Cost | None = None
@@ -107,7 +107,7 @@ class Step(Record):
             mean_cosine=None if directions is None else directions.cosine.mean,
             evidence=summary.signal.evidence,
             parameters=tuple(
-                Layer(**row.model_dump(include=set(Layer.model_fields)))
+                ParameterStep(**row.model_dump(include=set(ParameterStep.model_fields)))
                 for row in summary.parameters
             ),
             norm_percentiles=None if norm is None else norm.percentiles,
@@ -378,21 +378,21 @@ def _learning(step: Step) -> Table:
     return Table(columns, "parameter", [row.name for row in rows])
 
 
-def _strongest(step: Step) -> list[Layer]:
+def _strongest(step: Step) -> list[ParameterStep]:
     return sorted(step.parameters, key=lambda p: -(p.signal_to_noise or 0.0))
 
 
 def _columns(steps: Sequence[Step]) -> list[Column]:
     ranks, shown = {"norm of mean": 1, "opposed": 2}, {"opposed": percent}
-    columns = [whole("step", [s.step for s in steps])]
+    columns = [count_column("step", [s.step for s in steps])]
     for name, take in CURVES.items():
         show = shown.get(name, short)
         columns.append(numbers(name, [take(s) for s in steps], ranks.get(name, 0), show))
     if any(s.nonfinite for s in steps):
-        columns.append(whole("not finite", [s.nonfinite for s in steps]))
+        columns.append(count_column("not finite", [s.nonfinite for s in steps]))
     intervals = [s.noise_scale.simple_interval for s in steps]
     if any(intervals):
-        columns.insert(5, Column("95%", [between(i) for i in intervals], rank=3))
+        columns.insert(5, Column("95%", [interval_text(i) for i in intervals], rank=3))
     return columns
 
 

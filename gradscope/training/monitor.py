@@ -41,7 +41,7 @@ from gradscope.process import stops
 from gradscope.process.libc import keep_pages
 from gradscope.process.memory import settle
 from gradscope.scope import Held, Scope
-from gradscope.stats.summary import in_place
+from gradscope.stats.summary import ordered_statistics
 from gradscope.training.history import CURVES, Cost, End, Step, append
 from gradscope.training.measurement import measure
 
@@ -195,7 +195,7 @@ class Monitor(Held):
         self._first = _is_first_process() if ranks is None else ranks.rank == 0
         self._closed = ranks is None and not self._first
         self._trackers = logs if self._first else []
-        in_place()  # loads statistics: not while the training waits
+        ordered_statistics()  # loads statistics: not while the training waits
         self._left = None
         with self._together():
             if self.path is not None and self._first:

@@ -23,8 +23,8 @@ from gradscope.errors import SpecError
 from gradscope.process.memory import slices
 from gradscope.sources.opened import Content, Opened
 from gradscope.stats import Options
+from gradscope.stats.album import byte_scale
 from gradscope.stats.certificate import FileFacts
-from gradscope.stats.looking import scale
 from gradscope.stats.records import Floats, cosines_of, plain, wide
 from gradscope.stats.sections import WRONG, Overview
 from gradscope.stats.source import (
@@ -253,7 +253,7 @@ class View:
 
     def _why(self, contents: Contents) -> dict[str, str]:
         """Say what the page cannot show, and what to do."""
-        found = {"samples": self.opened.why or _lacks(contents)}
+        found = {"samples": self.opened.why or _missing_package(contents)}
         if isinstance(self.neighbours, str):
             found["neighbours"] = self.neighbours
         if self.data.cosines is None:
@@ -342,7 +342,7 @@ def _chosen(data: Data, most: int) -> Places:
     return np.array([*dict.fromkeys([*first, *even.tolist()])][:most], np.int64)
 
 
-def look(
+def open_view(
     file: GradientFile, other: GradientFile | None = None, scores: Scores | None = None
 ) -> View:
     """Open the samples of a file; beside a second of the same data, and scores of them as queries.
@@ -358,7 +358,7 @@ _PIXELS = 6_000_000  # on a sheet
 _LETTERS = 2_000_000  # of all texts
 
 
-def _lacks(contents: Contents) -> str:
+def _missing_package(contents: Contents) -> str:
     """Return what has to be installed before pictures can be shown, if anything."""
     drawn = any(isinstance(content, np.ndarray) for content in contents)
     lacks = drawn and find_spec("PIL") is None
@@ -373,13 +373,13 @@ def _album(contents: Contents) -> dict[str, Any]:
     longest = max(80, _LETTERS // max(1, len(contents)))
     return {
         "sheet": _sheet(pictures),
-        "texts": _some(contents, str, lambda text: visible(text[:longest], keep="\n")),
+        "texts": _of_kind(contents, str, lambda text: visible(text[:longest], keep="\n")),
         "names": [visible(name) for name in names],
-        "numbers": _some(contents, dict, lambda row: [row.get(name) for name in names]),
+        "numbers": _of_kind(contents, dict, lambda row: [row.get(name) for name in names]),
     }
 
 
-def _some(contents: Contents, kind: type, shown: Any) -> list[Any] | None:
+def _of_kind(contents: Contents, kind: type, shown: Any) -> list[Any] | None:
     """Return what is shown of those of a kind, None for the others; None where there are none."""
     found = [shown(c) if isinstance(c, kind) else None for c in contents]
     return found if any(one is not None for one in found) else None
@@ -403,7 +403,7 @@ def _sheet(pictures: Sequence[NDArray[Any] | None]) -> dict[str, Any] | None:
     across = ceil(len(every) ** 0.5)
     sheet = Image.new(mode, (across * side, ceil(len(every) / across) * side))
     shapes = {p.shape for p in every}
-    scales = {shape: scale([p for p in every if p.shape == shape]) for shape in shapes}
+    scales = {shape: byte_scale([p for p in every if p.shape == shape]) for shape in shapes}
     sizes = []
     for k, picture in enumerate(every):
         one = Image.fromarray(scales[picture.shape](picture)).convert(mode)

@@ -13,7 +13,7 @@ from torch import nn
 
 import gradscope as package
 from gradscope.attribution import open_scores
-from gradscope.view import look
+from gradscope.view import open_view
 from tests.cli.conftest import Gradscope
 from tests.cli.forked import Forked
 
@@ -220,7 +220,7 @@ def test_tokens_are_scored_for_tokens_and_for_samples(
     row = dict(zip(header.split(","), first.split(","), strict=True))
     assert (int(row["sample"]), int(row["position"])) == (own[0], at[0])
     with package.open("tokens.h5") as file, open_scores("scores.h5") as scores:
-        view = look(file, scores=scores).document()
+        view = open_view(file, scores=scores).document()
     (name, _), *_ = view["scores"]["of"]["0"][0]
     places = np.frombuffer(b64decode(view["scores"]["places"]["i4"]), "<i4").tolist()
     assert view["scores"]["ids"][places.index(name)] == f"{sample[best]}:{position[best]}"

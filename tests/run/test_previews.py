@@ -13,7 +13,7 @@ import gradscope
 from gradscope.config import RunSpec
 from gradscope.run import compute, merge, prepare
 from gradscope.sources.opened import Opened, previews_of
-from gradscope.view import look
+from gradscope.view import open_view
 from tests.attribution.test_looking import project
 
 
@@ -83,7 +83,7 @@ def test_the_page_shows_them(tmp_path: Path) -> None:
     path = kept(tmp_path, values, 200)
     (tmp_path / "data.npz").unlink()
     with gradscope.open(path) as file:
-        found = look(file).document()
+        found = open_view(file).document()
     assert found["album"]["sheet"]["size"] == [8, 8] and "samples" not in found["why"]
 
 

@@ -23,7 +23,7 @@ from gradscope.errors import OutputError, SpecError
 from gradscope.run import compute, prepare
 from gradscope.stats import summarize
 from gradscope.stats.sections import Overview
-from gradscope.view import look, page, serve, write_page
+from gradscope.view import open_view, page, serve, write_page
 from tests.attribution.test_looking import HOSTILE, project
 
 KINDS = {"f8": "<f8", "f4": "<f4", "i4": "<i4"}
@@ -52,13 +52,13 @@ def rows(path: Path) -> np.ndarray:
 
 def document(path: Path, most: int | None = 5000) -> dict[str, Any]:
     with gradscope.open(path) as file:
-        found = look(file).document(most)
+        found = open_view(file).document(most)
     return json.loads(json.dumps(found, allow_nan=False))
 
 
 def overview(path: Path) -> Overview:
     with gradscope.open(path) as file:
-        return look(file).overview()
+        return open_view(file).overview()
 
 
 def test_columns_are_the_files_own_numbers(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_second_file_is_joined_by_position(tmp_path: Path) -> None:
     spec = project(tmp_path, np.load(tmp_path / "data.npz")["inputs"], 64)
     compute(prepare(spec.computing(samples="10:20")), tmp_path / "second.h5")
     with gradscope.open(first) as one, gradscope.open(tmp_path / "second.h5") as other:
-        columns = look(one, other).document()["columns"]
+        columns = open_view(one, other).document()["columns"]
         joined = unpacked(columns["loss2"])
         np.testing.assert_allclose(joined[10:20], other.samples["loss"])
         assert np.isnan(joined[:10]).all() and np.isnan(joined[20:]).all()
@@ -156,7 +156,7 @@ def test_a_second_file_is_joined_by_position(tmp_path: Path) -> None:
         gradscope.open(elsewhere) as other,
         pytest.raises(SpecError, match="other data"),
     ):
-        look(one, other)
+        open_view(one, other)
 
 
 class Scripts(HTMLParser):
@@ -259,7 +259,7 @@ def test_the_server_answers_its_own_name_alone(tmp_path: Path) -> None:
         known.set()
 
     with gradscope.open(computed(tmp_path, "identity")) as file:
-        view = look(file)
+        view = open_view(file)
         wanted = view.details(np.array([3, 29]))
         threading.Thread(target=serve, args=(view, 0, ready), daemon=True).start()
         assert known.wait(20)
@@ -286,7 +286,7 @@ def test_numbers_of_stats_and_of_the_page_agree(tmp_path: Path) -> None:
     path = computed(tmp_path, "identity")
     with gradscope.open(path) as file:
         told = summarize(file, nearest=5)
-        found = look(file).document()
+        found = open_view(file).document()
     norms = unpacked(found["columns"]["norm"])
     assert [row.norm for row in told.samples] == sorted(norms, reverse=True)[:10]
     places = unpacked(found["aligned"]["places"]).reshape(30, -1)[5]

@@ -12,26 +12,26 @@ from gradscope.stats.records import Plain
 from gradscope.stats.sections import Card, Displayable, Overview, Pixels, Section, short, value_text
 
 
-class Named(Protocol):
+class NamedSample(Protocol):
     """A row about a sample."""
 
     index: int  # its position in the data set
     id: int | str | None  # its own name
 
 
-class Known(Named, Protocol):
+class PredictedSample(NamedSample, Protocol):
     """A row that says what is known of a sample."""
 
     target: Plain
     prediction: Plain  # what the model makes of it
 
 
-def name_of(row: Named) -> str:
+def sample_name(row: NamedSample) -> str:
     """Return what a sample is called: its own name, else its position in the data set."""
     return str(row.index if row.id is None else row.id)
 
 
-def label(opened: Opened, target: Any) -> str:
+def target_text(opened: Opened, target: Any) -> str:
     """Return a target, with the name that the data have for its class."""
     name = opened.class_name(target)
     return value_text(target) if name is None else f"{name} ({target})"
@@ -40,26 +40,28 @@ def label(opened: Opened, target: Any) -> str:
 class Album:
     """Samples opened, those of several data sets side by side."""
 
-    def __init__(self, sides: Mapping[str, Opened], wanted: Mapping[str, Sequence[int]]) -> None:
-        self.sides = sides  # the data sets
-        # what the samples are, by side and index, where they can be shown
+    def __init__(self, datasets: Mapping[str, Opened], wanted: Mapping[str, Sequence[int]]) -> None:
+        self.datasets = datasets  # the data sets
+        # what the samples are, by dataset and index, where they can be shown
         self.contents: dict[tuple[str, int], Content] = {}
-        for side, indexes in wanted.items():
-            found = zip(indexes, sides[side].contents(indexes), strict=True)
-            self.contents |= {(side, k): content for k, content in found if content is not None}
+        for dataset, indexes in wanted.items():
+            found = zip(indexes, datasets[dataset].contents(indexes), strict=True)
+            self.contents |= {(dataset, k): content for k, content in found if content is not None}
 
-    def card(self, side: str, row: Known, lines: Sequence[str] = (), kind: str = "sample") -> Card:
+    def card(
+        self, dataset: str, row: PredictedSample, lines: Sequence[str] = (), kind: str = "sample"
+    ) -> Card:
         """Return a sample with its label and the model's prediction, and what else is told."""
-        opened, told = self.sides[side], list[str]()
+        opened, told = self.datasets[dataset], list[str]()
         kind = "token" if kind == "sample" and opened.of_row else kind
         if row.target is not None:
-            told.append(f"target {label(opened, row.target)}")
+            told.append(f"target {target_text(opened, row.target)}")
         wrong = isinstance(row.prediction, int) and row.prediction != row.target
         if row.prediction is not None:
-            told.append(f"predicted {label(opened, row.prediction)}")
-        shown = self._shown(self.contents.get((side, row.index)))
+            told.append(f"predicted {target_text(opened, row.prediction)}")
+        shown = self._shown(self.contents.get((dataset, row.index)))
         at = len(told) - 1 if wrong else None
-        return Card(f"{kind} {name_of(row)}", [*told, *lines], shown, wrong=at)
+        return Card(f"{kind} {sample_name(row)}", [*told, *lines], shown, wrong=at)
 
     def _shown(self, content: Content | None) -> Pixels | str | None:
         if isinstance(content, np.ndarray):
@@ -71,10 +73,10 @@ class Album:
     def _pixels(self, values: NDArray[Any]) -> Pixels:
         """Scale pictures of one shape by their common range, which is of all that are shown."""
         every = (c for c in self.contents.values() if isinstance(c, np.ndarray))
-        return Pixels(scale([c for c in every if c.shape == values.shape])(values))
+        return Pixels(byte_scale([c for c in every if c.shape == values.shape])(values))
 
 
-def scale(pictures: Sequence[NDArray[Any]]) -> Callable[[NDArray[Any]], NDArray[np.uint8]]:
+def byte_scale(pictures: Sequence[NDArray[Any]]) -> Callable[[NDArray[Any]], NDArray[np.uint8]]:
     """Return what makes bytes of pictures: 0 is the least number of any, 255 the largest."""
     finite = [p[np.isfinite(p)] for p in pictures]
     low = min((float(p.min()) for p in finite if p.size), default=0.0)
@@ -88,7 +90,7 @@ def scale(pictures: Sequence[NDArray[Any]]) -> Callable[[NDArray[Any]], NDArray[
     return in_bytes
 
 
-def looked(result: Displayable, opened: Opened) -> Overview:
+def with_samples(result: Displayable, opened: Opened) -> Overview:
     """Return what is shown of a result, each sample that it lists as it is.
 
     Rows of numbers are left out: they are no easier to see than the file.
