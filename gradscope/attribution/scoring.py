@@ -32,7 +32,7 @@ from gradscope.core.grammar import parse
 from gradscope.errors import SpecError
 from gradscope.process.memory import slices
 from gradscope.run import Job, prepare
-from gradscope.stats.sections import with_noun
+from gradscope.stats.sections import told_of
 
 UNIT = (
     "the change of the query's loss if the training sample had been left out, to first order: "
@@ -127,7 +127,7 @@ class Scoring:
         """What was chosen, for the result."""
         each = [{**one.curved.record, "weight": one.pair.weight} for one in self._every]
         refined = {} if self.refining is None else {"refined": self.refining.record}
-        unit = with_noun(UNIT, self.pairs[0].train.facts.rows)
+        unit = told_of(UNIT, self.pairs[0].train.facts.rows)
         return {"unit": unit, "checkpoints": each, **refined}
 
     @property
@@ -135,7 +135,7 @@ class Scoring:
         """What is worth a line."""
         lost = int((~self._every[0].finite).sum())
         why = f"{lost:,} training samples without a finite gradient are left out"
-        told = [with_noun(why, self.pairs[0].train.facts.rows)] if lost else []
+        told = [told_of(why, self.pairs[0].train.facts.rows)] if lost else []
         return tuple(dict.fromkeys([*(n for one in self._every for n in one.notes), *told]))
 
     def rows(self) -> Iterator[tuple[slice, Tensor]]:

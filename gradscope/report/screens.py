@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from gradscope.comparison.run import STATUS
 from gradscope.core.texts import count, visible
 from gradscope.report.terminal import heading, print_facts, print_table, safe
 from gradscope.stats import largest_shares, parameter_table
@@ -26,7 +27,7 @@ from gradscope.stats.sections import (
     shape_text,
     short,
     size,
-    with_noun,
+    told_of,
 )
 
 if TYPE_CHECKING:
@@ -35,28 +36,13 @@ if TYPE_CHECKING:
     from gradscope.run import Estimate, Inspection, MergeReport, Room, RunReport
     from gradscope.storage import Exported
 
-_STATUS = {
-    "agrees": Styled("agrees", "green"),
-    "disagrees": Styled("DISAGREES", "bold red"),
-    "refused": Styled("refused", "yellow"),
-    "failed": Styled("FAILED", "bold red"),
-}
-
 
 def render_comparison(comparison: "Comparison", console: Console, verbose: bool = False) -> None:
     """Print a row a backend, with `verbose` the kernels, then what disagrees, then refusals."""
-    rows, baseline = comparison.rows, comparison.baseline_seconds
-    worst = [r.worst.relative if r.worst else None for r in rows]
-    times = [r.seconds / baseline if r.seconds is not None and baseline > 0 else None for r in rows]
-    columns = [
-        Column("status", [_STATUS[r.status] for r in rows]),
-        Column("time", [duration(r.seconds) for r in rows], rank=2),
-        Column("x plain backward", list(map(short, times)), rank=1),
-        Column("peak memory", [size(r.peak_bytes) for r in rows], rank=3),
-        Column("worst relative error", list(map(short, worst))),
-    ]
-    print_table(console, Table(columns, "backend", [r.backend for r in rows]))
-    text = f"Plain forward and backward: {duration(baseline)}, {size(comparison.baseline_bytes)}"
+    rows = comparison.rows
+    print_table(console, comparison.table())
+    plain = f"{duration(comparison.baseline_seconds)}, {size(comparison.baseline_bytes)}"
+    text = f"Plain forward and backward: {plain}"
     console.print(Text(f"{text}, {comparison.dtype}.", style="dim"))
     if verbose:
         _render_kernels(comparison.ways, console)
@@ -68,10 +54,10 @@ def render_comparison(comparison: "Comparison", console: Console, verbose: bool 
         if told and (row.reason or row.remedy):
             console.print()
             name = Text(visible(row.backend), "bold")
-            console.print(Text(" ").join([name, safe(_STATUS[row.status])]))
+            console.print(Text(" ").join([name, safe(STATUS[row.status])]))
             _render_advice(row, comparison.noun, console, ())
     console.print()
-    tally = Counter(_STATUS[row.status].text for row in rows)
+    tally = Counter(STATUS[row.status].text for row in rows)
     counts = ", ".join(f"{n} {word}" for word, n in tally.items())
     text = f"{count(comparison.samples, comparison.noun)}, {count(len(rows), 'backend')}: {counts}"
     console.print(Text(text, style="green" if comparison.agrees else "bold red"))
@@ -95,7 +81,7 @@ def _render_disagreement(comparison: "Comparison", row: "BackendRow", console: C
     print_table(console, Table(columns, "parameter", [p.name for p in wrong]))
     meanings: dict[str, list[str]] = {}
     for p in wrong:
-        meanings.setdefault(with_noun(p.meaning, noun), []).append(p.name)
+        meanings.setdefault(told_of(p.meaning, noun), []).append(p.name)
     for meaning, of in meanings.items():
         _print_wrapped(f"{', '.join(of)}: " * (len(meanings) > 1) + meaning, console)
     _render_advice(row, noun, console, meanings)
@@ -107,7 +93,7 @@ def _precise(value: float | None) -> str:
 
 
 def _render_advice(row: "BackendRow", noun: str, console: Console, said: Iterable[str]) -> None:
-    for text in with_noun((row.reason, row.remedy), noun):
+    for text in told_of((row.reason, row.remedy), noun):
         if text is not None and not any(meaning in text for meaning in said):
             _print_wrapped(text, console)
 
@@ -154,7 +140,7 @@ def render_run(result: "RunReport", console: Console) -> None:
         ("computed", f"{samples} in {duration(result.seconds)}{speed}"),
         ("backend", result.backend),
     ]
-    print_facts(console, [*with_noun(rows, result.noun), *facts_under("note", result.notes)])
+    print_facts(console, [*told_of(rows, result.noun), *facts_under("note", result.notes)])
 
 
 def _nonfinite(result: "RunReport | MergeReport") -> list[Fact]:
@@ -182,7 +168,7 @@ def render_merge(result: "MergeReport", console: Console) -> None:
     if result.recomputed:
         again = f"{count(result.recomputed, 'sample')} one by one: the same losses and norms"
         rows.append(("recomputed", again))
-    rows = [*with_noun(rows, result.noun), *facts_under("note", result.notes)]
+    rows = [*told_of(rows, result.noun), *facts_under("note", result.notes)]
     if result.virtual:
         rows.append(("virtual", "the rows stay in these files"))
     print_facts(console, rows)
@@ -206,7 +192,7 @@ def render_plan(plan: "Estimate", console: Console, verbose: bool = False) -> No
     memory = f"about {size(plan.memory)} beside model and data" if known else "not known"
     samples = f"{count(plan.samples, 'sample')}, {plan.batch_size:,} at a time"
     rows: list[Fact] = [
-        *with_noun([("samples", samples)], plan.noun),
+        *told_of([("samples", samples)], plan.noun),
         ("backend", plan.backend),
         *(("note", note) for note in plan.notes),
         *(("chain", chain) for chain in plan.chains),

@@ -153,15 +153,6 @@ def _print_section(section: Section, console: Console, brief: bool = False) -> N
     heading(console, section.title)
     if section.facts:
         print_facts(console, section.facts)
-    if section.pairs:  # titles with a value under each, in as many lines as the width needs
-        cell = max(max(map(len, pair)) for pair in section.pairs) + 2
-        lines = math.ceil(len(section.pairs) / max(1, (console.width + 2) // cell))
-        step = math.ceil(len(section.pairs) / lines)
-        for start in range(0, len(section.pairs), step):
-            both = zip(*section.pairs[start : start + step], strict=True)
-            for texts, style in zip(both, ("dim", ""), strict=True):
-                line = "".join(f"{text:>{cell}}" for text in texts)[2:]
-                console.print(Text(line, style=style), soft_wrap=True)
     if section.histogram is not None:
         _print_histogram(section.histogram, console)
     seen = any(print_cards(console, cards) for _, cards in section.cards)

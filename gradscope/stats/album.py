@@ -1,6 +1,6 @@
 """Samples beside what is known of them: cards with a picture or a text, label and prediction."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -38,56 +38,58 @@ def target_text(opened: Opened, target: Any) -> str:
 
 
 class Album:
-    """Samples opened, those of several data sets side by side."""
+    """Samples of some data sets, as they are.
+
+    Attributes:
+        datasets: The data sets, by name.
+        contents: A picture, a text or a row of numbers, by data set and index, where known.
+    """
 
     def __init__(self, datasets: Mapping[str, Opened], wanted: Mapping[str, Sequence[int]]) -> None:
-        self.datasets = datasets  # the data sets
-        # what the samples are, by dataset and index, where they can be shown
-        self.contents: dict[tuple[str, int], Content] = {}
-        for dataset, indexes in wanted.items():
-            found = zip(indexes, datasets[dataset].contents(indexes), strict=True)
-            self.contents |= {(dataset, k): content for k, content in found if content is not None}
+        self.datasets = datasets
+        keys = [(name, k) for name, indexes in wanted.items() for k in indexes]
+        found = [c for name, some in wanted.items() for c in datasets[name].contents(some)]
+        self.contents: dict[tuple[str, int], Pixels | str | dict[str, float]] = {
+            key: Pixels(content) if isinstance(content, np.ndarray) else content
+            for key, content in zip(keys, scaled(found), strict=True)
+            if content is not None
+        }
 
     def card(
         self, dataset: str, row: PredictedSample, lines: Sequence[str] = (), kind: str = "sample"
     ) -> Card:
-        """Return a sample with its label and the model's prediction, and what else is told."""
-        opened, told = self.datasets[dataset], list[str]()
+        """Return a sample with its label, the model's prediction, and more `lines` about it."""
+        opened, known = self.datasets[dataset], list[str]()
         kind = "token" if kind == "sample" and opened.of_row else kind
         if row.target is not None:
-            told.append(f"target {target_text(opened, row.target)}")
+            known.append(f"target {target_text(opened, row.target)}")
         wrong = isinstance(row.prediction, int) and row.prediction != row.target
         if row.prediction is not None:
-            told.append(f"predicted {target_text(opened, row.prediction)}")
-        shown = self._shown(self.contents.get((dataset, row.index)))
-        at = len(told) - 1 if wrong else None
-        return Card(f"{kind} {sample_name(row)}", [*told, *lines], shown, wrong=at)
-
-    def _shown(self, content: Content | None) -> Pixels | str | None:
-        if isinstance(content, np.ndarray):
-            return self._pixels(content)
+            known.append(f"predicted {target_text(opened, row.prediction)}")
+        content = self.contents.get((dataset, row.index))
         if isinstance(content, dict):
-            return ", ".join(f"{k} {short(v)}" for k, v in content.items())
-        return content
-
-    def _pixels(self, values: NDArray[Any]) -> Pixels:
-        """Scale pictures of one shape by their common range, which is of all that are shown."""
-        every = (c for c in self.contents.values() if isinstance(c, np.ndarray))
-        return Pixels(byte_scale([c for c in every if c.shape == values.shape])(values))
+            content = ", ".join(f"{k} {short(v)}" for k, v in content.items())
+        at = len(known) - 1 if wrong else None
+        return Card(f"{kind} {sample_name(row)}", [*known, *lines], content, wrong=at)
 
 
-def byte_scale(pictures: Sequence[NDArray[Any]]) -> Callable[[NDArray[Any]], NDArray[np.uint8]]:
-    """Return what makes bytes of pictures: 0 is the least number of any, 255 the largest."""
-    finite = [p[np.isfinite(p)] for p in pictures]
-    low = min((float(p.min()) for p in finite if p.size), default=0.0)
-    high = max((float(p.max()) for p in finite if p.size), default=1.0)
+def scaled(contents: Sequence[Content | None]) -> list[Content | None]:
+    """Return samples, their pictures as bytes; those of one shape share their least and largest."""
+    pictures = [content for content in contents if isinstance(content, np.ndarray)]
+    ranges = {}
+    for shape in {picture.shape for picture in pictures}:
+        finite = [p[np.isfinite(p)] for p in pictures if p.shape == shape]
+        low = min((float(p.min()) for p in finite if p.size), default=0.0)
+        high = max((float(p.max()) for p in finite if p.size), default=1.0)
+        ranges[shape] = low, high - low or 1.0
 
     def in_bytes(picture: NDArray[Any]) -> NDArray[np.uint8]:
-        levels = (np.nan_to_num(picture, nan=low) - low) * (255 / (high - low or 1.0))
+        low, width = ranges[picture.shape]
+        levels = (np.nan_to_num(picture, nan=low) - low) * (255 / width)
         found: NDArray[np.uint8] = np.clip(np.rint(levels), 0, 255).astype(np.uint8)
         return found
 
-    return in_bytes
+    return [in_bytes(c) if isinstance(c, np.ndarray) else c for c in contents]
 
 
 def with_samples(result: Displayable, opened: Opened) -> Overview:

@@ -21,7 +21,7 @@ from gradscope.stats.sections import (
     facts_under,
     short,
     text_of,
-    with_noun,
+    told_of,
 )
 
 _LARGEST = 112  # pixels of a sample's side
@@ -75,9 +75,6 @@ def section(found: Section, noun: str) -> str:
     parts = []
     if found.facts:
         parts.append(facts(found.facts, found.title))
-    if found.pairs:
-        columns = [markup.Column(title, [value], [None]) for title, value in found.pairs]
-        parts.append(markup.table(columns, label=found.title))
     if found.histogram is not None:
         names, numbers = zip(*bins(found.histogram), strict=True)
         counted = table(Table([count_column(f"{noun}s", numbers)], "norm", names), "Bins")
@@ -90,7 +87,7 @@ def section(found: Section, noun: str) -> str:
         parts.append(f'<ul class="cards">{"".join(map(_card, cards))}</ul>')
     parts += [f"<p>{markup.safe(text_of(note))}</p>" for note in found.notes]
     if found.formulas:
-        lines = (*found.formulas, with_noun(SYMBOLS, noun))
+        lines = (*found.formulas, told_of(SYMBOLS, noun))
         items = "".join(f"<li>{markup.safe(line)}</li>" for line in lines)
         parts.append(markup.details("Formulas", f"<ul>{items}</ul>"))
     return "\n".join(parts)

@@ -172,7 +172,6 @@ class Section:
 
     title: str  # the question, in short
     facts: Sequence[Fact] = ()  # labels with their values
-    pairs: Sequence[tuple[str, str]] = ()  # short titles, each with a value under it
     histogram: Histogram | None = None  # shown as bars on a terminal
     table: Table | None = None  # one row a parameter, class, sample or step
     samples: Sequence[Any] = ()  # the rows of the table where it lists samples
@@ -230,10 +229,10 @@ class Overview(Displayable):
 
     def of(self, noun: str) -> "Overview":
         """Return what is shown, all but the data themselves said of another noun, see `told_of`."""
-        return replace(with_noun(self, noun), noun=noun)
+        return replace(told_of(self, noun), noun=noun)
 
 
-def with_noun(shown: T, noun: str) -> T:
+def told_of(shown: T, noun: str) -> T:
     """Return what is said of samples, said of rows of another noun in their place, such as "token".
 
     Words of the data (cells, names of bars, records, cards) stay, as do paths and options.
@@ -244,11 +243,11 @@ def with_noun(shown: T, noun: str) -> T:
     if isinstance(shown, str):
         found = _SAMPLE.sub(lambda m: noun.capitalize() if m[0] == "Sample" else noun, shown)
     elif isinstance(shown, tuple | list):
-        items = [with_noun(value, noun) for value in shown]
+        items = [told_of(value, noun) for value in shown]
         found = type(shown)(*items) if hasattr(shown, "_fields") else type(shown)(items)
     elif is_dataclass(shown):
         own = (f.name for f in fields(shown) if f.name not in _DATA)
-        found = replace(found, **{name: with_noun(getattr(shown, name), noun) for name in own})
+        found = replace(found, **{name: told_of(getattr(shown, name), noun) for name in own})
     return found  # type: ignore[no-any-return]
 
 

@@ -228,7 +228,7 @@ class Summary(Displayable):
     def overview(self) -> Overview:
         """Return all that is shown of it."""
 
-        def told(how: str) -> Iterator[Any]:
+        def collect(how: str) -> Iterator[Any]:
             for name, one in ordered_statistics():
                 asked = how == "brief" and name in self.asked
                 show, found = getattr(one, "sections" if asked else how), self.results.get(name)
@@ -236,12 +236,12 @@ class Summary(Displayable):
                     yield from show(found, self)
 
         answers: dict[str, list[str]] = {question: [] for question in QUESTIONS}
-        for question, answer in told("answers"):
+        for question, answer in collect("answers"):
             answers.setdefault(question, []).append(answer)
         facts = [(question, ", ".join(found)) for question, found in answers.items() if found]
         short = [Section("In short", facts)] if self.finite else []
-        sections = join_sections([*short, *told("sections")])
-        some = join_sections([*short, *told("brief")])
+        sections = join_sections([*short, *collect("sections")])
+        some = join_sections([*short, *collect("brief")])
         left = (
             f"{len(sections) - len(some)} more sections: --full. A page of samples: gradscope view"
         )
@@ -249,10 +249,10 @@ class Summary(Displayable):
         return Overview(
             paths=[self.file.path],
             facts=self.file.shown(),
-            warnings=list(told("warnings")),
+            warnings=list(collect("warnings")),
             sections=sections,
             brief=Brief(self.file.in_short(), some, left) if len(some) < len(sections) else None,
-            pictures=sorted(told("pictures"), key=lambda picture: picture.place),
+            pictures=sorted(collect("pictures"), key=lambda picture: picture.place),
             records=records,
         ).of(self.file.noun)
 

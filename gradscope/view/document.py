@@ -23,7 +23,7 @@ from gradscope.errors import SpecError
 from gradscope.process.memory import slices
 from gradscope.sources.opened import Content, Opened
 from gradscope.stats import Options
-from gradscope.stats.album import byte_scale
+from gradscope.stats.album import scaled
 from gradscope.stats.certificate import FileFacts
 from gradscope.stats.records import Floats, cosines_of, plain, wide
 from gradscope.stats.sections import WRONG, Overview
@@ -367,12 +367,11 @@ def _missing_package(contents: Contents) -> str:
 
 def _album(contents: Contents) -> dict[str, Any]:
     """Return the sheet, the texts and the numbers of samples, one entry each or None."""
-    pictures = [c if isinstance(c, np.ndarray) else None for c in contents]
     rows = [c for c in contents if isinstance(c, dict)]
     names = list(dict.fromkeys(name for row in rows for name in row))
     longest = max(80, _LETTERS // max(1, len(contents)))
     return {
-        "sheet": _sheet(pictures),
+        "sheet": _sheet(contents),
         "texts": _of_kind(contents, str, lambda text: visible(text[:longest], keep="\n")),
         "names": [visible(name) for name in names],
         "numbers": _of_kind(contents, dict, lambda row: [row.get(name) for name in names]),
@@ -385,28 +384,26 @@ def _of_kind(contents: Contents, kind: type, shown: Any) -> list[Any] | None:
     return found if any(one is not None for one in found) else None
 
 
-def _sheet(pictures: Sequence[NDArray[Any] | None]) -> dict[str, Any] | None:
+def _sheet(contents: Contents) -> dict[str, Any] | None:
     """Return pictures side by side in one PNG: its cells, and which samples they are of.
 
     Pictures of one shape share their scale: black is the least number of all, white the largest.
     """
-    known = [k for k, picture in enumerate(pictures) if picture is not None]
+    known = [k for k, content in enumerate(contents) if isinstance(content, np.ndarray)]
     if not known or find_spec("PIL") is None:
         return None
     from PIL import Image
 
-    every = [p for p in pictures if p is not None]
+    every: list[Any] = scaled([contents[k] for k in known])
     side = min(_LARGEST, max(8, isqrt(_PIXELS // len(every))))
     largest = max(max(p.shape[:2]) for p in every)
     side = min(side, largest)
     mode = "RGB" if any(p.ndim == 3 for p in every) else "L"
     across = ceil(len(every) ** 0.5)
     sheet = Image.new(mode, (across * side, ceil(len(every) / across) * side))
-    shapes = {p.shape for p in every}
-    scales = {shape: byte_scale([p for p in every if p.shape == shape]) for shape in shapes}
     sizes = []
     for k, picture in enumerate(every):
-        one = Image.fromarray(scales[picture.shape](picture)).convert(mode)
+        one = Image.fromarray(picture).convert(mode)
         if max(one.size) > side:
             one.thumbnail((side, side))
         sheet.paste(one, (k % across * side, k // across * side))

@@ -110,10 +110,11 @@ def _sections(norm: Distribution, summary: Summary) -> list[Section]:
         numbers("max", [m and m.max for m in both]),
     ]
     formulas = ["std = √(Σ(x − mean)² / (N − 1))", "percentiles: linear between the two nearest"]
-    pairs = [(f"{key}%", short(value)) for key, value in norm.percentiles.items()]
+    ranks = {"50": 0, "90": 1, "99": 2}
+    percents = [numbers(f"{p}%", [v], ranks.get(p, 3)) for p, v in norm.percentiles.items()]
     return [
         Section("Loss and gradient norm", table=Table(columns), formulas=formulas),
-        Section("Percentiles of the norm", pairs=pairs),
+        Section("Percentiles of the norm", table=Table(percents)),
         Section("Histogram of the norm", histogram=norm.histogram),
     ]
 
