@@ -74,7 +74,7 @@ def _heading(column: Column) -> str:
 
 
 def _cells(column: Column) -> list[str]:
-    """Return the cells, those of numbers with what they are sorted by."""
+    """Return the cells of a column. A cell of a number holds the value to sort by."""
     if column.values is None:
         return [f"<td>{safe(text)}</td>" for text in column.cells]
     found = []
@@ -85,7 +85,7 @@ def _cells(column: Column) -> list[str]:
 
 
 def details(summary: str, content: str) -> str:
-    """Return what is shown after a click on its summary."""
+    """Return content that a click on its summary opens."""
     return f"<details><summary>{safe(summary)}</summary>{content}</details>"
 
 
@@ -117,12 +117,12 @@ def page(
     """Return a page that needs no network, and runs its own scripts alone, by their digests.
 
     Args:
-        title: Of its window.
-        body: What it shows.
-        maker: The command that writes it, and may write over it.
-        style: CSS besides that of all pages.
-        scripts: Likewise.
-        connect: Where its scripts may read from, as a Content-Security-Policy says it.
+        title: The title of the window.
+        body: The HTML of the page.
+        maker: The command that writes the page, and may replace it.
+        style: CSS after the style of all pages.
+        scripts: JavaScript after the script of all pages.
+        connect: The `connect-src` of the page's Content-Security-Policy.
     """
     every = [resource("gradscope.markup", "page.js"), *scripts]
     digests = (b64encode(sha256(script.encode()).digest()).decode() for script in every)

@@ -1,4 +1,4 @@
-"""Samples beside what is known of them: cards with a picture or a text, label and prediction."""
+"""Samples on cards: a picture or a text with its label and the prediction."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -38,7 +38,7 @@ def target_text(opened: Opened, target: Any) -> str:
 
 
 class Album:
-    """Samples of some data sets, as they are.
+    """The contents of samples, opened in their data sets.
 
     Attributes:
         datasets: The data sets, by name.
@@ -74,7 +74,7 @@ class Album:
 
 
 def scaled(contents: Sequence[Content | None]) -> list[Content | None]:
-    """Return samples, their pictures as bytes; those of one shape share their least and largest."""
+    """Return samples with pictures as bytes. Pictures of one shape share one scale, 0 to 255."""
     pictures = [content for content in contents if isinstance(content, np.ndarray)]
     ranges = {}
     for shape in {picture.shape for picture in pictures}:
@@ -93,7 +93,7 @@ def scaled(contents: Sequence[Content | None]) -> list[Content | None]:
 
 
 def with_samples(result: Displayable, opened: Opened) -> Overview:
-    """Return what is shown of a result, each sample that it lists as it is.
+    """Return the overview of a result with a card for each sample that it lists.
 
     Rows of numbers are left out: they are no easier to see than the file.
     """

@@ -1,4 +1,4 @@
-"""What is shown of a result as HTML: the same parts on a page and in a notebook."""
+"""HTML of an overview: a page and a notebook show the same facts, tables and cards."""
 
 import json
 from collections.abc import Sequence
@@ -53,13 +53,13 @@ def header(found: Overview) -> str:
 
 
 def warnings(found: Overview) -> str:
-    """Return what is wrong with a result."""
+    """Return the warnings of a result."""
     lines = (f'<p class="warning" role="alert">{markup.safe(line)}</p>' for line in found.warnings)
     return "".join(lines)
 
 
 def about(found: Overview, label: str) -> str:
-    """Return where the files are, what they are, and behind a click what was recorded of them."""
+    """Return the paths and facts of the files. A click opens their certificates and runs."""
     told = {text_of(value) for _, value in found.facts}
     paths = facts_under("file", [path for path in found.paths if path not in told])
     parts = [facts([*paths, *found.facts], label)]
@@ -71,7 +71,7 @@ def about(found: Overview, label: str) -> str:
 
 
 def section(found: Section, noun: str) -> str:
-    """Return what is in a section, without its title; its formulas are behind a click."""
+    """Return the content of a section without its title. A click opens its formulas."""
     parts = []
     if found.facts:
         parts.append(facts(found.facts, found.title))

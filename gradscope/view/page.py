@@ -1,8 +1,7 @@
 """One self-contained page: the data as JSON, the script, the charts; nothing from a network.
 
-What is in the data is text to the page: the script sets it as text only, and the policy lets
-nothing run but the two scripts whose digests it names. On localhost its samples' details are read
-when they are asked for (`serve`).
+The script sets all data as text, never as markup, and the page's policy allows its own scripts
+alone. `serve` answers on localhost: the page then asks for the details of samples as needed.
 """
 
 import json
