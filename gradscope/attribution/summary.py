@@ -274,59 +274,48 @@ Groups = Sequence[tuple[str, str, Sequence[QueryRow | Scored]]]  # heading, data
 def with_samples(summary: ScoreSummary, scores: Scores) -> Overview:
     """Return what is shown, the first queries with who helped and harmed them as they are."""
     tables = {"query": scores.queries, "train": scores.samples}
-    datasets = {
-        dataset: Opened.of(scores.record.get(dataset) or {}, tables[dataset])
-        for dataset in _DATASETS
-    }
+    datasets = {name: Opened.of(scores.record.get(name) or {}, tables[name]) for name in _DATASETS}
     rows = summary.rows[:QUERIES]
     train = dict.fromkeys(s.index for row in rows for s in (*row.helpful, *row.harmful))
     album = Album(datasets, {"query": [row.index for row in rows], "train": [*train]})
     plain, shown = summary.overview(), rows if album.contents else ()
     kept = [s for s in plain.sections if not (shown and s.title == INFLUENCE)]
-    missing = [
-        (f"{_DATASETS[dataset]} not shown", own.why) for dataset, own in datasets.items() if own.why
-    ]
+    missing = [(f"{_DATASETS[k]} not shown", own.why) for k, own in datasets.items() if own.why]
     more = len(summary.rows) - len(shown)
     if shown and more:
         missing.append(("not shown", f"{queries(more)} more: --json has all"))
     found = replace(
         plain,
         facts=[*plain.facts, *missing],
-        sections=[*(_opened(row, album) for row in shown), *kept],
+        sections=[*(_query_section(row, album) for row in shown), *kept],
         pictures=() if shown else plain.pictures,
     )
     return found.of(plain.noun)
 
 
-def _opened(row: QueryRow, album: Album) -> Section:
+def _query_section(row: QueryRow, album: Album) -> Section:
     """Return a query with its samples: as cards, or where they are numbers in a table."""
     groups: Groups = [
         ("The query", "query", [row]),
         ("Helped most: its loss would be higher without", "train", row.helpful),
         ("Harmed most: its loss would be lower without", "train", row.harmful),
     ]
-    every = [(dataset, sample) for _, dataset, samples in groups for sample in samples]
-    contents = [album.contents.get((dataset, sample.index)) for dataset, sample in every]
+    every = [(name, sample) for _, name, samples in groups for sample in samples]
+    contents = [album.contents.get((name, sample.index)) for name, sample in every]
     title, found = f"Query {sample_name(row)}", [c for c in contents if c is not None]
     if not found or not all(isinstance(c, dict) for c in found):
-        shown = ((name, [_card(album, dataset, s) for s in some]) for name, dataset, some in groups)
-        return Section(title, cards=[(name, cards) for name, cards in shown if cards])
+        cards = ((heading, [_card(album, k, s) for s in some]) for heading, k, some in groups)
+        return Section(title, cards=[(heading, some) for heading, some in cards if some])
+    columns = [Column("sample", [sample_name(s) for _, s in every])]
+    for heading, key in (("target", "target"), ("predicted", "prediction")):
+        known = [(album.datasets[name], getattr(s, key)) for name, s in every]
+        if any(value is not None for _, value in known):
+            columns.append(Column(heading, [target_text(*pair) for pair in known]))
     scores = [sample.score if isinstance(sample, Scored) else None for _, sample in every]
-    columns = [
-        Column("sample", [sample_name(s) for _, s in every]),
-        *(
-            Column(
-                title,
-                [target_text(album.datasets[dataset], getattr(s, name)) for dataset, s in every],
-            )
-            for title, name in (("target", "target"), ("predicted", "prediction"))
-            if any(getattr(s, name) is not None for _, s in every)
-        ),
-        Column("score", [short(s) for s in scores], values=scores),
-    ]
+    columns.append(numbers("score", scores))
     for entry in dict.fromkeys(k for c in found if isinstance(c, dict) for k in c):
         values = [c.get(entry) if isinstance(c, dict) else None for c in contents]
-        columns.append(Column(entry, [short(v) for v in values], values=values))
+        columns.append(numbers(entry, values))
     roles = [name.partition(" most")[0] for name, _, samples in groups for _ in samples]
     return Section(title, table=Table(columns, "", roles))
 

@@ -130,17 +130,22 @@ def render_run(result: "RunReport", console: Console) -> None:
         more = f"{count(left, 'parameter')} of a smaller share: gradscope stats --full"
         console.print(Text(more, style="dim"), overflow="fold")
     heading(console, "Run")
-    rows = certificate_facts(result.certificate, result.audits) + _nonfinite(result)
-    if result.path is not None:
-        rows.append(("written", f"{result.path} ({size(result.bytes)})"))
     speed = f", {short(result.samples / result.seconds)} samples/s" if result.seconds > 0 else ""
     samples = count(result.samples, "sample")
-    rows += [
-        *facts_under("chain", result.chains),
+    rows = [
+        *_outcome(result, result.audits),
         ("computed", f"{samples} in {duration(result.seconds)}{speed}"),
         ("backend", result.backend),
     ]
     print_facts(console, [*told_of(rows, result.noun), *facts_under("note", result.notes)])
+
+
+def _outcome(result: "RunReport | MergeReport", audits: str | None = None) -> list[Fact]:
+    """Return what was proved, what is not finite, what was written where, and the chains."""
+    rows = certificate_facts(result.certificate, audits) + _nonfinite(result)
+    if result.path is not None:
+        rows.append(("written", f"{result.path} ({size(result.bytes)})"))
+    return rows + facts_under("chain", result.chains)
 
 
 def _nonfinite(result: "RunReport | MergeReport") -> list[Fact]:
@@ -158,13 +163,7 @@ def _nonfinite(result: "RunReport | MergeReport") -> list[Fact]:
 def render_merge(result: "MergeReport", console: Console) -> None:
     """Print what was merged, what of it was proved, and what was written where."""
     merged = f"{count(result.samples, 'sample')} of {count(result.files, 'file')}"
-    rows: list[Fact] = [
-        *certificate_facts(result.certificate),
-        *_nonfinite(result),
-        ("written", f"{result.path} ({size(result.bytes)})"),
-        *facts_under("chain", result.chains),
-        ("merged", f"{merged} in {duration(result.seconds)}"),
-    ]
+    rows: list[Fact] = [*_outcome(result), ("merged", f"{merged} in {duration(result.seconds)}")]
     if result.recomputed:
         again = f"{count(result.recomputed, 'sample')} one by one: the same losses and norms"
         rows.append(("recomputed", again))

@@ -103,16 +103,15 @@ def with_samples(result: Displayable, opened: Opened) -> Overview:
     album = Album({"": opened}, {"": wanted})
     seen = {k for k, c in album.contents.items() if not isinstance(c, dict)}
 
-    def opened_(section: Section) -> Section:
+    def with_cards(section: Section) -> Section:
         rows = [row for row in section.samples if ("", row.index) in seen]
-        cards = [
-            album.card("", r, [f"norm {short(r.norm)}", f"loss {short(r.loss)}"]) for r in rows
-        ]
+        lines = ([f"norm {short(row.norm)}", f"loss {short(row.loss)}"] for row in rows)
+        cards = [album.card("", *both) for both in zip(rows, lines, strict=True)]
         return replace(section, cards=[*section.cards, ("", cards)]) if cards else section
 
     brief = found.brief
     if brief is not None:
-        brief = replace(brief, sections=[*map(opened_, brief.sections)])
+        brief = replace(brief, sections=[*map(with_cards, brief.sections)])
     facts = [*found.facts, ("samples not shown", opened.why)] if opened.why else found.facts
-    sections = [*map(opened_, found.sections)]
+    sections = [*map(with_cards, found.sections)]
     return replace(found, facts=facts, sections=sections, brief=brief)
