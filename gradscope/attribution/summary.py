@@ -103,8 +103,8 @@ def _refined(record: Mapping[str, Any]) -> list[Fact]:
     if refined is None:
         return []
     chosen = " ".join(f"{k}={_short(v)}" for k, v in refined["checkpoints"][0].items())
-    told = f"the {refined['k']} most helpful and harmful of each query, by full gradients: {chosen}"
-    return [("refined", told)]
+    text = f"the {refined['k']} most helpful and harmful of each query, by full gradients: {chosen}"
+    return [("refined", text)]
 
 
 def summarize_scores(
@@ -217,8 +217,8 @@ def _influence(summary: ScoreSummary) -> Section:
         Column("harmed most", [_cell(harmful) for _, _, _, harmful in pairs]),
     ]
     more = len(summary.rows) - len(shown)
-    told = any(s.target is not None for row in shown for s in (*row.helpful, *row.harmful))
-    notes = [f"A training sample with its {'target and its ' if told else ''}score."]
+    labelled = any(s.target is not None for row in shown for s in (*row.helpful, *row.harmful))
+    notes = [f"A training sample with its {'target and its ' if labelled else ''}score."]
     if more > 0:
         notes.append(f"And {queries(more)} more: --json has all.")
     return Section(INFLUENCE, table=Table(columns), notes=notes)
@@ -240,8 +240,8 @@ def _picture(row: QueryRow) -> Picture:
 def _cell(row: Scored | None) -> str:
     if row is None:
         return ""
-    told = "" if row.target is None else f" ({value_text(row.target)})"
-    return f"{sample_name(row)}{told}  {short(row.score)}"
+    target = "" if row.target is None else f" ({value_text(row.target)})"
+    return f"{sample_name(row)}{target}  {short(row.score)}"
 
 
 def _sums(summary: ScoreSummary) -> Section:

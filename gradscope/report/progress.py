@@ -119,15 +119,15 @@ _POLL = 0.5  # seconds between looks at the file
 OnSteps = Callable[[History | None, Sequence[Step]], None]  # all there is, and what of it is new
 
 
-def follow(reader: HistoryReader, console: Console, tell: OnSteps | None = None) -> History:
+def follow(reader: HistoryReader, console: Console, on_steps: OnSteps | None = None) -> History:
     """Show a history as it grows, until its training has ended, and return it then.
 
     Args:
         reader: Of the file; it may be empty as yet.
         console: A terminal shows one screen, anything else gets a line a step.
-        tell: Is told what is new in their place.
+        on_steps: Called with what is new instead.
     """
-    with _display(console, tell) as show:
+    with _display(console, on_steps) as show:
         while True:
             found, new = reader.read()
             show(found, new)
@@ -137,9 +137,9 @@ def follow(reader: HistoryReader, console: Console, tell: OnSteps | None = None)
 
 
 @contextmanager
-def _display(console: Console, tell: OnSteps | None) -> Iterator[OnSteps]:
-    if tell is not None:
-        yield tell
+def _display(console: Console, on_steps: OnSteps | None) -> Iterator[OnSteps]:
+    if on_steps is not None:
+        yield on_steps
     elif not console.is_terminal or console.is_dumb_terminal:
         yield lambda found, new: _print(found, new, console)
     else:

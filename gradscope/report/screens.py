@@ -50,8 +50,8 @@ def render_comparison(comparison: "Comparison", console: Console, verbose: bool 
         if not all(p.agrees for p in row.parameters):
             _render_disagreement(comparison, row, console)
     for row in rows:
-        told = row.status != "agrees" and all(p.agrees for p in row.parameters)
-        if told and (row.reason or row.remedy):
+        without_numbers = row.status != "agrees" and all(p.agrees for p in row.parameters)
+        if without_numbers and (row.reason or row.remedy):
             console.print()
             name = Text(visible(row.backend), "bold")
             console.print(Text(" ").join([name, safe(STATUS[row.status])]))
@@ -221,11 +221,11 @@ def _space(room: "Room") -> list[Fact]:
     rows: list[Fact] = [("file", f"{takes}, {size(room.free)} free")]
     if room.limit is not None:
         rows.append(("limit", f"{size(room.limit)} a file"))
-    told = {size(room.bytes)}
+    sizes = {size(room.bytes)}
     for name, n in sorted(room.layouts.items(), key=lambda item: item[0] == "auto"):
-        if size(n) not in told:
+        if size(n) not in sizes:
             rows.append(("", f"{size(n)} in the {name} layout"))
-            told.add(size(n))
+            sizes.add(size(n))
     return rows
 
 

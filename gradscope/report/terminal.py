@@ -38,7 +38,7 @@ _NARROWEST_NAME = 16
 _NAME_SHARE = 0.4  # of the width, before numbers are hidden for long names
 _WIDEST_BAR = 100
 _EIGHTHS = " ▏▎▍▌▋▊▉"
-_CARD = 14  # cells of a sample's picture and what is told of it
+_CARD = 14  # cells of a sample's picture and its captions
 _LINES = 3  # of a sample's text
 _HALVES, _HALF = " ▄▀█", 127
 

@@ -60,8 +60,8 @@ def warnings(found: Overview) -> str:
 
 def about(found: Overview, label: str) -> str:
     """Return the paths and facts of the files. A click opens their certificates and runs."""
-    told = {text_of(value) for _, value in found.facts}
-    paths = facts_under("file", [path for path in found.paths if path not in told])
+    named = {text_of(value) for _, value in found.facts}
+    paths = facts_under("file", [path for path in found.paths if path not in named])
     parts = [facts([*paths, *found.facts], label)]
     for name, record in (found.records or {}).items():
         if record:

@@ -324,8 +324,8 @@ class Neighbours:
 
 def _digests(record: GradientFile | Scores) -> set[str]:
     if isinstance(record, Scores):
-        told: Mapping[str, Any] = record.record.get("query") or {}
-        return {str((told.get("digests") or {}).get("dataset"))}
+        query: Mapping[str, Any] = record.record.get("query") or {}
+        return {str((query.get("digests") or {}).get("dataset"))}
     return {str(record.attributes.get("dataset_sha256"))}
 
 
