@@ -19,9 +19,7 @@ import torch
 from torch import nn
 
 from gradscope.errors import ResultFileError
-from gradscope.stats import read_history
-from gradscope.stats.training import Step
-from gradscope.training import Monitor, TrainerMonitor
+from gradscope.training import Monitor, Step, TrainerMonitor, read_history
 
 OVERHEAD = 0.03
 Begin = Callable[[], None]  # is called when all is made, and the training is about to begin

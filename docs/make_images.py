@@ -23,7 +23,7 @@ from gradscope.report import render, render_comparison, render_run
 from gradscope.run import Job, compute, prepare
 from gradscope.sources.opened import Opened
 from gradscope.stats import summarize
-from gradscope.stats.looking import looked
+from gradscope.stats.album import with_samples
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "images"
@@ -58,7 +58,7 @@ def main(folder: Path) -> None:
     picture(
         folder / "stats.svg",
         "gradscope stats build/digits.h5",
-        lambda console: render(looked(summary, opened), console, full=False),
+        lambda console: render(with_samples(summary, opened), console, full=False),
     )
     comparison = _comparison(job)
     picture(

@@ -36,7 +36,7 @@ from benchmarks.workloads import (
     workload,
 )
 from gradscope.cli.app import run as command_line
-from gradscope.stats import read_history
+from gradscope.training import read_history
 
 CPU = torch.device("cpu")
 OURS = [m for m in METHODS.values() if m.ours and not m.compiled]

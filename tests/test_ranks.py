@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 import gradscope
 from gradscope.errors import SpecError
 from gradscope.run.model_parallel import processes
-from gradscope.stats import read_history
+from gradscope.training import read_history
 from tests.ranks_worker import CHAINS, OWN
 
 ROOT = Path(__file__).parents[1]

@@ -16,7 +16,7 @@ from gradscope.attribution.sources import (
     scope_source,
     training_run,
 )
-from gradscope.attribution.summary import ScoreSummary, looked, summarize_scores
+from gradscope.attribution.summary import ScoreSummary, summarize_scores, with_samples
 from gradscope.attribution.validation import Asked, Validating, Validation, validate
 from gradscope.config import RunSpec, load
 from gradscope.errors import SpecError
@@ -33,11 +33,11 @@ __all__ = [
     "Validation",
     "attribute",
     "in_memory",
-    "looked",
     "open_scores",
     "opened",
     "summarize_scores",
     "validate",
+    "with_samples",
     "writing_scores",
 ]
 

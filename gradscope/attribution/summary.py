@@ -10,22 +10,22 @@ from numpy.typing import NDArray
 
 from gradscope.attribution.scores import Ranked, Scores
 from gradscope.sources.opened import Opened
-from gradscope.stats.looking import Album, label, name_of
-from gradscope.stats.records import Json, OfSample, Plain, Record, number, plain
+from gradscope.stats.album import Album, sample_name, target_text
+from gradscope.stats.records import Json, Plain, Record, SampleRecord, number, plain
 from gradscope.stats.sections import (
     BarPicture,
     Card,
     Column,
+    Displayable,
     Fact,
     Overview,
     Picture,
     Section,
-    Shown,
     Table,
-    listed,
+    facts_under,
     numbers,
     short,
-    targets,
+    target_columns,
     value_text,
 )
 from gradscope.stats.source import token_names
@@ -35,14 +35,14 @@ _SHOWN, _DRAWN = 10, 6  # queries in a text, in a picture
 _GROUPS = 20  # classes whose scores are summed without being asked for
 
 
-class Scored(OfSample):
+class Scored(SampleRecord):
     """A training sample with its score for a query."""
 
     prediction: Plain = None
     score: float
 
 
-class QueryRow(OfSample):
+class QueryRow(SampleRecord):
     """A query with the training samples that matter most to it."""
 
     prediction: Plain = None
@@ -52,7 +52,7 @@ class QueryRow(OfSample):
     sums: tuple[float, ...] = ()  # of its scores with the samples of each group
 
 
-class ScoreSummary(Record, Shown):
+class ScoreSummary(Record, Displayable):
     """What scores say."""
 
     schema_: Literal["gradscope.attribute"] = "gradscope.attribute"
@@ -83,7 +83,7 @@ class ScoreSummary(Record, Shown):
             ("curvature", " ".join(f"{k}={_short(v)}" for k, v in chosen[0].items())),
             *_refined(self.record),
             ("unit", str(self.record.get("unit"))),
-            *listed("note", self.notes),
+            *facts_under("note", self.notes),
         ]
         sections = [_influence(self)]
         if self.groups:
@@ -91,8 +91,8 @@ class ScoreSummary(Record, Shown):
         if self.most_influential:
             rows = self.most_influential
             columns = [
-                Column(noun, [name_of(r) for r in rows]),
-                *targets(rows),
+                Column(noun, [sample_name(r) for r in rows]),
+                *target_columns(rows),
                 numbers("self-influence", [r.score for r in rows]),
             ]
             sections.append(Section("Most influential on themselves", table=Table(columns)))
@@ -110,8 +110,8 @@ def _refined(record: Mapping[str, Any]) -> list[Fact]:
     if refined is None:
         return []
     chosen = " ".join(f"{k}={_short(v)}" for k, v in refined["checkpoints"][0].items())
-    told = f"the {refined['k']} most helpful and harmful of each query, by full gradients: {chosen}"
-    return [("refined", told)]
+    text = f"the {refined['k']} most helpful and harmful of each query, by full gradients: {chosen}"
+    return [("refined", text)]
 
 
 def summarize_scores(
@@ -216,7 +216,7 @@ def _influence(summary: ScoreSummary) -> Section:
         return [Column(name, once(lambda row: value_text(getattr(row, name))), rank=rank)]
 
     columns = [
-        Column("query", once(name_of)),
+        Column("query", once(sample_name)),
         *known("target", 1),
         *known("prediction", 2),
         Column("loss", once(lambda row: short(row.loss)), rank=3),
@@ -224,8 +224,8 @@ def _influence(summary: ScoreSummary) -> Section:
         Column("harmed most", [_cell(harmful) for _, _, _, harmful in pairs]),
     ]
     more = len(summary.rows) - len(shown)
-    told = any(s.target is not None for row in shown for s in (*row.helpful, *row.harmful))
-    notes = [f"A training {summary.noun} with its {'target and its ' if told else ''}score."]
+    labelled = any(s.target is not None for row in shown for s in (*row.helpful, *row.harmful))
+    notes = [f"A training {summary.noun} with its {'target and its ' if labelled else ''}score."]
     if more > 0:
         notes.append(f"And {queries(more)} more: --json has all.")
     return Section(INFLUENCE, table=Table(columns), notes=notes)
@@ -235,11 +235,11 @@ def _picture(row: QueryRow, noun: str) -> Picture:
     """Return the scores of who helped and harmed a query most, a bar each."""
     bars = [*row.helpful, *reversed(row.harmful)]
     return BarPicture(
-        label=f"Scores of who helped and harmed query {name_of(row)} most",
-        title=f"Query {name_of(row)}",
+        label=f"Scores of who helped and harmed query {sample_name(row)} most",
+        title=f"Query {sample_name(row)}",
         across="score",
         empty="" if bars else f"no {noun} has a score",
-        names=[name_of(bar) for bar in bars],
+        names=[sample_name(bar) for bar in bars],
         values=[bar.score for bar in bars],
     )
 
@@ -247,15 +247,15 @@ def _picture(row: QueryRow, noun: str) -> Picture:
 def _cell(row: Scored | None) -> str:
     if row is None:
         return ""
-    told = "" if row.target is None else f" ({value_text(row.target)})"
-    return f"{name_of(row)}{told}  {short(row.score)}"
+    target = "" if row.target is None else f" ({value_text(row.target)})"
+    return f"{sample_name(row)}{target}  {short(row.score)}"
 
 
 def _sums(summary: ScoreSummary) -> Section:
     """Return a row a query, a column a group."""
     shown = summary.rows[:_SHOWN]
     columns = [
-        Column("query", [name_of(r) for r in shown]),
+        Column("query", [sample_name(r) for r in shown]),
         *(
             numbers(str(group), [r.sums[k] for r in shown], rank=1 + k)
             for k, group in enumerate(summary.groups)
@@ -274,66 +274,63 @@ def _short(value: Any) -> str:
 
 QUERIES = 40  # on a page
 
-Groups = Sequence[tuple[str, str, Sequence[QueryRow | Scored]]]  # heading, side, samples
+Groups = Sequence[tuple[str, str, Sequence[QueryRow | Scored]]]  # heading, data set, samples
 
 
-def looked(summary: ScoreSummary, scores: Scores) -> Overview:
+def with_samples(summary: ScoreSummary, scores: Scores) -> Overview:
     """Return what is shown, the first queries with who helped and harmed them as they are."""
     tables = {"query": scores.queries, "train": scores.samples}
-    sides = {side: Opened.of(scores.record.get(side) or {}, tables[side]) for side in tables}
+    datasets = {name: Opened.of(scores.record.get(name) or {}, tables[name]) for name in tables}
     rows = summary.rows[:QUERIES]
     train = dict.fromkeys(s.index for row in rows for s in (*row.helpful, *row.harmful))
-    album = Album(sides, {"query": [row.index for row in rows], "train": [*train]})
+    album = Album(datasets, {"query": [row.index for row in rows], "train": [*train]})
     plain, shown = summary.overview(), rows if album.contents else ()
     kept = [s for s in plain.sections if not (shown and s.title == INFLUENCE)]
     words = {"query": "queries", "train": f"training {plain.noun}s"}
-    missing = [(f"{words[side]} not shown", own.why) for side, own in sides.items() if own.why]
+    missing = [(f"{words[k]} not shown", own.why) for k, own in datasets.items() if own.why]
     more = len(summary.rows) - len(shown)
     if shown and more:
         missing.append(("not shown", f"{queries(more)} more: --json has all"))
     return replace(
         plain,
         facts=[*plain.facts, *missing],
-        sections=[*(_opened(row, album, plain.noun) for row in shown), *kept],
+        sections=[*(_query_section(row, album, plain.noun) for row in shown), *kept],
         pictures=() if shown else plain.pictures,
     )
 
 
-def _opened(row: QueryRow, album: Album, noun: str) -> Section:
+def _query_section(row: QueryRow, album: Album, noun: str) -> Section:
     """Return a query with its samples: as cards, or where they are numbers in a table."""
     groups: Groups = [
         ("The query", "query", [row]),
         ("Helped most: its loss would be higher without", "train", row.helpful),
         ("Harmed most: its loss would be lower without", "train", row.harmful),
     ]
-    every = [(side, sample) for _, side, samples in groups for sample in samples]
-    contents = [album.contents.get((side, sample.index)) for side, sample in every]
-    title, found = f"Query {name_of(row)}", [c for c in contents if c is not None]
+    every = [(name, sample) for _, name, samples in groups for sample in samples]
+    contents = [album.contents.get((name, sample.index)) for name, sample in every]
+    title, found = f"Query {sample_name(row)}", [c for c in contents if c is not None]
     if not found or not all(isinstance(c, dict) for c in found):
-        shown = ((name, [_card(album, side, s) for s in some]) for name, side, some in groups)
-        return Section(title, cards=[(name, cards) for name, cards in shown if cards])
+        cards = ((heading, [_card(album, k, s) for s in some]) for heading, k, some in groups)
+        return Section(title, cards=[(heading, some) for heading, some in cards if some])
+    columns = [Column("sample", [sample_name(s) for _, s in every])]
+    for heading, key in (("target", "target"), ("predicted", "prediction")):
+        known = [(album.datasets[name], getattr(s, key)) for name, s in every]
+        if any(value is not None for _, value in known):
+            columns.append(Column(heading, [target_text(*pair) for pair in known]))
     scores = [sample.score if isinstance(sample, Scored) else None for _, sample in every]
-    columns = [
-        Column(noun, [name_of(s) for _, s in every]),
-        *(
-            Column(title, [label(album.sides[side], getattr(s, name)) for side, s in every])
-            for title, name in (("target", "target"), ("predicted", "prediction"))
-            if any(getattr(s, name) is not None for _, s in every)
-        ),
-        Column("score", [short(s) for s in scores], values=scores),
-    ]
+    columns.append(numbers("score", scores))
     for entry in dict.fromkeys(k for c in found if isinstance(c, dict) for k in c):
         values = [c.get(entry) if isinstance(c, dict) else None for c in contents]
-        columns.append(Column(entry, [short(v) for v in values], values=values))
+        columns.append(numbers(entry, values))
     roles = [name.partition(" most")[0] for name, _, samples in groups for _ in samples]
     return Section(title, table=Table(columns, "", roles))
 
 
-def _card(album: Album, side: str, sample: QueryRow | Scored) -> Card:
+def _card(album: Album, dataset: str, sample: QueryRow | Scored) -> Card:
     """Return a sample with its label, the model's prediction, and its loss or score."""
     lines = []
     if isinstance(sample, Scored):
         lines.append(f"score {short(sample.score)}")
     elif sample.loss is not None:
         lines.append(f"loss {short(sample.loss)}")
-    return album.card(side, sample, lines, "query" if side == "query" else "sample")
+    return album.card(dataset, sample, lines, "query" if dataset == "query" else "sample")

@@ -30,18 +30,18 @@ from gradscope.attribution.summary import described, queries
 from gradscope.core.texts import count
 from gradscope.errors import GradscopeError, SpecError
 from gradscope.sources.data import open_dataset
-from gradscope.stats.looking import name_of
-from gradscope.stats.records import Floats, Interval, OfSample, Record
+from gradscope.stats.album import sample_name
+from gradscope.stats.records import Floats, Interval, Record, SampleRecord
 from gradscope.stats.sections import (
     Column,
     Fact,
     Overview,
     Section,
     Table,
-    between,
-    listed,
+    count_column,
+    facts_under,
+    interval_text,
     numbers,
-    whole,
 )
 
 FOLDER = ".validation"  # in the place of the score file's ending
@@ -91,13 +91,13 @@ class LdsRow(Record):
     interval: Interval
 
 
-class QueryLds(OfSample):
+class QueryLds(SampleRecord):
     """The rank correlation of one query."""
 
     lds: float
 
 
-class Removal(OfSample):
+class Removal(SampleRecord):
     """What the loss of a query does when some training samples are left out."""
 
     k: int  # how many
@@ -132,7 +132,7 @@ class Validation(Record):
             ("scores", f"{queries(self.queries)} × {self.samples:,} samples"),
             ("retrained", f"{self.retrainings:,} times, each on {share} of the samples"),
             ("kept in", self.folder),
-            *listed("note", self.notes),
+            *facts_under("note", self.notes),
         ]
         sections = [_scores_section(self), _queries_section(self.by_query)]
         if self.removal:
@@ -401,7 +401,7 @@ def _scores_section(found: Validation) -> Section:
     columns = [
         Column("scores", [row.scores for row in rows], justify="left"),
         numbers("LDS", [row.lds for row in rows]),
-        Column("95% interval", [between(row.interval) for row in rows]),
+        Column("95% interval", [interval_text(row.interval) for row in rows]),
     ]
     note = (
         f"An interval {found.width:g} wide takes about {found.needed:,} retrainings "
@@ -418,7 +418,7 @@ def _scores_section(found: Validation) -> Section:
 def _queries_section(rows: Sequence[QueryLds]) -> Section:
     shown = sorted(rows, key=lambda row: row.lds)[:_SHOWN]
     columns = [
-        Column("query", [name_of(row) for row in shown]),
+        Column("query", [sample_name(row) for row in shown]),
         Column("target", [str(row.target) for row in shown], rank=1),
         numbers("LDS", [row.lds for row in shown]),
     ]
@@ -429,9 +429,9 @@ def _queries_section(rows: Sequence[QueryLds]) -> Section:
 
 def _removal_section(rows: Sequence[Removal]) -> Section:
     columns = [
-        Column("query", [name_of(row) for row in rows]),
+        Column("query", [sample_name(row) for row in rows]),
         Column("target", [str(row.target) for row in rows], rank=2),
-        whole("removed", [row.k for row in rows]),
+        count_column("removed", [row.k for row in rows]),
         numbers("predicted rise", [row.predicted for row in rows]),
         numbers("without the most helpful", [float(np.mean(row.helpful)) for row in rows]),
         numbers("without random ones", [float(np.mean(row.drawn)) for row in rows]),

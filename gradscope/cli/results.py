@@ -15,8 +15,9 @@ from gradscope.process import stops, streams
 
 if TYPE_CHECKING:
     from gradscope.attribution import ScoreSummary
-    from gradscope.stats import Difference, History, Step, Summary
-    from gradscope.stats.sections import Shown
+    from gradscope.stats import Difference, Summary
+    from gradscope.stats.sections import Displayable
+    from gradscope.training import History, Step
     from gradscope.view import View
 
     Found = Summary | Difference | History | ScoreSummary
@@ -32,10 +33,10 @@ def stats(options: StatsOptions) -> None:
     _require_options(options, history=history)
     stops.raise_on_signal()
     if history:
-        from gradscope.stats import read_history
+        from gradscope.training import read_history
 
         found: Found = _follow(files[0], json=as_json) if options.follow else read_history(files[0])
-        shown: Shown = found
+        shown: Displayable = found
     else:
         found, shown = _summarize(options)
     if options.plot is not None:
@@ -59,7 +60,7 @@ def _single_file_options(options: StatsOptions) -> dict[str, Any]:
     return {name: value for name, value in own.items() if value not in (None, ())}
 
 
-def _summarize(options: StatsOptions) -> "tuple[Found, Shown]":
+def _summarize(options: StatsOptions) -> "tuple[Found, Displayable]":
     """Return what there is to say of one result file or two, and what is shown of it.
 
     Samples are opened where --top or --html asks for them, else of data that are small.
@@ -78,7 +79,7 @@ def _summarize(options: StatsOptions) -> "tuple[Found, Shown]":
                 return found, found
         if "attribution" in first.run:
             from gradscope.attribution import Scores, summarize_scores
-            from gradscope.attribution import looked as opened
+            from gradscope.attribution import with_samples as opened
 
             if own := _single_file_options(options):
                 what = f"--{next(iter(own))} is for gradients, not for scores"
@@ -93,10 +94,10 @@ def _summarize(options: StatsOptions) -> "tuple[Found, Shown]":
         if none:
             return found, found
         from gradscope.sources.opened import Opened
-        from gradscope.stats.looking import looked
+        from gradscope.stats.album import with_samples
 
         largest = None if everything else _LARGE
-        return found, looked(found, Opened.of(first.run, first.samples, largest))
+        return found, with_samples(found, Opened.of(first.run, first.samples, largest))
 
 
 def _require_options(options: StatsOptions, *, history: bool) -> None:
@@ -119,7 +120,7 @@ def _require_options(options: StatsOptions, *, history: bool) -> None:
 def _follow(file: Path, *, json: bool) -> "History":
     """Show a history until its training has ended, as documents a line if so asked; return it."""
     from gradscope.report import console, follow
-    from gradscope.stats.training import HistoryReader, line
+    from gradscope.training.history import HistoryReader, line
 
     def tell(found: "History | None", new: "Sequence[Step]") -> None:
         for step in new:
@@ -176,7 +177,7 @@ def view(options: ViewOptions) -> None:
 
         target = options.output or files[0].with_suffix(".html")
         document = shown.document()
-        bytes_ = write_page(document, target)
+        bytes_ = write_page(document, shown.overview(), target)
         made = {"schema": "gradscope.view", "version": 1, "path": str(target), "bytes": bytes_}
         if options.as_json:
             show(made | {"samples": document["samples"]}, print, json=True)

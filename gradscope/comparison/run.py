@@ -34,11 +34,19 @@ from gradscope.process.memory import peak_memory, timed
 from gradscope.process.stops import is_stop
 from gradscope.scope import Scope
 from gradscope.stages.losses import of_tokens, resolve
+from gradscope.stats import html
+from gradscope.stats.sections import Column, Styled, Table, duration, numbers, size
 
 REFERENCE = "loop"
 COMPILED = "vmap compiled"  # the label of `compiled`
 _REPEATS = 3
 _SCHEMA = {"schema": "gradscope.compare", "version": 1}
+STATUS = {  # as it is shown
+    "agrees": Styled("agrees", "green"),
+    "disagrees": Styled("DISAGREES", "bold red"),
+    "refused": Styled("refused", "yellow"),
+    "failed": Styled("FAILED", "bold red"),
+}
 
 Implementation = Callable[[nn.Module, Loss, Any, Any], Mapping[str, Any]]
 
@@ -92,19 +100,22 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         """Return a row a backend, for a notebook."""
-        rows = [
-            (
-                row.backend,
-                row.status,
-                "" if row.seconds is None else f"{row.seconds / self.baseline_seconds:.3g}",
-                "" if row.worst is None else f"{row.worst.relative:.1e}",
-                row.reason or "",
-            )
-            for row in self.rows
-        ]
-        heads = ("backend", "status", "x plain backward", "worst relative error", "reason")
         title = f"{self.samples:,} {self.noun}s: {'agrees' if self.agrees else 'DISAGREES'}"
-        return markup.document(title, markup.table(heads, rows))
+        reasons = [(row.backend, row.reason) for row in self.rows if row.reason is not None]
+        return markup.document(title, html.table(self.table()), markup.facts(reasons))
+
+    def table(self) -> Table:
+        """Return a row a backend."""
+        rows, plain = self.rows, self.baseline_seconds
+        times = [r.seconds / plain if r.seconds is not None and plain > 0 else None for r in rows]
+        columns = [
+            Column("status", [STATUS[r.status] for r in rows]),
+            Column("time", [duration(r.seconds) for r in rows], rank=2),
+            numbers("x plain backward", times, rank=1),
+            Column("peak memory", [size(r.peak_bytes) for r in rows], rank=3),
+            numbers("worst relative error", [r.worst.relative if r.worst else None for r in rows]),
+        ]
+        return Table(columns, "backend", [r.backend for r in rows])
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ text with unprintable characters made visible, never as markup.
 """
 
 from gradscope.report.console import console, render_error
-from gradscope.report.html import write_html
+from gradscope.report.page import write_html
 from gradscope.report.plots import plot, plot_stats
 from gradscope.report.progress import follow, track
 from gradscope.report.screens import (

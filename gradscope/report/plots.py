@@ -12,11 +12,11 @@ from gradscope.report.console import fit_names
 from gradscope.stats.sections import (
     BarPicture,
     CurvePicture,
+    Displayable,
     HistogramPicture,
     MatrixPicture,
     Picture,
     ScatterPicture,
-    Shown,
     short,
 )
 from gradscope.storage import written
@@ -68,7 +68,7 @@ def plot(result: Any, ink: str = "black") -> "Figure":
     return figure(pictures, ink)
 
 
-def plot_stats(result: Shown, path: str | Path) -> None:
+def plot_stats(result: Displayable, path: str | Path) -> None:
     """Write all pictures of a result as one, in the format that the suffix of `path` says.
 
     Raises:

@@ -25,9 +25,8 @@ from rich.text import Text
 from gradscope.core.texts import count, visible
 from gradscope.report.console import console as make_console
 from gradscope.report.terminal import render
-from gradscope.stats import History, Step
 from gradscope.stats.sections import duration, percent, short
-from gradscope.stats.training import CURVES, HistoryReader
+from gradscope.training.history import CURVES, History, HistoryReader, Step
 
 T = TypeVar("T")
 Report = Callable[[int], None]  # how many more are done
@@ -115,32 +114,32 @@ def _lines(
     say(f"{count(seen, noun)} in {duration(seconds)}{rate}")
 
 
-_LOOK = 0.5  # seconds between looks at the file
+_POLL = 0.5  # seconds between looks at the file
 
-Show = Callable[[History | None, Sequence[Step]], None]  # all there is, and what of it is new
+OnSteps = Callable[[History | None, Sequence[Step]], None]  # all there is, and what of it is new
 
 
-def follow(reader: HistoryReader, console: Console, tell: Show | None = None) -> History:
+def follow(reader: HistoryReader, console: Console, on_steps: OnSteps | None = None) -> History:
     """Show a history as it grows, until its training has ended, and return it then.
 
     Args:
         reader: Of the file; it may be empty as yet.
         console: A terminal shows one screen, anything else gets a line a step.
-        tell: Is told what is new in their place.
+        on_steps: Called with what is new instead.
     """
-    with _shown(console, tell) as show:
+    with _display(console, on_steps) as show:
         while True:
             found, new = reader.read()
             show(found, new)
             if found is not None and found.end is not None:
                 return found
-            time.sleep(_LOOK)
+            time.sleep(_POLL)
 
 
 @contextmanager
-def _shown(console: Console, tell: Show | None) -> Iterator[Show]:
-    if tell is not None:
-        yield tell
+def _display(console: Console, on_steps: OnSteps | None) -> Iterator[OnSteps]:
+    if on_steps is not None:
+        yield on_steps
     elif not console.is_terminal or console.is_dumb_terminal:
         yield lambda found, new: _print(found, new, console)
     else:

@@ -8,9 +8,10 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from gradscope.comparison.run import STATUS
 from gradscope.core.texts import count, visible
 from gradscope.report.terminal import heading, print_facts, print_table, safe
-from gradscope.stats import leading, parameter_table
+from gradscope.stats import largest_shares, parameter_table
 from gradscope.stats.certificate import certificate_facts, unused_facts, verdict
 from gradscope.stats.sections import (
     NONE,
@@ -19,9 +20,9 @@ from gradscope.stats.sections import (
     Line,
     Styled,
     Table,
-    called,
     duration,
-    listed,
+    facts_under,
+    index_and_name,
     percent,
     shape_text,
     short,
@@ -34,28 +35,13 @@ if TYPE_CHECKING:
     from gradscope.run import DiskSpace, Estimate, Inspection, MergeReport, RunReport
     from gradscope.storage import Exported
 
-_STATUS = {
-    "agrees": Styled("agrees", "green"),
-    "disagrees": Styled("DISAGREES", "bold red"),
-    "refused": Styled("refused", "yellow"),
-    "failed": Styled("FAILED", "bold red"),
-}
-
 
 def render_comparison(comparison: "Comparison", console: Console, verbose: bool = False) -> None:
     """Print a row a backend, with `verbose` the kernels, then what disagrees, then refusals."""
-    rows, baseline = comparison.rows, comparison.baseline_seconds
-    worst = [r.worst.relative if r.worst else None for r in rows]
-    times = [r.seconds / baseline if r.seconds is not None and baseline > 0 else None for r in rows]
-    columns = [
-        Column("status", [_STATUS[r.status] for r in rows]),
-        Column("time", [duration(r.seconds) for r in rows], rank=2),
-        Column("x plain backward", list(map(short, times)), rank=1),
-        Column("peak memory", [size(r.peak_bytes) for r in rows], rank=3),
-        Column("worst relative error", list(map(short, worst))),
-    ]
-    print_table(console, Table(columns, "backend", [r.backend for r in rows]))
-    text = f"Plain forward and backward: {duration(baseline)}, {size(comparison.baseline_bytes)}"
+    rows = comparison.rows
+    print_table(console, comparison.table())
+    plain = f"{duration(comparison.baseline_seconds)}, {size(comparison.baseline_bytes)}"
+    text = f"Plain forward and backward: {plain}"
     console.print(Text(f"{text}, {comparison.dtype}.", style="dim"))
     if verbose:
         _render_kernels(comparison.ways, console)
@@ -63,14 +49,14 @@ def render_comparison(comparison: "Comparison", console: Console, verbose: bool 
         if not all(p.agrees for p in row.parameters):
             _render_disagreement(comparison, row, console)
     for row in rows:
-        told = row.status != "agrees" and all(p.agrees for p in row.parameters)
-        if told and (row.reason or row.remedy):
+        without_numbers = row.status != "agrees" and all(p.agrees for p in row.parameters)
+        if without_numbers and (row.reason or row.remedy):
             console.print()
             name = Text(visible(row.backend), "bold")
-            console.print(Text(" ").join([name, safe(_STATUS[row.status])]))
+            console.print(Text(" ").join([name, safe(STATUS[row.status])]))
             _render_advice(row, console, ())
     console.print()
-    tally = Counter(_STATUS[row.status].text for row in rows)
+    tally = Counter(STATUS[row.status].text for row in rows)
     counts = ", ".join(f"{n} {word}" for word, n in tally.items())
     text = f"{count(comparison.samples, comparison.noun)}, {count(len(rows), 'backend')}: {counts}"
     console.print(Text(text, style="green" if comparison.agrees else "bold red"))
@@ -81,7 +67,9 @@ def _render_disagreement(comparison: "Comparison", row: "BackendRow", console: C
     wrong = [p for p in row.parameters if not p.agrees]
     heading(console, f"{row.backend} disagrees in {count(len(wrong), 'parameter')}")
     worst = [p.worst_sample for p in wrong]
-    places = [NONE if k is None else called(k, tokens[k] if tokens else None) for k in worst]
+    places = [
+        NONE if k is None else index_and_name(k, tokens[k] if tokens else None) for k in worst
+    ]
     columns = [
         Column("relative error", [short(p.relative) for p in wrong]),
         Column("absolute error", [short(p.absolute) for p in wrong], rank=3),
@@ -134,24 +122,29 @@ def _render_kernels(choices: Sequence["Chosen"], console: Console) -> None:
 
 def render_run(result: "RunReport", console: Console) -> None:
     """Print what was computed, what of it was proved, and what was written where."""
-    shown = leading(result.parameters)
+    shown = largest_shares(result.parameters)
     print_table(console, parameter_table(shown))
     left = len(result.parameters) - len(shown)
     if left:
         more = f"{count(left, 'parameter')} of a smaller share: gradscope stats --full"
         console.print(Text(more, style="dim"), overflow="fold")
     heading(console, "Run")
-    rows = certificate_facts(result.certificate, result.noun, result.audits) + _nonfinite(result)
-    if result.path is not None:
-        rows.append(("written", f"{result.path} ({size(result.bytes)})"))
-    noun, each = result.noun, result.samples / result.seconds if result.seconds > 0 else None
-    speed = "" if each is None else f", {short(each)} {noun}s/s"
-    rows += [
-        *listed("chain", result.chains),
-        ("computed", f"{count(result.samples, noun)} in {duration(result.seconds)}{speed}"),
+    speed = f", {short(result.samples / result.seconds)} {result.noun}s/s" if result.seconds else ""
+    samples = count(result.samples, result.noun)
+    rows = [
+        *_outcome(result, result.audits),
+        ("computed", f"{samples} in {duration(result.seconds)}{speed}"),
         ("backend", result.backend),
     ]
-    print_facts(console, [*rows, *listed("note", result.notes)])
+    print_facts(console, [*rows, *facts_under("note", result.notes)])
+
+
+def _outcome(result: "RunReport | MergeReport", audits: str | None = None) -> list[Fact]:
+    """Return what was proved, what is not finite, what was written where, and the chains."""
+    rows = certificate_facts(result.certificate, result.noun, audits) + _nonfinite(result)
+    if result.path is not None:
+        rows.append(("written", f"{result.path} ({size(result.bytes)})"))
+    return rows + facts_under("chain", result.chains)
 
 
 def _nonfinite(result: "RunReport | MergeReport") -> list[Fact]:
@@ -163,23 +156,17 @@ def _nonfinite(result: "RunReport | MergeReport") -> list[Fact]:
     for chain, numbers in zip(result.chains, result.chains_nonfinite, strict=False):
         if numbers:
             lines.append(f"{count(numbers, 'number')} of {chain}")
-    return listed("not finite", [Styled(line, "bold red") for line in lines])
+    return facts_under("not finite", [Styled(line, "bold red") for line in lines])
 
 
 def render_merge(result: "MergeReport", console: Console) -> None:
     """Print what was merged, what of it was proved, and what was written where."""
     merged = f"{count(result.samples, result.noun)} of {count(result.files, 'file')}"
-    rows: list[Fact] = [
-        *certificate_facts(result.certificate, result.noun),
-        *_nonfinite(result),
-        ("written", f"{result.path} ({size(result.bytes)})"),
-        *listed("chain", result.chains),
-        ("merged", f"{merged} in {duration(result.seconds)}"),
-    ]
+    rows: list[Fact] = [*_outcome(result), ("merged", f"{merged} in {duration(result.seconds)}")]
     if result.recomputed:
         again = f"{count(result.recomputed, result.noun)} one by one: the same losses and norms"
         rows.append(("recomputed", again))
-    rows += listed("note", result.notes)
+    rows += facts_under("note", result.notes)
     if result.virtual:
         rows.append(("virtual", "the rows stay in these files"))
     print_facts(console, rows)
@@ -233,11 +220,11 @@ def _space(room: "DiskSpace") -> list[Fact]:
     rows: list[Fact] = [("file", f"{takes}, {size(room.free)} free")]
     if room.limit is not None:
         rows.append(("limit", f"{size(room.limit)} a file"))
-    told = {size(room.bytes)}
+    sizes = {size(room.bytes)}
     for name, n in sorted(room.layouts.items(), key=lambda item: item[0] == "auto"):
-        if size(n) not in told:
+        if size(n) not in sizes:
             rows.append(("", f"{size(n)} in the {name} layout"))
-            told.add(size(n))
+            sizes.add(size(n))
     return rows
 
 
@@ -272,7 +259,7 @@ def render_inspection(found: "Inspection", console: Console, verbose: bool = Fal
         *([("not finite", lost)] if first.nonfinite else []),
         ("certificate", verdict(found.certificate)),
         *unused_facts(found.certificate),
-        *listed("took", took),
+        *facts_under("took", took),
     ]
     print_facts(console, rows)
     render_plan(found.plan, console, verbose)

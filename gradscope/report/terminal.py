@@ -19,33 +19,31 @@ from gradscope.core.texts import visible
 from gradscope.report.console import fit_names
 from gradscope.stats.records import Histogram
 from gradscope.stats.sections import (
+    BARS,
     Card,
     Column,
+    Displayable,
     Fact,
     Line,
     Pixels,
     Section,
-    Shown,
-    Spark,
+    Sparkline,
     Table,
-    short,
+    bins,
 )
 
 _GAP = 2
 _NARROW = 40
 _NARROWEST_NAME = 16
 _NAME_SHARE = 0.4  # of the width, before numbers are hidden for long names
-_SPARK = 40
 _WIDEST_BAR = 100
 _EIGHTHS = " ▏▎▍▌▋▊▉"
-_LEVELS = "▁▂▃▄▅▆▇█"
-_PLAIN_LEVELS = "_.-=+*#@"
-_CARD = 14  # cells of a sample's picture and what is told of it
+_CARD = 14  # cells of a sample's picture and its captions
 _LINES = 3  # of a sample's text
 _HALVES, _HALF = " ▄▀█", 127
 
 
-def render(result: Shown, console: Console, full: bool = True) -> None:
+def render(result: Displayable, console: Console, full: bool = True) -> None:
     """Print what a result is about, what is wrong with it, and its sections.
 
     Not `full`: what fits one screen, and how to see the rest, where there is such a choice.
@@ -82,10 +80,10 @@ def print_facts(console: Console, rows: Sequence[Fact]) -> None:
     grid.add_column(no_wrap=console.width >= _NARROW, overflow="fold", style="dim")
     grid.add_column(overflow="fold")
     for label, value in rows:
-        if isinstance(value, Spark):
-            width = min(_SPARK, max(8, console.width - 24))
-            line = sparkline(value.values, width, console.options.ascii_only)
-            after = f"  {visible(value.text)}" if value.text else ""
+        if isinstance(value, Sparkline):
+            width = min(BARS, max(8, console.width - 24))
+            line = value.bars(width, console.options.ascii_only)
+            after = f"  {visible(value.label)}" if value.label else ""
             grid.add_row(safe(label), Text.assemble((line, "cyan"), after))
         else:
             grid.add_row(safe(label), safe(value))
@@ -94,7 +92,7 @@ def print_facts(console: Console, rows: Sequence[Fact]) -> None:
 
 def print_table(console: Console, table: Table) -> None:
     """Print a table; columns that do not fit are hidden, names never cut so that two look alike."""
-    columns = [_Ready.of(column) for column in table.columns]
+    columns = [_SafeColumn.of(column) for column in table.columns]
     if table.names is None:
         kept = _fitting(columns, console.width + _GAP)
         _print(console, kept)
@@ -105,14 +103,14 @@ def print_table(console: Console, table: Table) -> None:
         left = console.width - sum(c.width + _GAP for c in kept)
         width = max(1, min(wanted, left))
         names = [Text(name) for name in fit_names(table.names, width)]
-        _print(console, [_Ready(table.title, names, 0, "left", width), *kept])
+        _print(console, [_SafeColumn(table.title, names, 0, "left", width), *kept])
     hidden = [c.title for c in columns if c not in kept]
     if hidden:
         console.print(Text(f"(hidden for want of width: {', '.join(hidden)})", style="dim"))
 
 
 @dataclass(frozen=True, eq=False)
-class _Ready:
+class _SafeColumn:
     """A column that is safe to show, and the cells it needs."""
 
     title: str
@@ -122,7 +120,7 @@ class _Ready:
     width: int
 
     @classmethod
-    def of(cls, column: Column) -> "_Ready":
+    def of(cls, column: Column) -> "_SafeColumn":
         found: Sequence[Line] = column.cells
         if column.widest is not None:
             found = fit_names([str(cell) for cell in found], column.widest)
@@ -131,7 +129,7 @@ class _Ready:
         return cls(title, cells, column.rank, column.justify, width)
 
 
-def _fitting(columns: Sequence[_Ready], width: int) -> list[_Ready]:
+def _fitting(columns: Sequence[_SafeColumn], width: int) -> list[_SafeColumn]:
     """Hide columns of the highest rank until the rest fits, each with its gap."""
     kept = list(columns)
     while sum(c.width + _GAP for c in kept) > width:
@@ -142,7 +140,7 @@ def _fitting(columns: Sequence[_Ready], width: int) -> list[_Ready]:
     return kept
 
 
-def _print(console: Console, columns: Sequence[_Ready]) -> None:
+def _print(console: Console, columns: Sequence[_SafeColumn]) -> None:
     grid = Grid(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0))
     for c in columns:
         grid.add_column(Text(c.title), justify=c.justify, width=c.width, overflow="fold")
@@ -155,15 +153,6 @@ def _print_section(section: Section, console: Console, brief: bool = False) -> N
     heading(console, section.title)
     if section.facts:
         print_facts(console, section.facts)
-    if section.pairs:  # titles with a value under each, in as many lines as the width needs
-        cell = max(max(map(len, pair)) for pair in section.pairs) + 2
-        lines = math.ceil(len(section.pairs) / max(1, (console.width + 2) // cell))
-        step = math.ceil(len(section.pairs) / lines)
-        for start in range(0, len(section.pairs), step):
-            both = zip(*section.pairs[start : start + step], strict=True)
-            for texts, style in zip(both, ("dim", ""), strict=True):
-                line = "".join(f"{text:>{cell}}" for text in texts)[2:]
-                console.print(Text(line, style=style), soft_wrap=True)
     if section.histogram is not None:
         _print_histogram(section.histogram, console)
     seen = any(print_cards(console, cards) for _, cards in section.cards)
@@ -181,7 +170,7 @@ def print_cards(console: Console, cards: Sequence[Card]) -> bool:
     """
     if all(isinstance(card.content, str) for card in cards):
         for card in cards:
-            about = ", ".join([card.title, *card.told()])
+            about = ", ".join([card.title, *card.captions()])
             console.print(Text(visible(about), style="bold"), overflow="fold")
             text = visible(str(card.content))[: _LINES * console.width]
             console.print(Padding(Text(text, overflow="fold"), (0, 0, 0, _GAP)))
@@ -204,7 +193,7 @@ def _card(card: Card, coloured: bool) -> Text:
     picture = card.content if isinstance(card.content, Pixels) else None
     lines = [] if picture is None else _blocks(picture.values, coloured)
     lines.append(Text(visible(card.title), style="bold"))
-    lines += [Text(visible(line)) for line in card.told(" ✗")]
+    lines += [Text(visible(line)) for line in card.captions(" ✗")]
     return Text("\n").join(lines)
 
 
@@ -233,14 +222,6 @@ def _rgb(pixel: Any) -> Color:
     return Color.from_rgb(*(pixel if len(pixel) == 3 else [*pixel] * 3))
 
 
-def bins(histogram: Histogram) -> list[tuple[str, int]]:
-    """Return the edges and the count of each bin."""
-    edges = zip(histogram.edges, histogram.edges[1:], strict=False)
-    names = [f"{short(low)} to {short(high)}" for low, high in edges]
-    zeros = [("zero", histogram.zeros)] if histogram.zeros else []
-    return [*zeros, *zip(names, histogram.counts, strict=True)]
-
-
 def _print_histogram(histogram: Histogram, console: Console) -> None:
     """Print one line a bin: its edges, its count, a bar; what is not zero can be seen."""
     rows = bins(histogram)
@@ -254,17 +235,3 @@ def _print_histogram(histogram: Histogram, console: Console) -> None:
         bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
         bar = "#" * math.ceil(eighths / 8) if console.options.ascii_only else bar
         console.print(line.append(bar, style="cyan"), soft_wrap=True)
-
-
-def sparkline(values: Sequence[float | None], width: int, ascii_only: bool = False) -> str:
-    """Return one letter a value, from the least to the largest; evenly thinned to `width`.
-
-    What is unknown is a space.
-    """
-    levels = _PLAIN_LEVELS if ascii_only else _LEVELS
-    if len(values) > width > 1:
-        values = [values[round(k * (len(values) - 1) / (width - 1))] for k in range(width)]
-    known = [value for value in values if value is not None]
-    low, high = min(known, default=0.0), max(known, default=0.0)
-    step = (high - low) / (len(levels) - 1) or 1.0
-    return "".join(" " if v is None else levels[round((v - low) / step)] for v in values)

@@ -41,7 +41,7 @@ from gradscope.run.outcome import (
 )
 from gradscope.stages.chain import Chain
 from gradscope.stages.reducers.base import State, reducers
-from gradscope.stats import Json, Record, few, require_consistent, tolerances, wide
+from gradscope.stats import Json, Record, require_consistent, spot_check_rows, tolerances, wide
 from gradscope.storage import (
     ChainPlan,
     FilePlan,
@@ -285,7 +285,7 @@ def _looked_at(part: PartialFile) -> list[_Stored]:
     seed = drawn(part.start)
     with open_file(part.path) as file:
         require_consistent(file, seed)
-        rows = few(file, seed)
+        rows = spot_check_rows(file, seed)
         names = {name: wide(file.norms[name])[rows] for name in file.norms}
         loss, norm, index = (file.samples[key] for key in ("loss", "norm", "index"))
         sizes = [np.abs(wide(column)) for column in (loss, norm)]

@@ -16,20 +16,18 @@ from gradscope.stats import builtin  # isort: skip
 from gradscope.stats.builtin.batch import noise_scale
 from gradscope.stats.builtin.parameters import (
     ParameterRow,
-    leading,
+    largest_shares,
     parameter_rows,
     parameter_table,
 )
-from gradscope.stats.certificate import Proof, few, require_consistent, tolerances
+from gradscope.stats.certificate import Proof, require_consistent, spot_check_rows, tolerances
 from gradscope.stats.difference import Difference, difference
 from gradscope.stats.records import Json, Record, wide
 from gradscope.stats.sections import Picture, Section, numbers, short
-from gradscope.stats.training import History, Step, measure, read_history, record
 
 __all__ = [
     "Data",
     "Difference",
-    "History",
     "Json",
     "Options",
     "ParameterRow",
@@ -37,21 +35,17 @@ __all__ = [
     "Proof",
     "Record",
     "Section",
-    "Step",
     "Summary",
     "builtin",
     "difference",
-    "few",
-    "leading",
-    "measure",
+    "largest_shares",
     "noise_scale",
     "numbers",
     "parameter_rows",
     "parameter_table",
-    "read_history",
-    "record",
     "require_consistent",
     "short",
+    "spot_check_rows",
     "statistic",
     "statistics",
     "summarize",

@@ -17,7 +17,7 @@ from gradscope.core import texts
 from gradscope.core.texts import count
 from gradscope.errors import ResultFileError
 from gradscope.stats.records import Floats, Json, Record, wide
-from gradscope.stats.sections import Fact, Line, Styled, listed, size
+from gradscope.stats.sections import Fact, Line, Styled, facts_under, size
 from gradscope.stats.source import Source, finite_samples, labels_of, noun_of, rows_of
 
 Span = tuple[int, int]  # first and last position in the data set
@@ -125,10 +125,10 @@ class FileFacts(Record):
         sizes = f"{count(self.parameters, 'parameter')} ({self.entries:,} entries)"
         return [
             (f"{self.noun}s", f"{self.samples:,}, {sizes}, {size(self.bytes)}"),
-            *listed("certificate", _verdicts(self.certificate, self.proof, self.noun)),
+            *facts_under("certificate", _verdicts(self.certificate, self.proof, self.noun)),
             *unused_facts(self.certificate),
             *([("labels", self.labels)] if self.labels != "data" else []),
-            *listed("chain", [chain.text for chain in self.chains]),
+            *facts_under("chain", [chain.text for chain in self.chains]),
         ]
 
     def shown(self) -> list[Fact]:
@@ -140,7 +140,7 @@ class FileFacts(Record):
             ("backend", self.backend or "not recorded"),
             *certificate_facts(self.certificate, self.noun),
             *([("labels", self.labels)] if self.labels != "data" else []),
-            *listed("chain", [chain.text for chain in self.chains]),
+            *facts_under("chain", [chain.text for chain in self.chains]),
         ]
 
 
@@ -149,8 +149,8 @@ def certificate_facts(
 ) -> list[Fact]:
     """Return what was proved; `audits` is what the run itself says of those not recorded too."""
     proof = Proof.of(certificate)
-    rows = listed("certificate", _verdicts(certificate, proof, noun))
-    rows += listed("audits", _audits(proof, audits, noun))
+    rows = facts_under("certificate", _verdicts(certificate, proof, noun))
+    rows += facts_under("audits", _audits(proof, audits, noun))
     if proof.unproved:
         names = texts.listed(proof.unproved, _LISTED)
         rows.append(("not proved", f"{names}: too small to tell from rounding"))
@@ -239,7 +239,7 @@ _PRECISIONS = {"float16": _HALF, "bfloat16": _HALF, "float64": _DOUBLE, "complex
 _PIECE = 2**20  # entries that are squared at a time
 
 
-def few(file: Source, seed: int) -> Rows:
+def spot_check_rows(file: Source, seed: int) -> Rows:
     """Return the rows of up to four finite samples: the last, and others drawn by seed."""
     finite = np.flatnonzero(finite_samples(file))
     draw = np.random.default_rng(seed)
@@ -261,7 +261,7 @@ def require_consistent(file: Source, seed: int = 0) -> None:
     Raises:
         ResultFileError: They do not.
     """
-    rows = few(file, seed)
+    rows = spot_check_rows(file, seed)
     if labels_of(file) == "exact" or not len(rows):  # expectations over labels do not add up so
         return
     index = [int(i) for i in np.asarray(file.samples["index"])[rows]]

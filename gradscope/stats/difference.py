@@ -15,9 +15,9 @@ from gradscope.stats.certificate import FileFacts
 from gradscope.stats.products import distances
 from gradscope.stats.records import (
     Floats,
-    OfSample,
     Positions,
     Record,
+    SampleRecord,
     average,
     number,
     ratio,
@@ -28,19 +28,19 @@ from gradscope.stats.sections import (
     POINTS,
     BarPicture,
     Column,
+    Displayable,
     Fact,
     Overview,
     Picture,
     ScatterPicture,
     Section,
-    Shown,
     Styled,
     Table,
+    index_columns,
     numbers,
-    positions,
     short,
     size,
-    targets,
+    target_columns,
 )
 from gradscope.stats.source import (
     Samples,
@@ -62,7 +62,7 @@ T = TypeVar("T")
 Two = tuple[T, T]
 
 
-class Both(Record):
+class NumberPair(Record):
     """A number of both files, and second / first."""
 
     first: float | None
@@ -70,7 +70,7 @@ class Both(Record):
     ratio: float | None
 
     @classmethod
-    def of(cls, numbers: Iterable[float | None]) -> "Both":
+    def of(cls, numbers: Iterable[float | None]) -> "NumberPair":
         """Return the two numbers with their ratio; what is not finite is None."""
         first, second = map(number, numbers)
         return cls(first=first, second=second, ratio=ratio(second, first))
@@ -80,40 +80,40 @@ class ParameterChange(Record):
     """One parameter in both files."""
 
     name: str
-    mean_norm: Both
-    mean_gradient_norm: Both
-    signal_to_noise: Both
+    mean_norm: NumberPair
+    mean_gradient_norm: NumberPair
+    signal_to_noise: NumberPair
     cosine: float | None
 
 
-class Moved(OfSample):
+class SampleChange(SampleRecord):
     """One sample in both files."""
 
-    norm: Both
-    loss: Both
+    norm: NumberPair
+    loss: NumberPair
     moved: float
 
 
-class Difference(Record, Shown):
+class Difference(Record, Displayable):
     """What changed."""
 
     schema_: Literal["gradscope.stats.difference"] = "gradscope.stats.difference"
     version: Literal[1] = 1
     files: tuple[FileFacts, FileFacts]
     same_data: bool
-    loss: Both
-    norm: Both
-    median_norm: Both
-    noise_scale: Both
+    loss: NumberPair
+    norm: NumberPair
+    median_norm: NumberPair
+    noise_scale: NumberPair
     noise_scales: tuple[NoiseScale, NoiseScale]
     fisher: tuple[Fisher, Fisher]
-    fisher_trace: Both
+    fisher_trace: NumberPair
     cosine: float | None
     parameters: tuple[ParameterChange, ...]
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
     common: int
-    samples: tuple[Moved, ...]
+    samples: tuple[SampleChange, ...]
     exact: bool
     norms: tuple[tuple[float, float], ...] = Field(default=(), exclude=True, repr=False)
 
@@ -175,13 +175,15 @@ def difference(first: Source, second: Source, top: int = 10, rows: bool = True) 
         return Difference(
             files=(FileFacts.of(first), FileFacts.of(second)),
             same_data=same_data,
-            loss=Both.of(average(table.loss) for table in tables),
-            norm=Both.of(average(table.norm) for table in tables),
-            median_norm=Both.of(np.median(table.norm) if table.n else None for table in tables),
-            noise_scale=Both.of(noise.simple for noise in noises),
+            loss=NumberPair.of(average(table.loss) for table in tables),
+            norm=NumberPair.of(average(table.norm) for table in tables),
+            median_norm=NumberPair.of(
+                np.median(table.norm) if table.n else None for table in tables
+            ),
+            noise_scale=NumberPair.of(noise.simple for noise in noises),
             noise_scales=noises,
             fisher=traces,
-            fisher_trace=Both.of(fisher.trace for fisher in traces),
+            fisher_trace=NumberPair.of(fisher.trace for fisher in traces),
             cosine=_cosine(files, names, products),
             parameters=tuple(
                 _changed(name, _cosine(files, [name], products), by_name) for name in names
@@ -206,20 +208,20 @@ def _common(both: Sequence[tuple[Source, Samples]]) -> Two[Positions]:
     return matched[0][order], matched[1][order]
 
 
-def _moved(tables: Two[Samples], before: int, after: int, by: float) -> Moved:
+def _moved(tables: Two[Samples], before: int, after: int, by: float) -> SampleChange:
     """Return a sample that is at one place before and at another after, side by side."""
     a, b = tables
-    return Moved(
+    return SampleChange(
         **a.described(int(before)),
-        norm=Both.of([a.norm[before], b.norm[after]]),
-        loss=Both.of([a.loss[before], b.loss[after]]),
+        norm=NumberPair.of([a.norm[before], b.norm[after]]),
+        loss=NumberPair.of([a.loss[before], b.loss[after]]),
         moved=float(by),
     )
 
 
 def _changed(name: str, cosine: float | None, rows: Sequence[Mapping[str, Any]]) -> ParameterChange:
     """Return one parameter's row of both files, side by side."""
-    both = {k: Both.of(getattr(of_file[name], k) for of_file in rows) for k in _COMPARED}
+    both = {k: NumberPair.of(getattr(of_file[name], k) for of_file in rows) for k in _COMPARED}
     return ParameterChange(name=name, cosine=cosine, **both)
 
 
@@ -286,7 +288,7 @@ def _overall(found: Difference) -> Section:
     )
 
 
-def _both(title: str, pairs: Sequence[Both], rank: int = 0) -> list[Column]:
+def _both(title: str, pairs: Sequence[NumberPair], rank: int = 0) -> list[Column]:
     first, second = [both.first for both in pairs], [both.second for both in pairs]
     return [numbers(title, first, rank), numbers(f"{title} then", second, rank)]
 
@@ -316,11 +318,11 @@ def _by_sample(found: Difference) -> list[Section]:
     if not rows:
         return []
     columns = [
-        *positions(rows),
+        *index_columns(rows),
         numbers("moved" if found.exact else "at least", [r.moved for r in rows]),
         *_both("norm", [r.norm for r in rows]),
         *_both("loss", [r.loss for r in rows], rank=1),
-        *targets(rows),
+        *target_columns(rows),
     ]
     formulas = ["moved = ‖gᵢ′ − gᵢ‖; without rows at least |‖gᵢ′‖ − ‖gᵢ‖|"]
     return [

@@ -47,7 +47,7 @@ class Record(BaseModel):
         return cls.model_validate(document)
 
 
-class OfSample(Record):
+class SampleRecord(Record):
     """What is told of one sample begins with which one it is."""
 
     index: int  # its position in the data set

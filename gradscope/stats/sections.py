@@ -15,6 +15,8 @@ from gradscope.stats.records import Histogram, Interval, Plain
 NONE = "-"
 WRONG = " (wrong)"  # behind a prediction
 POINTS = 4000  # samples in a picture
+_LEVELS, _ASCII_LEVELS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
+BARS = 40  # of a sparkline, at most
 _NAME = 24  # cells of a target or of a sample's own name
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -26,15 +28,33 @@ class Styled(NamedTuple):
     style: str = ""
 
 
-class Spark(NamedTuple):
-    """Numbers shown as a line of small bars where there is no picture."""
+class Sparkline(NamedTuple):
+    """Numbers shown as a line of small bars, one letter a number."""
 
     values: Sequence[float | None]
-    text: str = ""  # what follows them
+    label: str = ""  # what follows them
+
+    def bars(self, width: int, ascii_only: bool = False) -> str:
+        """Return a bar a number, from the least to the largest; evenly thinned to `width`.
+
+        What is unknown is a space.
+        """
+        levels, values = _ASCII_LEVELS if ascii_only else _LEVELS, self.values
+        if len(values) > width > 1:
+            values = [values[round(k * (len(values) - 1) / (width - 1))] for k in range(width)]
+        known = [value for value in values if value is not None]
+        low, high = min(known, default=0.0), max(known, default=0.0)
+        step = (high - low) / (len(levels) - 1) or 1.0
+        return "".join(" " if v is None else levels[round((v - low) / step)] for v in values)
+
+    @property
+    def text(self) -> str:
+        """The bars and the label in one line."""
+        return f"{self.bars(BARS)}  {self.label}".rstrip()
 
 
 Line = str | Styled
-Fact = tuple[str, Line | Spark]  # a label and its value; an empty label continues the one above
+Fact = tuple[str, Line | Sparkline]  # a label and its value; an empty label continues the one above
 
 
 @dataclass(frozen=True)
@@ -135,7 +155,7 @@ class Card:
     content: Pixels | str | None  # what it is, None where that is not known
     wrong: int | None = None  # which of the lines is a wrong prediction: the card stands out
 
-    def told(self, mark: str = WRONG) -> list[str]:
+    def captions(self, mark: str = WRONG) -> list[str]:
         """Return the lines, with a mark after a wrong prediction."""
         return [line + mark * (k == self.wrong) for k, line in enumerate(self.lines)]
 
@@ -146,7 +166,6 @@ class Section:
 
     title: str  # the question, in short
     facts: Sequence[Fact] = ()  # labels with their values
-    pairs: Sequence[tuple[str, str]] = ()  # short titles, each with a value under it
     histogram: Histogram | None = None  # shown as bars on a terminal
     table: Table | None = None  # one row a parameter, class, sample or step
     samples: Sequence[Any] = ()  # the rows of the table where it lists samples
@@ -165,8 +184,8 @@ class Brief:
     more: str  # how to see the rest
 
 
-class Shown(ABC):
-    """A result that can be shown, in a notebook too."""
+class Displayable(ABC):
+    """A result that can be shown: on a terminal, as a page, in a notebook."""
 
     @abstractmethod
     def overview(self) -> "Overview":
@@ -174,25 +193,19 @@ class Shown(ABC):
 
     def _repr_html_(self) -> str:
         """Return what fits one screen, else all: facts, what is wrong, sections."""
+        from gradscope.stats import html
+
         found = self.overview()
         shown = found.brief or found
-        parts = [markup.facts(written(shown.facts))]
-        parts += [f"<p><em>{markup.safe(line)}</em></p>" for line in found.warnings]
+        parts = [html.facts(shown.facts), html.warnings(found)]
         for section in shown.sections:
             parts.append(f"<p><strong>{markup.safe(section.title)}</strong></p>")
-            parts.append(markup.facts([*written(section.facts), *section.pairs]))
-            if section.table is not None:
-                columns, names = section.table.columns, section.table.names
-                first = [] if names is None else [(section.table.title, names)]
-                every = [*first, *((c.title, [*map(text_of, c.cells)]) for c in columns)]
-                heads, cells = zip(*every, strict=True)
-                parts.append(markup.table(heads, zip(*cells, strict=True)))
-            parts += [f"<p>{markup.safe(text_of(note))}</p>" for note in section.notes]
+            parts.append(html.section(section, found.noun))
         return markup.document(", ".join(found.paths), *parts)
 
 
 @dataclass(frozen=True)
-class Overview(Shown):
+class Overview(Displayable):
     """All that is shown of a result."""
 
     paths: Sequence[str]  # the files it is about
@@ -214,17 +227,20 @@ def symbols(noun: str) -> str:
     return f"gᵢ: gradient of {noun} i's own loss. G = (1/N) Σᵢ gᵢ over the N finite {noun}s."
 
 
-def written(facts: Iterable[Fact]) -> list[tuple[str, str]]:
-    """Return the facts that are words."""
-    return [(label, text_of(value)) for label, value in facts if not isinstance(value, Spark)]
-
-
-def text_of(line: Line) -> str:
+def text_of(line: Line | Sparkline) -> str:
     """Return a line without its style."""
     return line if isinstance(line, str) else line.text
 
 
-def joined(sections: Iterable[Section]) -> list[Section]:
+def bins(histogram: Histogram) -> list[tuple[str, int]]:
+    """Return the edges and the count of each bin."""
+    edges = zip(histogram.edges, histogram.edges[1:], strict=False)
+    names = [f"{short(low)} to {short(high)}" for low, high in edges]
+    zeros = [("zero", histogram.zeros)] if histogram.zeros else []
+    return [*zeros, *zip(names, histogram.counts, strict=True)]
+
+
+def join_sections(sections: Iterable[Section]) -> list[Section]:
     """Return the sections, neighbours of one title as one."""
     found: list[Section] = []
     for new in sections:
@@ -240,7 +256,7 @@ def joined(sections: Iterable[Section]) -> list[Section]:
     return found
 
 
-def listed(label: str, values: Sequence[Line]) -> list[Fact]:
+def facts_under(label: str, values: Sequence[Line]) -> list[Fact]:
     """Return several values under one label."""
     return [(label if not k else "", value) for k, value in enumerate(values)]
 
@@ -270,7 +286,7 @@ def percent(share: float | None) -> str:
     return "<0.1%" if 0 < share < 0.0005 else f"{100 * share:.1f}%"
 
 
-def called(index: int, own: int | str | None) -> str:
+def index_and_name(index: int, own: int | str | None) -> str:
     """Return the index of a sample, to be copied as it is, and its own name where it has one."""
     return str(index) if own is None else f"{index} ({own})"
 
@@ -303,7 +319,7 @@ def duration(seconds: float | None) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
-def between(interval: Interval | None) -> str:
+def interval_text(interval: Interval | None) -> str:
     """Return "1.2 to 3.4", "1.2 or more"."""
     if interval is None:
         return NONE
@@ -321,12 +337,12 @@ def numbers(
     return Column(title, [show(value) for value in values], rank, values=values)
 
 
-def whole(title: str, values: Sequence[int], rank: int = 0) -> Column:
+def count_column(title: str, values: Sequence[int], rank: int = 0) -> Column:
     """Return a column of whole numbers."""
     return numbers(title, values, rank, "{:,}".format)
 
 
-def positions(rows: Sequence[Any]) -> list[Column]:
+def index_columns(rows: Sequence[Any]) -> list[Column]:
     """Return the columns of the rows' `index`, to be copied as it is, and `id` where known."""
     columns = [numbers("index", [row.index for row in rows], show=str)]
     if any(row.id is not None for row in rows):
@@ -335,12 +351,12 @@ def positions(rows: Sequence[Any]) -> list[Column]:
     return columns
 
 
-def targets(rows: Sequence[Any]) -> list[Column]:
+def target_columns(rows: Sequence[Any]) -> list[Column]:
     """Return the columns of the rows' `target` and `prediction`, each if it is known."""
-    return [*_plain(rows, "target"), *_plain(rows, "prediction")]
+    return [*_value_column(rows, "target"), *_value_column(rows, "prediction")]
 
 
-def _plain(rows: Sequence[Any], name: str) -> list[Column]:
+def _value_column(rows: Sequence[Any], name: str) -> list[Column]:
     """Return a column of words or numbers, numbers among them to sort by; none if unknown."""
     found = [getattr(row, name, None) for row in rows]
     if not any(value is not None for value in found):

@@ -20,7 +20,7 @@ from gradscope.stats.certificate import FileFacts
 from gradscope.stats.products import groups, products
 from gradscope.stats.records import Floats, Positions, cosines_of, rounding
 from gradscope.stats.rows import Entries, Limits, row_blocks
-from gradscope.stats.sections import Brief, Overview, Picture, Section, Shown, joined
+from gradscope.stats.sections import Brief, Displayable, Overview, Picture, Section, join_sections
 from gradscope.stats.source import (
     Samples,
     Source,
@@ -183,14 +183,14 @@ def statistic(name: str, **how: Any) -> Callable[[Callable[[Data], Any]], Statis
     return add
 
 
-def in_place() -> list[tuple[str, Statistic]]:
+def ordered_statistics() -> list[tuple[str, Statistic]]:
     """Return all statistics with their names, in the order in which they are shown."""
     every = ((name, statistics.get(name)) for name in statistics.names())
     return sorted(every, key=lambda item: item[1].place)
 
 
 @dataclass(frozen=True)
-class Summary(Shown):
+class Summary(Displayable):
     """The statistics of one result file; each is an attribute: `summary.noise_scale.simple`.
 
     What needs products of gradients is None where the file has none, and `missing` says so.
@@ -221,7 +221,7 @@ class Summary(Shown):
         """Return a document of plain JSON values."""
         found = {
             name: one.form.dump_python(self.results[name], mode="json", by_alias=True)
-            for name, one in in_place()
+            for name, one in ordered_statistics()
             if one.in_json and name in self.results
         }
         return {**SCHEMA, "file": self.file.to_json(), **found}
@@ -231,7 +231,7 @@ class Summary(Shown):
         """Return the summary whose `to_json` is `document`, without what is only for pictures."""
         found = {
             name: one.form.validate_python(document[name]) if one.in_json else None
-            for name, one in in_place()
+            for name, one in ordered_statistics()
             if name in document or not one.in_json
         }
         return cls(FileFacts.from_json(document["file"]), found)
@@ -239,30 +239,30 @@ class Summary(Shown):
     def overview(self) -> Overview:
         """Return all that is shown of it."""
 
-        def told(how: str) -> Iterator[Any]:
-            for name, one in in_place():
+        def collect(how: str) -> Iterator[Any]:
+            for name, one in ordered_statistics():
                 asked = how == "brief" and name in self.asked
                 show, found = getattr(one, "sections" if asked else how), self.results.get(name)
                 if show is not None and found is not None:
                     yield from show(found, self)
 
         answers: dict[str, list[str]] = {question: [] for question in QUESTIONS}
-        for question, answer in told("answers"):
+        for question, answer in collect("answers"):
             answers.setdefault(question, []).append(answer)
         facts = [(question, ", ".join(found)) for question, found in answers.items() if found]
         short = [Section("In short", facts)] if self.finite else []
-        sections = joined([*short, *told("sections")])
-        some = joined([*short, *told("brief")])
+        sections = join_sections([*short, *collect("sections")])
+        some = join_sections([*short, *collect("brief")])
         left = f"{len(sections) - len(some)} more sections: --full."
         left += f" A page of {self.noun}s: gradscope view"
         records = {"Certificate": self.file.certificate, "Run": self.file.run}
         return Overview(
             paths=[self.file.path],
             facts=self.file.shown(),
-            warnings=list(told("warnings")),
+            warnings=list(collect("warnings")),
             sections=sections,
             brief=Brief(self.file.in_short(), some, left) if len(some) < len(sections) else None,
-            pictures=sorted(told("pictures"), key=lambda picture: picture.place),
+            pictures=sorted(collect("pictures"), key=lambda picture: picture.place),
             records=records,
             noun=self.noun,
         )
@@ -298,5 +298,5 @@ def summarize(
 def summary_of(data: Data, asked: Sequence[str] = ()) -> Summary:
     """Return all statistics of a file's data; options were about those that are `asked` for."""
     with np.errstate(all="ignore"):
-        found = {name: data.result(name) for name, _ in in_place()}
+        found = {name: data.result(name) for name, _ in ordered_statistics()}
     return Summary(FileFacts.of(data.file), found, asked)

@@ -8,21 +8,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from gradscope.errors import SpecError
-from gradscope.training.monitor import Monitor, MonitorWarning, to_mlflow, to_tensorboard, to_wandb
 
 if TYPE_CHECKING:
     from gradscope.training.callbacks import LightningMonitor, TrainerMonitor
+    from gradscope.training.history import History, Step, read_history, record
+    from gradscope.training.measurement import measure
+    from gradscope.training.monitor import (
+        Monitor,
+        MonitorWarning,
+        to_mlflow,
+        to_tensorboard,
+        to_wandb,
+    )
 
 __all__ = [
+    "History",
     "LightningMonitor",
     "Monitor",
     "MonitorWarning",
+    "Step",
     "TrainerMonitor",
+    "measure",
+    "read_history",
+    "record",
     "to_mlflow",
     "to_tensorboard",
     "to_wandb",
 ]
 
+# the names of each module, which is imported when one of them is used: a history needs no torch
+_HOMES = {
+    "history": ("History", "Step", "read_history", "record"),
+    "measurement": ("measure",),
+    "monitor": ("Monitor", "MonitorWarning", "to_mlflow", "to_tensorboard", "to_wandb"),
+}
 # the libraries that may have the class of a callback, and the name of that class
 _CALLBACKS = {
     "LightningMonitor": (("lightning.pytorch", "pytorch_lightning"), "Callback"),
@@ -31,6 +50,10 @@ _CALLBACKS = {
 
 
 def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
+            return globals()[name]
     if name not in _CALLBACKS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     libraries, kind = _CALLBACKS[name]

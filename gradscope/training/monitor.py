@@ -1,7 +1,7 @@
 """`Monitor`: measures a model while it is trained, within a budget, and leaves the training alone.
 
 Norms, noise scale (McCandlish et al. 2018), clipping, signal of each parameter and agreement are
-those of `gradscope.stats.measure`. The clock on the wall says what they cost; a measurement waits
+those of `measure`. The clock on the wall says what they cost; a measurement waits
 until the training has lasted long enough to pay for it. Besides its file it goes to trackers: any
 callable (step, values), or an object's `log`.
 """
@@ -41,8 +41,9 @@ from gradscope.process import stops
 from gradscope.process.libc import keep_pages
 from gradscope.process.memory import synchronize
 from gradscope.scope import Held, Scope
-from gradscope.stats.summary import in_place
-from gradscope.stats.training import CURVES, Cost, End, Step, append, measure
+from gradscope.stats.summary import ordered_statistics
+from gradscope.training.history import CURVES, Cost, End, Step, append
+from gradscope.training.measurement import measure
 
 _FEW = 4  # samples on which the first proof is made, so that it costs little
 # What the first measurement is taken to cost before anything is known, in forward and backward
@@ -194,7 +195,7 @@ class Monitor(Held):
         self._first = _is_first_process() if ranks is None else ranks.rank == 0
         self._closed = ranks is None and not self._first
         self._trackers = logs if self._first else []
-        in_place()  # loads statistics: not while the training waits
+        ordered_statistics()  # loads statistics: not while the training waits
         self._left = None
         with self._together():
             if self.path is not None and self._first:

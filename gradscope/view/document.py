@@ -5,29 +5,28 @@ and most opposed samples, who helped and harmed) take room: the page has them fo
 as it may, those with the largest norms and losses first; a server has them for all.
 """
 
-import io
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from math import ceil, isqrt, prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gradscope import markup
 from gradscope.attribution import Scores
 from gradscope.core.texts import visible
 from gradscope.errors import SpecError
 from gradscope.process.memory import slices
 from gradscope.sources.opened import Content, Opened
 from gradscope.stats import Options
+from gradscope.stats.album import scaled
 from gradscope.stats.certificate import FileFacts
-from gradscope.stats.looking import scale
 from gradscope.stats.records import Floats, cosines_of, plain, wide
-from gradscope.stats.sections import WRONG, Fact, written
+from gradscope.stats.sections import WRONG, Overview
 from gradscope.stats.source import (
     gram_of,
     keys_of,
@@ -131,6 +130,13 @@ class View:
             return Neighbours(samples.norm, [found[1][samples.rows]])
         return "compute with -t identity, -t gram or -t project:dim=256"
 
+    def overview(self) -> Overview:
+        """Return the statistics of the file, without lists of samples: the page has them all."""
+        found = summary_of(self.data).overview()
+        others = [] if self.other is None else [str(self.other.path)]
+        sections = [section for section in found.sections if not section.samples]
+        return replace(found, paths=[*found.paths, *others], sections=sections)
+
     def document(self, most: int | None = _MOST) -> dict[str, Any]:
         """Return all that the page knows, as plain JSON values.
 
@@ -141,9 +147,6 @@ class View:
         some = contents if len(places) else self._contents(np.arange(min(1, samples.n)))
         return {
             "version": VERSION,
-            "name": visible(Path(self.file.path).name),
-            "facts": self._facts(),
-            "warnings": [visible(line) for line in summary_of(self.data).overview().warnings],
             "samples": samples.n,
             "noun": self.noun,
             "wrong": WRONG,
@@ -154,7 +157,7 @@ class View:
             "classes": self._classes(),
             "parameters": [visible(name) for name in self.file.norms],
             "heat": self._heat(),
-            "second": None if self.other is None else visible(Path(self.other.path).name),
+            "second": self.other is not None,
             "why": self._why(some),
             **self.details(places, contents),
         }
@@ -182,10 +185,6 @@ class View:
         if self.scores is not None:
             found["scores"] = self._scored(self._keys[places].tolist())
         return found
-
-    def _facts(self) -> list[tuple[str, str]]:
-        rows: list[Fact] = [("file", str(self.file.path)), *FileFacts.of(self.file).in_short()]
-        return [(visible(key), visible(text)) for key, text in written(rows)]
 
     def _columns(self) -> dict[str, NDArray[Any]]:
         samples = self.data.samples
@@ -254,7 +253,7 @@ class View:
 
     def _why(self, contents: Contents) -> dict[str, str]:
         """Say what the page cannot show, and what to do."""
-        found = {"samples": self.opened.why or _lacks(contents)}
+        found = {"samples": self.opened.why or _missing_package(contents)}
         if isinstance(self.neighbours, str):
             found["neighbours"] = self.neighbours
         if self.data.cosines is None:
@@ -325,8 +324,8 @@ class Neighbours:
 
 def _digests(record: GradientFile | Scores) -> set[str]:
     if isinstance(record, Scores):
-        told: Mapping[str, Any] = record.record.get("query") or {}
-        return {str((told.get("digests") or {}).get("dataset"))}
+        query: Mapping[str, Any] = record.record.get("query") or {}
+        return {str((query.get("digests") or {}).get("dataset"))}
     return {str(record.attributes.get("dataset_sha256"))}
 
 
@@ -348,7 +347,7 @@ _PIXELS = 6_000_000  # on a sheet
 _LETTERS = 2_000_000  # of all texts
 
 
-def _lacks(contents: Contents) -> str:
+def _missing_package(contents: Contents) -> str:
     """Return what has to be installed before pictures can be shown, if anything."""
     drawn = any(isinstance(content, np.ndarray) for content in contents)
     lacks = drawn and find_spec("PIL") is None
@@ -357,56 +356,50 @@ def _lacks(contents: Contents) -> str:
 
 def _album(contents: Contents) -> dict[str, Any]:
     """Return the sheet, the texts and the numbers of samples, one entry each or None."""
-    pictures = [c if isinstance(c, np.ndarray) else None for c in contents]
     rows = [c for c in contents if isinstance(c, dict)]
     names = list(dict.fromkeys(name for row in rows for name in row))
     longest = max(80, _LETTERS // max(1, len(contents)))
     return {
-        "sheet": _sheet(pictures),
-        "texts": _some(contents, str, lambda text: visible(text[:longest], keep="\n")),
+        "sheet": _sheet(contents),
+        "texts": _of_kind(contents, str, lambda text: visible(text[:longest], keep="\n")),
         "names": [visible(name) for name in names],
-        "numbers": _some(contents, dict, lambda row: [row.get(name) for name in names]),
+        "numbers": _of_kind(contents, dict, lambda row: [row.get(name) for name in names]),
     }
 
 
-def _some(contents: Contents, kind: type, shown: Any) -> list[Any] | None:
+def _of_kind(contents: Contents, kind: type, shown: Any) -> list[Any] | None:
     """Return what is shown of those of a kind, None for the others; None where there are none."""
     found = [shown(c) if isinstance(c, kind) else None for c in contents]
     return found if any(one is not None for one in found) else None
 
 
-def _sheet(pictures: Sequence[NDArray[Any] | None]) -> dict[str, Any] | None:
+def _sheet(contents: Contents) -> dict[str, Any] | None:
     """Return pictures side by side in one PNG: its cells, and which samples they are of.
 
     Pictures of one shape share their scale: black is the least number of all, white the largest.
     """
-    known = [k for k, picture in enumerate(pictures) if picture is not None]
+    known = [k for k, content in enumerate(contents) if isinstance(content, np.ndarray)]
     if not known or find_spec("PIL") is None:
         return None
     from PIL import Image
 
-    every = [p for p in pictures if p is not None]
+    every: list[Any] = scaled([contents[k] for k in known])
     side = min(_LARGEST, max(8, isqrt(_PIXELS // len(every))))
     largest = max(max(p.shape[:2]) for p in every)
     side = min(side, largest)
     mode = "RGB" if any(p.ndim == 3 for p in every) else "L"
     across = ceil(len(every) ** 0.5)
     sheet = Image.new(mode, (across * side, ceil(len(every) / across) * side))
-    shapes = {p.shape for p in every}
-    scales = {shape: scale([p for p in every if p.shape == shape]) for shape in shapes}
     sizes = []
     for k, picture in enumerate(every):
-        one = Image.fromarray(scales[picture.shape](picture)).convert(mode)
+        one = Image.fromarray(picture).convert(mode)
         if max(one.size) > side:
             one.thumbnail((side, side))
         sheet.paste(one, (k % across * side, k // across * side))
         sizes.append([one.size[0], one.size[1]])
-    file = io.BytesIO()
-    sheet.save(file, "PNG", optimize=len(every) < 10_000)
-    source = f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
     alike = sizes[0] if all(size == sizes[0] for size in sizes) else None
     return {
-        "source": source,
+        "source": markup.source(sheet),
         "side": side,
         "across": across,
         "of": known,

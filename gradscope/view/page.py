@@ -1,17 +1,12 @@
 """One self-contained page: the data as JSON, the script, the charts; nothing from a network.
 
-What is in the data is text to the page: the script sets it as text only, and the policy lets
-nothing run but the two scripts whose digests it names. On localhost its samples' details are read
-when they are asked for (`serve`).
+The script sets all data as text, never as markup, and the page's policy allows its own scripts
+alone. `serve` answers on localhost: the page then asks for the details of samples as needed.
 """
 
 import json
-from base64 import b64encode
 from collections.abc import Callable
-from functools import cache
-from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.resources import files
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -19,51 +14,50 @@ from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 
-from gradscope import storage
+from gradscope import markup, storage
 from gradscope.errors import OutputError
-from gradscope.markup import safe
+from gradscope.stats import html
+from gradscope.stats.sections import Overview
 from gradscope.view.document import View
 
-_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; connect-src {connect}; "
-    "script-src {scripts}; base-uri 'none'; form-action 'none'"
-)
+_MAKER = "gradscope view"
 
 
-def page(document: dict[str, Any]) -> str:
-    """Return the page that shows a document of `View.document`."""
-    scripts = [_part("charts.js"), _part("view.js")]
-    digests = (b64encode(sha256(text.encode()).digest()).decode() for text in scripts)
-    policy = _POLICY.format(
-        connect="'self'" if document["served"] else "'none'",
-        scripts=" ".join(f"'sha256-{digest}'" for digest in digests),
-    )
+def page(document: dict[str, Any], found: Overview) -> str:
+    """Return the page that shows a document of `View.document`, and what statistics found."""
     data = json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    about = "What this file is"
     filled = {
-        "POLICY": policy,
-        "TITLE": safe(document["name"]),
-        "NOUN": document["noun"],
-        "STYLE": _part("view.css"),
+        "HEADER": html.header(found) + markup.details(about, html.about(found, about)),
+        "NOUN": found.noun,
+        "STATISTICS": "\n".join(
+            markup.section(section.title, html.section(section, found.noun))
+            for section in found.sections
+        ),
         "DATA": data.replace("<", "\\u003c"),
-        "CHARTS": scripts[0],
-        "SCRIPT": scripts[1],
     }
     pieces = _part("view.html").split("%%")  # text, a name, text, ...
-    return "".join(filled[one] if k % 2 else one for k, one in enumerate(pieces))
+    return markup.page(
+        f"{html.title(found)}: {found.noun}s and their gradients",
+        "".join(filled[one] if k % 2 else one for k, one in enumerate(pieces)),
+        _MAKER,
+        style=_part("view.css"),
+        scripts=[_part("charts.js"), _part("view.js")],
+        connect="'self'" if document["served"] else "'none'",
+    )
 
 
-def write_page(document: dict[str, Any], path: str | Path) -> int:
+def write_page(document: dict[str, Any], found: Overview, path: str | Path) -> int:
     """Write the page, and return its bytes.
 
     Raises:
         OutputError: The file cannot be written, or is another one.
     """
-    return storage.write_page(Path(path), page(document), "gradscope view")
+    return storage.write_page(Path(path), page(document, found), _MAKER)
 
 
-@cache
 def _part(name: str) -> str:
-    return (files("gradscope.view") / "static" / name).read_text(encoding="utf-8").strip()
+    return markup.resource("gradscope.view", "static", name)
 
 
 _HOST = "127.0.0.1"
@@ -76,7 +70,7 @@ def serve(view: View, port: int = 0, ready: Callable[[str], None] = lambda _: No
     Raises:
         OutputError: The port is taken.
     """
-    text, lock, n = page(view.document(None)).encode(), Lock(), view.data.samples.n
+    text, lock, n = page(view.document(None), view.overview()).encode(), Lock(), view.data.samples.n
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

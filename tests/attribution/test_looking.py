@@ -190,7 +190,7 @@ def test_no_code_is_run_to_show_samples(tmp_path: Path) -> None:
         for side in ("train", "query"):
             record[side]["spec"]["dataset"] = {"path": f"{tmp_path}/model.py:data"}
         changed = type(opened)(opened.values, opened.queries, opened.samples, record)
-        shown = gradscope.attribution.looked(summarize_scores(changed), changed)
+        shown = gradscope.attribution.with_samples(summarize_scores(changed), changed)
     assert not any(section.cards for section in shown.sections)
     assert "code is not run" in str(shown.facts)
 

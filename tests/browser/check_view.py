@@ -106,7 +106,8 @@ def opened(browser: Browser, address: str, width: int = 1200, dark: bool = False
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("console", lambda line: wrong.append(line.text) if line.type == "error" else None)
     page.goto(address)
-    page.wait_for_selector("html[data-ready]")
+    if page.locator("#data").count():  # drawn by a script
+        page.wait_for_selector("html[data-ready]")
     assert not wrong
     return page
 
@@ -150,7 +151,8 @@ def digit(k: int) -> np.ndarray:
 def facts(page: Page) -> dict[str, str]:
     """Return what the opened sample's list says."""
     found = page.eval_on_selector_all(
-        "#sample-body dd", "(all) => all.map((one) => [one.dataset.key, one.textContent])"
+        "#sample-body .whole .facts tr",
+        "(all) => all.map((one) => [one.cells[0].textContent, one.cells[1].textContent])",
     )
     return dict(found)
 
@@ -420,6 +422,24 @@ def test_axe_finds_nothing(browser: Browser, files: dict[str, Path], name: str, 
     page.wait_for_selector("#sample[open]")
     page.wait_for_timeout(300)
     assert broken(page) == []
+    page.context.close()
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_page_of_stats(browser: Browser, files: dict[str, Path], dark: bool) -> None:
+    """Its headings sort its tables by full numbers, it fits a phone, and axe finds nothing."""
+    path = files["digits_mlp"]
+    gradscope("stats", path, "--html", path.with_suffix(".stats.html"))
+    page = opened(browser, path.with_suffix(".stats.html").as_uri(), 400, dark=dark)
+    rows = json.loads(gradscope("stats", path, "--json"))["parameters"]
+    heading = page.locator("table[aria-label=Parameters] th button", has_text="mean norm")
+    for sign in (-1, 1):
+        heading.click()
+        names = page.locator("table[aria-label=Parameters] tbody th").all_inner_texts()
+        wanted = sorted(rows, key=lambda row: sign * row["mean_norm"])
+        assert names == [row["name"] for row in wanted]
+    wide = page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
+    assert not wide and broken(page) == []
     page.context.close()
 
 

@@ -19,8 +19,9 @@ import pytest
 from rich.cells import cell_len
 
 from gradscope.report import follow as following
-from gradscope.stats import History, Step, record, summarize
-from gradscope.stats.training import End, HistoryReader, append
+from gradscope.stats import summarize
+from gradscope.training import History, Step, record
+from gradscope.training.history import End, HistoryReader, append
 from tests.cli.conftest import Gradscope
 from tests.report.shown import HOSTILE, summary_of
 from tests.stats.fakes import fake

@@ -141,7 +141,8 @@ def test_two_files(gradscope: Gradscope, results: tuple[Path, Path], tmp_path: P
 
 def test_a_history(gradscope: Gradscope, results: tuple[Path, Path], tmp_path: Path) -> None:
     import gradscope as library
-    from gradscope.stats import record, summarize
+    from gradscope.stats import summarize
+    from gradscope.training import record
 
     path = tmp_path / "run.jsonl"
     for step, result in enumerate(results):

@@ -9,7 +9,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from gradscope.run import RunReport
-from gradscope.stats import difference, read_history, record, summarize
+from gradscope.stats import difference, summarize
+from gradscope.training import read_history, record
 from tests.stats.fakes import FakeFile, fake
 
 WIDTHS = (20, 40, 80, 200)

@@ -129,8 +129,9 @@ def test_page_is_well_formed_and_escaped(page):
         "$x_{", "<script>alert(1)</script>", "a&b\"'",
     ]  # fmt: skip
     assert "\x1b" not in page.text
-    assert page.tags.count("button") > 8 + 5
-    assert page.tags.count("caption") == page.tags.count("table")
+    assert sum(name == "scope" and value == "col" for _, name, value in page.attributes) > 8 + 5
+    named = [tag for tag, name, value in page.attributes if name == "aria-label" and value]
+    assert named.count("table") == page.tags.count("table")
     assert page.tags.count("details") == page.tags.count("summary") > 5
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from gradscope.comparison import BackendRow, Comparison, ParameterAgreement
 from gradscope.report import print_facts, render, render_comparison, render_run
-from gradscope.report.terminal import sparkline
 from gradscope.stats import Summary, short, summarize
 from gradscope.stats.certificate import certificate_facts, spans
+from gradscope.stats.sections import Sparkline
 from tests.report.shown import (
     CERTIFICATE,
     HOSTILE,
@@ -179,11 +179,11 @@ def test_bars_are_in_proportion():
 
 
 def test_sparklines():
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 20) == "▁▂▃▄▅▆▇█"
-    assert sparkline([0, None, 7], 20) == "▁ █"
-    assert sparkline([0, 7], 20, ascii_only=True) == "_@"
-    assert sparkline([3, 3, 3], 20) == "▁▁▁"
-    thinned = sparkline(list(range(1000)), 30)
+    assert Sparkline([0, 1, 2, 3, 4, 5, 6, 7]).bars(20) == "▁▂▃▄▅▆▇█"
+    assert Sparkline([0, None, 7]).bars(20) == "▁ █"
+    assert Sparkline([0, 7]).bars(20, ascii_only=True) == "_@"
+    assert Sparkline([3, 3, 3]).bars(20) == "▁▁▁"
+    thinned = Sparkline(list(range(1000))).bars(30)
     assert (len(thinned), thinned[-1]) == (30, "█")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gradscope.errors import ResultFileError
-from gradscope.stats import few, require_consistent, summarize
+from gradscope.stats import require_consistent, spot_check_rows, summarize
 from tests.stats.fakes import FakeFile, fake
 
 
@@ -26,14 +26,14 @@ def test_what_belongs_together_passes() -> None:
 
 def test_samples_are_drawn_by_seed() -> None:
     file = fake(200, broken=(3,))
-    drawn = [few(file, seed).tolist() for seed in range(30)]
-    assert drawn == [few(file, seed).tolist() for seed in range(30)]
+    drawn = [spot_check_rows(file, seed).tolist() for seed in range(30)]
+    assert drawn == [spot_check_rows(file, seed).tolist() for seed in range(30)]
     assert len({tuple(rows) for rows in drawn}) > 25
     assert all(len(set(rows)) == 4 and 3 not in rows for rows in drawn)
     assert len({row for rows in drawn for row in rows}) > 60
     assert all(rows[-1] == 199 for rows in drawn)
-    assert few(fake(2), 0).tolist() == [0, 1]
-    assert few(fake(1), 0).tolist() == [0]
+    assert spot_check_rows(fake(2), 0).tolist() == [0, 1]
+    assert spot_check_rows(fake(1), 0).tolist() == [0]
 
 
 def test_norms_of_parameters_that_do_not_make_up_the_norm() -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import gradscope.training
 from gradscope.errors import SpecError
-from gradscope.stats import read_history
+from gradscope.training import read_history
 from tests.oracle import per_sample_gradients
 
 

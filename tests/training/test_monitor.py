@@ -18,9 +18,15 @@ from torch.nn import functional as F  # noqa: N812
 
 from gradscope.errors import CoupledSamplesError, SpecError
 from gradscope.model.problem import Problem
-from gradscope.stats import read_history
-from gradscope.stats.training import HistoryReader
-from gradscope.training import Monitor, MonitorWarning, to_mlflow, to_tensorboard, to_wandb
+from gradscope.training import (
+    Monitor,
+    MonitorWarning,
+    read_history,
+    to_mlflow,
+    to_tensorboard,
+    to_wandb,
+)
+from gradscope.training.history import HistoryReader
 from tests.oracle import cross_entropy, per_sample_gradients
 
 

@@ -7,6 +7,7 @@ import re
 import threading
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from hashlib import sha256
 from html.parser import HTMLParser
 from pathlib import Path
@@ -21,6 +22,7 @@ from gradscope.config import RunSpec
 from gradscope.errors import OutputError, SpecError
 from gradscope.run import compute, prepare
 from gradscope.stats import summarize
+from gradscope.stats.sections import Overview
 from gradscope.view import View, page, serve, write_page
 from tests.attribution.test_looking import HOSTILE, project
 
@@ -52,6 +54,11 @@ def document(path: Path, most: int | None = 5000) -> dict[str, Any]:
     with gradscope.open(path) as file:
         found = View(file).document(most)
     return json.loads(json.dumps(found, allow_nan=False))
+
+
+def overview(path: Path) -> Overview:
+    with gradscope.open(path) as file:
+        return View(file).overview()
 
 
 def test_columns_are_the_files_own_numbers(tmp_path: Path) -> None:
@@ -178,20 +185,20 @@ class Scripts(HTMLParser):
 def test_the_page_runs_its_own_scripts_alone(tmp_path: Path) -> None:
     path = computed(tmp_path, "mean", classes={})
     found = document(path)
-    found["name"] = found["facts"][0][1] = HOSTILE
     found["classes"] = {str(c): HOSTILE for c in range(3)}
-    text = page(found)
+    told = replace(overview(path), paths=[HOSTILE], facts=[("file", HOSTILE)], warnings=[HOSTILE])
+    text = page(found, told)
     seen = Scripts(text)
-    data, charts, script = seen.scripts
+    data, sorting, charts, script = seen.scripts
     assert json.loads(data) == found
     policy = next(a["content"] for t, a in seen.tags if "http-equiv" in a)
-    for one in (charts, script):
+    for one in (sorting, charts, script):
         digest = base64.b64encode(sha256(one.encode()).digest()).decode()
         assert f"'sha256-{digest}'" in str(policy)
     assert "unsafe-eval" not in str(policy) and "default-src 'none'" in str(policy)
     assert not any(name.startswith("on") for _, a in seen.tags for name in a)
     assert not re.search(r"https?://[^\s\"'<>)]*\.(js|css)", text.replace(charts, ""))
-    assert "innerHTML" not in script and "eval(" not in script
+    assert "innerHTML" not in sorting + script and "eval(" not in sorting + script
 
 
 def test_without_pillow_the_page_says_what_to_install(
@@ -204,16 +211,17 @@ def test_without_pillow_the_page_says_what_to_install(
 
 
 def test_only_its_own_pages_are_replaced(tmp_path: Path) -> None:
-    found = document(computed(tmp_path, "mean"))
-    write_page(found, tmp_path / "page.html")
-    write_page(found, tmp_path / "page.html")
+    source = computed(tmp_path, "mean")
+    found = document(source), overview(source)
+    write_page(*found, tmp_path / "page.html")
+    write_page(*found, tmp_path / "page.html")
     for name in ("mine.html", "out.h5"):
         path = tmp_path / name
         if not path.exists():
             path.write_text("<html>mine</html>")
         before = path.read_bytes()
         with pytest.raises(OutputError, match="no page"):
-            write_page(found, path)
+            write_page(*found, path)
         assert path.read_bytes() == before
 
 
@@ -237,8 +245,9 @@ def test_a_token_shows_its_sample(tmp_path: Path) -> None:
 
 
 def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
+    source = computed(tmp_path, "mean")
     with pytest.raises(OutputError, match="cannot be written"):
-        write_page(document(computed(tmp_path, "mean")), tmp_path / "no" / "page.html")
+        write_page(document(source), overview(source), tmp_path / "no" / "page.html")
 
 
 def test_the_server_answers_its_own_name_alone(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from gradscope.stats.records import Floats, Interval, Record, number, ratio
 from gradscope.stats.rows import Entries
-from gradscope.stats.sections import Fact, Section, Styled, between, short
+from gradscope.stats.sections import Fact, Section, Styled, interval_text, short
 from gradscope.stats.summary import Data, Summary, statistic
 
 _TITLE = "How large a batch is worth"
@@ -148,7 +148,7 @@ def student(freedom: int) -> float:
 
 
 def _within(interval: Interval | None) -> str:
-    return "" if interval is None else f" (95%: {between(interval)})"
+    return "" if interval is None else f" (95%: {interval_text(interval)})"
 
 
 def _noise_section(noise: NoiseScale, summary: Summary) -> Iterator[Section]:

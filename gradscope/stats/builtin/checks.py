@@ -22,19 +22,19 @@ class NonFinite(Record):
     index: tuple[int, ...]
 
 
-def _left_out(found: NonFinite, summary: Summary) -> Iterator[str]:
+def _warn_nonfinite(found: NonFinite, summary: Summary) -> Iterator[str]:
     if found.count:
         listed = ", ".join(map(str, found.index)) + ", ..." * (found.count > len(found.index))
         text = f"{count(found.count, summary.noun)} not finite and left out below"
         yield f"{text}: {listed}" if found.index else text
 
 
-def _broken(found: NonFinite, summary: Summary) -> Iterator[tuple[str, str]]:
+def _answer_nonfinite(found: NonFinite, summary: Summary) -> Iterator[tuple[str, str]]:
     how_many = count(found.count, summary.noun) if found.count else "none"
     yield "broken", f"{how_many} not finite"
 
 
-@statistic("nonfinite", place=100, warnings=_left_out, answers=_broken)
+@statistic("nonfinite", place=100, warnings=_warn_nonfinite, answers=_answer_nonfinite)
 def nonfinite(data: Data) -> NonFinite:
     """Count the samples that are left out, and name the first."""
     rows = np.flatnonzero(~finite_samples(data.file))[: data.options.top]
@@ -55,20 +55,20 @@ class Check(Record):
     passed: bool
 
 
-def _violated(checks: Sequence[Check], summary: Summary) -> Iterator[str]:
+def _warn_checks(checks: Sequence[Check], summary: Summary) -> Iterator[str]:
     for one in checks:
         if not one.passed:
             sides = f"{short(one.left)} and {short(one.right)}"
             yield f"does not hold to {one.tolerance:g}: {one.name} ({sides})"
 
 
-def _failed(checks: Sequence[Check], summary: Summary) -> Iterator[tuple[str, str]]:
+def _answer_checks(checks: Sequence[Check], summary: Summary) -> Iterator[tuple[str, str]]:
     failed = sum(not one.passed for one in checks)
     if failed:
         yield "broken", f"{count(failed, 'check')} failed"
 
 
-@statistic("checks", place=140, warnings=_violated, answers=_failed)
+@statistic("checks", place=140, warnings=_warn_checks, answers=_answer_checks)
 def checks(data: Data) -> tuple[Check, ...]:
     """Compare what is known in two ways: the file and the arithmetic."""
     samples, big, products = data.recorded, data.recorded_squared, data.products
@@ -115,12 +115,12 @@ class Missing(Record):
     needs: str
 
 
-def _absent(found: Sequence[Missing], summary: Summary) -> Iterator[Section]:
+def _missing_section(found: Sequence[Missing], summary: Summary) -> Iterator[Section]:
     if found:
         yield Section("Not in this file", notes=[f"{one.what}: {one.needs}" for one in found])
 
 
-@statistic("missing", place=90, sections=_absent)
+@statistic("missing", place=90, sections=_missing_section)
 def missing(data: Data) -> tuple[Missing, ...]:
     """Say what could not be computed, and what it needs."""
     noun, found = data.noun, data.products

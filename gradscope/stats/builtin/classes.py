@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from gradscope.stats.records import Plain, Record, average, number, plain, ratio
-from gradscope.stats.sections import Section, Table, numbers, percent, whole
+from gradscope.stats.sections import Section, Table, count_column, numbers, percent
 from gradscope.stats.summary import Data, Summary, statistic
 
 
@@ -34,7 +34,7 @@ class Classes(Record):
 def _sections(found: Classes, summary: Summary) -> Iterator[Section]:
     rows = found.rows
     columns = [
-        whole(f"{summary.noun}s", [r.samples for r in rows], rank=1),
+        count_column(f"{summary.noun}s", [r.samples for r in rows], rank=1),
         numbers("mean loss", [r.mean_loss for r in rows], rank=2),
         numbers("mean norm", [r.mean_norm for r in rows]),
     ]

@@ -14,7 +14,7 @@ from gradscope.stats.sections import (
     MatrixPicture,
     Picture,
     Section,
-    Spark,
+    Sparkline,
     percent,
     short,
 )
@@ -44,7 +44,7 @@ def _sections(found: Directions, summary: Summary) -> Iterator[Section]:
             ("opposed", f"{percent(found.opposing)} of {count(found.samples, summary.noun)}"),
             ("mean", short(found.cosine.mean)),
             ("5% to 95%", f"{short(low)} to {short(high)}"),
-            ("from -1 to 1", Spark(found.histogram.counts)),
+            ("from -1 to 1", Sparkline(found.histogram.counts)),
         ],
         formulas=[
             "cosine = ⟨gᵢ, G⟩ / (‖gᵢ‖ ‖G‖)",

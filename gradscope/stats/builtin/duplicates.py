@@ -7,7 +7,7 @@ import numpy as np
 from gradscope.core.texts import count
 from gradscope.stats.products import distances
 from gradscope.stats.records import Floats, Positions, Record
-from gradscope.stats.sections import Line, Section, Styled, called, short
+from gradscope.stats.sections import Line, Section, Styled, index_and_name, short
 from gradscope.stats.source import Arrays, Samples, rows_of
 from gradscope.stats.summary import Data, Summary, statistic
 
@@ -48,7 +48,10 @@ def _sections(found: Duplicates, summary: Summary) -> Iterator[Section]:
             notes.append(Styled(f"{count(len(pairs), 'pair')} {what}"))
         for pair in pairs[:_SHOWN]:
             apart = "" if pair.distance is None else f", {short(pair.distance)} apart"
-            first, second = called(pair.first, pair.first_id), called(pair.second, pair.second_id)
+            first, second = (
+                index_and_name(pair.first, pair.first_id),
+                index_and_name(pair.second, pair.second_id),
+            )
             other = (
                 (", different targets", "bold yellow") if pair.same_target is False else ("", "")
             )

@@ -110,10 +110,11 @@ def _sections(norm: Distribution, summary: Summary) -> list[Section]:
         numbers("max", [m and m.max for m in both]),
     ]
     formulas = ["std = √(Σ(x − mean)² / (N − 1))", "percentiles: linear between the two nearest"]
-    pairs = [(f"{key}%", short(value)) for key, value in norm.percentiles.items()]
+    ranks = {"50": 0, "90": 1, "99": 2}
+    percents = [numbers(f"{p}%", [v], ranks.get(p, 3)) for p, v in norm.percentiles.items()]
     return [
         Section("Loss and gradient norm", table=Table(columns), formulas=formulas),
-        Section("Percentiles of the norm", pairs=pairs),
+        Section("Percentiles of the norm", table=Table(percents)),
         Section("Histogram of the norm", histogram=norm.histogram),
     ]
 
@@ -166,13 +167,13 @@ def _clipping_section(found: Clipping, summary: Summary) -> Iterator[Section]:
     yield Section("Which clipping norm", rows, formulas=formulas)
 
 
-def _where_to_clip(found: Clipping, summary: Summary) -> Iterator[tuple[str, str]]:
+def _answer_clipping(found: Clipping, summary: Summary) -> Iterator[tuple[str, str]]:
     parts = [f"{short(found.by_share[s].norm)} clips {s}%" for s in ("1", "10")]
     some = summary.norm is not None and summary.norm.max > 0
     yield "where to clip", f"norm {', '.join(parts)}" if some else "nothing to clip"
 
 
-@statistic("clipping", place=20, sections=_clipping_section, answers=_where_to_clip)
+@statistic("clipping", place=20, sections=_clipping_section, answers=_answer_clipping)
 def clipping(data: Data) -> Clipping | None:
     """Say what clips whom; None where there is no sample."""
     norms = data.samples.norm

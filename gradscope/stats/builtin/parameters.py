@@ -16,11 +16,11 @@ from gradscope.stats.sections import (
     Picture,
     Section,
     Table,
+    count_column,
     numbers,
     percent,
     shape_text,
     short,
-    whole,
 )
 from gradscope.stats.source import Source, finite_samples, mean_gradient_norm
 from gradscope.stats.summary import Data, Summary, statistic
@@ -89,7 +89,7 @@ def parameter_table(rows: Sequence[ParameterRow]) -> Table:
     """Return a row a parameter."""
     columns = [
         Column("shape", [shape_text(r.shape) for r in rows], rank=2),
-        whole("entries", [r.entries for r in rows], rank=6),
+        count_column("entries", [r.entries for r in rows], rank=6),
         numbers("mean norm", [r.mean_norm for r in rows]),
         numbers("largest norm", [r.max_norm for r in rows], rank=1),
         numbers("norm of mean", [r.mean_gradient_norm for r in rows], rank=5),
@@ -102,7 +102,7 @@ def parameter_table(rows: Sequence[ParameterRow]) -> Table:
     return Table(columns, "parameter", [r.name for r in rows])
 
 
-def leading(rows: Sequence[ParameterRow]) -> list[ParameterRow]:
+def largest_shares(rows: Sequence[ParameterRow]) -> list[ParameterRow]:
     """Return as many as can be read, those with the largest share, in the model's order."""
     order = sorted(range(len(rows)), key=lambda k: -(rows[k].share or 0.0))
     return [rows[k] for k in sorted(order[:_DRAWN])]
@@ -132,7 +132,7 @@ def _answer(rows: Sequence[ParameterRow], summary: Summary) -> Iterator[tuple[st
 
 def _pictures(rows: Sequence[ParameterRow], summary: Summary) -> Iterator[Picture]:
     """Draw the parameters with the largest share, in the model's order."""
-    some, n = leading(rows), summary.finite
+    some, n = largest_shares(rows), summary.finite
     which = f" ({len(some)} of {len(rows)}, largest share)" if len(some) < len(rows) else ""
     names = [row.name for row in some]
     yield BarPicture(

@@ -20,12 +20,12 @@ from gradscope.stats.sections import (
     ScatterPicture,
     Section,
     Table,
-    called,
+    index_and_name,
+    index_columns,
     numbers,
     percent,
-    positions,
     short,
-    targets,
+    target_columns,
 )
 from gradscope.stats.summary import Data, Summary, statistic
 
@@ -48,7 +48,7 @@ class SampleRow(Record):
     cosine: float | None = None
 
 
-def _falling(values: Floats) -> Positions:
+def _descending(values: Floats) -> Positions:
     """Return places by falling value; equal ones keep their order, NaN comes last."""
     return np.argsort(-values, kind="stable")
 
@@ -71,17 +71,17 @@ def _rows(data: Data, places: Positions, cosines: Floats | None) -> tuple[Sample
 
 def _table(rows: Sequence[SampleRow]) -> Table:
     columns = [
-        *positions(rows),
+        *index_columns(rows),
         numbers("norm", [r.norm for r in rows]),
         numbers("times median", [r.times_median for r in rows], rank=1),
         numbers("loss", [r.loss for r in rows]),
     ]
     if any(r.cosine is not None for r in rows):
         columns.append(numbers("cosine", [r.cosine for r in rows], rank=3))
-    return Table([*columns, *targets(rows)])
+    return Table([*columns, *target_columns(rows)])
 
 
-def _listed(
+def _sample_sections(
     title: str, most: int | None = None
 ) -> Callable[[Sequence[SampleRow], Summary], Iterator[Section]]:
     def sections(rows: Sequence[SampleRow], summary: Summary) -> Iterator[Section]:
@@ -93,9 +93,9 @@ def _listed(
     return sections
 
 
-def _check_labels(rows: Sequence[SampleRow], summary: Summary) -> Iterator[tuple[str, str]]:
+def _answer_losses(rows: Sequence[SampleRow], summary: Summary) -> Iterator[tuple[str, str]]:
     if rows:
-        listed = ", ".join(called(row.index, row.id) for row in rows[:_ANSWERED])
+        listed = ", ".join(index_and_name(row.index, row.id) for row in rows[:_ANSWERED])
         found = summary.predictions
         wrong = "" if found is None else f"; {percent(found.wrong)} predicted wrongly"
         yield "check labels", f"largest losses: {listed}{wrong}"
@@ -126,32 +126,37 @@ def predictions(data: Data) -> Predictions | None:
     )
 
 
-_losses = _listed("{}s with the largest losses")
+_losses = _sample_sections("{}s with the largest losses")
 
 
-@statistic("largest_losses", place=130, sections=_losses, answers=_check_labels)
+@statistic("largest_losses", place=130, sections=_losses, answers=_answer_losses)
 def largest_losses(data: Data) -> tuple[SampleRow, ...]:
     """List the samples with the largest losses, largest first."""
-    return _rows(data, _falling(data.samples.loss), data.cosines)
+    return _rows(data, _descending(data.samples.loss), data.cosines)
 
 
-@statistic("most_opposed", place=131, sections=_listed("{}s most opposed to the mean gradient"))
+@statistic(
+    "most_opposed",
+    place=131,
+    sections=_sample_sections("{}s most opposed to the mean gradient"),
+)
 def most_opposed(data: Data) -> tuple[SampleRow, ...] | None:
     """List the samples with the most negative ⟨gᵢ, G⟩: a step along G costs them most."""
     dots = data.products.dots
     if dots is None:
         return None
-    order = _falling(-dots)
+    order = _descending(-dots)
     return _rows(data, order[dots[order] < 0], data.cosines)
 
 
-def _dominates(rows: Sequence[SampleRow], summary: Summary) -> Iterator[tuple[str, str]]:
+def _answer_largest(rows: Sequence[SampleRow], summary: Summary) -> Iterator[tuple[str, str]]:
     text = "not listed"
     if rows:
         first, times = rows[0], rows[0].times_median
         zero = times is None and not first.norm
         text = (
-            f"{summary.noun} {called(first.index, first.id)}, {short(times)} times the median norm"
+            f"{summary.noun} {index_and_name(first.index, first.id)}, "
+            f"{short(times)} times the median norm"
         )
         text = "no norm but zero" if zero else text
     yield "who dominates", text
@@ -160,13 +165,13 @@ def _dominates(rows: Sequence[SampleRow], summary: Summary) -> Iterator[tuple[st
 @statistic(
     "samples",
     place=132,
-    sections=_listed(LARGEST),
-    brief=_listed(LARGEST, _BRIEF),
-    answers=_dominates,
+    sections=_sample_sections(LARGEST),
+    brief=_sample_sections(LARGEST, _BRIEF),
+    answers=_answer_largest,
 )
 def samples(data: Data) -> tuple[SampleRow, ...]:
     """List the samples with the largest norms, largest first."""
-    return _rows(data, _falling(data.samples.norm), data.cosines)
+    return _rows(data, _descending(data.samples.norm), data.cosines)
 
 
 class Points(Record):
@@ -202,7 +207,7 @@ def points(data: Data) -> Points:
     rows = np.flatnonzero(np.isfinite(samples.loss))
     of = int(rows.size)
     if of > POINTS:
-        order, half = _falling(samples.norm[rows]), POINTS // 2
+        order, half = _descending(samples.norm[rows]), POINTS // 2
         even = np.linspace(half, of - 1, POINTS - half).astype(np.int64)
         rows = rows[np.concatenate([order[:half], order[even]])]
     return Points(loss=samples.loss[rows].tolist(), norm=samples.norm[rows].tolist(), of=of)
@@ -219,16 +224,17 @@ class Nearest(Record):
     opposed: tuple[SampleRow, ...]
 
 
-def _neighbours(found: Nearest, summary: Summary) -> Iterator[Section]:
+def _nearest_sections(found: Nearest, summary: Summary) -> Iterator[Section]:
     about = "" if found.exact else f", approximately, from {found.source}"
     for word, rows in (("Most", found.aligned), ("Least", found.opposed)):
         if rows:
-            title = f"{word} aligned with {summary.noun} {called(found.index, found.id)}{about}"
+            which = f"{summary.noun} {index_and_name(found.index, found.id)}"
+            title = f"{word} aligned with {which}{about}"
             formulas = ["cosine = ⟨gᵢ, gⱼ⟩ / (‖gᵢ‖ ‖gⱼ‖)"]
             yield Section(title, table=_table(rows), samples=rows, formulas=formulas)
 
 
-@statistic("nearest", place=120, sections=_neighbours)
+@statistic("nearest", place=120, sections=_nearest_sections)
 def nearest(data: Data) -> Nearest | None:
     """Rank all other samples by their cosine with the one asked for."""
     place, dots, samples = data.place, data.products.probed, data.samples
@@ -237,7 +243,7 @@ def nearest(data: Data) -> Nearest | None:
     squares = np.square(samples.norm)
     found = cosines_of(dots, np.sqrt(squares * squares[place]))
     found[place] = np.nan
-    order = _falling(found)
+    order = _descending(found)
     order = order[np.isfinite(found[order])]
     source = data.products.pairs
     return Nearest(

@@ -187,7 +187,7 @@
   ].filter(([, , , x, y]) => x && y);
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
   const config = () => {
-    const [ink, soft, line] = ["ink", "soft", "line"].map(colour);
+    const [ink, soft, line] = ["ink", "soft", "edge"].map(colour);
     return { background: "transparent", view: { stroke: null }, font: "system-ui, sans-serif",
       axis: { labelColor: soft, titleColor: ink, gridColor: line, gridOpacity: 0.3, domainColor: line, tickColor: line },
       legend: { labelColor: soft, titleColor: ink }, title: { color: ink } };
@@ -345,18 +345,19 @@
       rows.push(["norm, second file", short(columns.norm2[place])], ["loss, second file", short(columns.loss2[place])]);
       if (columns.prediction2) rows.push(["prediction, second file", predicted(place, "2")]);
     }
-    const list = make("dl");
-    for (const [key, value] of rows) list.append(make("dt", { textContent: key }), make("dd", { textContent: value, dataset: { key } }));
+    const list = table(rows, [], "facts");
     const found = details.get(place), content = shown(place, title);
     if (content && content.className === "excerpt") { content.tabIndex = 0; content.setAttribute("role", "region"); content.setAttribute("aria-label", title); }
     const values = found && found.set.album.numbers && found.set.album.numbers[found.k];
-    return make("div", { className: "whole" }, content, list, values ? table(found.set.album.names, values) : null);
+    return make("div", { className: "whole" }, content, list, values ? numbers(found.set.album.names, values) : null);
   };
-  const table = (names, values) => {
-    const body = make("tbody", {}, ...names.map((name, k) => make("tr", {},
-      make("th", { scope: "row", textContent: name }), make("td", { textContent: short(values[k]) }))));
-    return make("table", {}, make("caption", { className: "hidden", textContent: "its numbers" }), body);
+  const table = (rows, heads, className) => {  // each row begins with its name
+    const cells = ([name, ...values]) => make("tr", {}, make("th", { scope: "row", textContent: name }),
+      ...values.map((textContent) => make("td", { textContent, className: heads.length ? "number" : "" })));
+    const head = make("tr", {}, ...heads.map((textContent, k) => make("th", { scope: "col", textContent, className: k ? "number" : "" })));
+    return make("table", { className }, heads.length ? make("thead", {}, head) : null, make("tbody", {}, ...rows.map(cells)));
   };
+  const numbers = (names, values) => table(names.map((name, k) => [name, short(values[k])]), [], "facts");
   const beside_ = (set, side, k) => [...set[side].places.subarray(k * set.beside, (k + 1) * set.beside)].filter((p) => p >= 0);
   const neighbours = (set, k) => ["aligned", "opposed"].flatMap((side) => {
     if (!set[side]) return side === "aligned" ? [make("p", { className: "soft", textContent: `Nearest ${data.noun}s: ${data.why.neighbours ?? "not known"}` })] : [];
@@ -390,7 +391,7 @@
     const rows = normsOf(set, k);
     if (!rows.length) return [];
     return [make("h3", { textContent: "Norm by parameter" }), make("div", { className: "chart", id: "bars" }),
-      make("details", {}, make("summary", { textContent: "In numbers" }), table(rows.map((r) => r.name), rows.map((r) => r.norm)))];
+      make("details", {}, make("summary", { textContent: "In numbers" }), numbers(rows.map((r) => r.name), rows.map((r) => r.norm)))];
   };
   const bars = async (set, k) => {
     const rows = normsOf(set, k);
@@ -411,12 +412,12 @@
     const found = data.heat;
     $("layers").hidden = !found;
     if (!found) return;
-    const which = $("number").value, numbers = found[which], title = which === "norm" ? "mean norm" : "signal to noise";
+    const which = $("number").value, cells = found[which], title = which === "norm" ? "mean norm" : "signal to noise";
     const means = found.parameters.map((_, j) => Math.max(...found.norm.map((row) => row[j] ?? 0)));
     const largest = found.parameters.map((_, j) => j).sort((a, b) => means[b] - means[a]).slice(0, PARAMETERS);
     const kept = new Set(largest), values = [];
     found.classes.forEach((one, c) => found.parameters.forEach((name, j) => {
-      if (kept.has(j) && numbers[c][j] !== null) values.push({ class: label(one), name, j, c, value: numbers[c][j] });
+      if (kept.has(j) && cells[c][j] !== null) values.push({ class: label(one), name, j, c, value: cells[c][j] });
     }));
     const flat = values.map((row) => row.value), isLog = flat.length && Math.min(...flat) > 0;
     $("layers-note").textContent = (found.parameters.length > PARAMETERS ? `The ${PARAMETERS} parameters with the largest norms of ${whole(found.parameters.length)}. ` : "")
@@ -431,10 +432,8 @@
       const row = item && item.datum;
       if (row && row.name !== undefined && row.value !== undefined) $("cell").textContent = `class ${row.class}, ${row.name}: ${title} ${short(row.value)}`;
     });
-    const head = make("tr", {}, make("th", { scope: "col", textContent: "parameter" }), ...found.classes.map((c) => make("th", { scope: "col", textContent: label(c) })));
-    const body = largest.sort((a, b) => a - b).map((j) => make("tr", {}, make("th", { scope: "row", textContent: found.parameters[j] }),
-      ...numbers.map((row) => make("td", { textContent: short(row[j]) }))));
-    $("heat-table").replaceChildren(make("thead", {}, head), make("tbody", {}, ...body));
+    const rows = largest.sort((a, b) => a - b).map((j) => [found.parameters[j], ...cells.map((row) => short(row[j]))]);
+    $("heat-table").replaceChildren(table(rows, ["parameter", ...found.classes.map(label)], ""));
   };
 
   // ---- the page ----------------------------------------------------------------------------
@@ -442,9 +441,6 @@
   const hide = (id) => { $(id).closest("label").hidden = true; };
   const start = async () => {
     take(data);
-    $("title").textContent = data.second ? `${data.name}, and ${data.second}` : data.name;
-    $("warnings").textContent = data.warnings.join("\n");
-    for (const [key, value] of data.facts) $("facts").append(make("dt", { textContent: key }), make("dd", { textContent: value }));
     options("sort", SORTS.map(([name]) => name));
     options("what", CHARTS.map(([name]) => name));
     options("number", data.heat && data.heat.snr ? ["mean norm", "signal to noise"] : ["mean norm"], ["norm", "snr"]);

@@ -10,8 +10,9 @@ from torch import nn
 
 import gradscope
 from gradscope.errors import OutputError, ResultFileError
-from gradscope.stats import History, measure, read_history, record, summarize
-from gradscope.stats.training import End, HistoryReader, append
+from gradscope.stats import summarize
+from gradscope.training import History, measure, read_history, record
+from gradscope.training.history import End, HistoryReader, append
 from tests.stats.fakes import fake
 
 

@@ -1,48 +1,38 @@
-"""Statistics of a training run: of a batch in memory, and step by step in a file of JSON lines."""
+"""Statistics of a training run, step by step, in a file of JSON lines."""
 
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from math import hypot, nan
+from math import hypot
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
-import numpy as np
-import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from torch import Tensor
 
-from gradscope.blocks import Evaluation
-from gradscope.blocks.base import size
-from gradscope.core.batch import Batch
 from gradscope.core.texts import count
-from gradscope.engine.certificate import finite_samples
 from gradscope.errors import OutputError, ResultFileError
-from gradscope.model.ranks import Ranks
-from gradscope.scope import Scope
 from gradscope.stats.builtin.batch import NoiseScale
 from gradscope.stats.builtin.norms import Clip
-from gradscope.stats.records import Floats, Record, cosines_of, spread
+from gradscope.stats.records import Record, spread
 from gradscope.stats.sections import (
     Brief,
     Column,
     CurvePicture,
+    Displayable,
     Fact,
     Overview,
     Picture,
     Section,
-    Shown,
-    Spark,
+    Sparkline,
     Table,
-    between,
+    count_column,
     duration,
+    interval_text,
     numbers,
     percent,
     short,
-    whole,
 )
-from gradscope.stats.summary import Summary, summarize
+from gradscope.stats.summary import Summary
 
 _SUFFIX = ".jsonl"
 _SHOWN = 20  # steps in the table
@@ -55,98 +45,7 @@ Band = Sequence[tuple[float, float, float | None]]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
-class _Cosines(dict[str, Floats]):
-    """A chain in memory: its arrays by name."""
-
-    text, reduced = "cosine:to=mean", False
-
-
-def measure(
-    scope: Scope, inputs: Any, targets: Any = None, top: int = 10, clip: Sequence[float] = ()
-) -> Summary:
-    """Return the statistics of the samples of one batch.
-
-    No gradient is formed where the blocks know their norms and products. What needs rows (signal
-    by entry, spectrum, noise between classes) is left out. Of a model that is divided over
-    processes, all call this together, and get the statistics of all their samples.
-
-    Args:
-        scope: Of a model and loss.
-        inputs: A tensor, tuple or dict, sample axis first; all samples are held at once.
-        targets: Likewise, or None.
-        top: How many samples to list in each list.
-        clip: Clipping norms whose share of the samples is wanted.
-    """
-    scope.session.labels.require_one()
-    ranks = scope.problem.model_parallel
-    if ranks is None:
-        evaluation = scope.evaluate(Batch.of(inputs, targets))
-        samples, norms, dots, lengths = _measured(evaluation, targets, None)
-    else:
-        batch = ranks.numbered(lambda: Batch.of(inputs, targets), "measure")
-        evaluation = scope.evaluate(batch)
-        with ranks.together():
-            *own, lengths = _measured(evaluation, targets, ranks)
-        samples, norms, dots = map(_joined, zip(*ranks.of_all(own), strict=True))
-    n, finite = len(samples["loss"]), samples["finite"]
-    samples["index"], along = np.arange(n), np.zeros(n)
-    sizes = samples["norm"][finite] * np.linalg.norm(list(lengths.values()))
-    along[finite] = np.nan_to_num(cosines_of(dots, sizes))
-    measured: Any = SimpleNamespace(  # a `Source`
-        path="memory",
-        n=n,
-        parameters={name: block.shape for name, block in evaluation.gradients.items()},
-        samples=samples,
-        norms=norms,
-        norm_attributes={k: {"mean_gradient_norm": length} for k, length in lengths.items()},
-        chains=(_Cosines(cosine=along),),
-        attributes={},
-        run={"backend": scope.backend},
-        certificate={} if scope.certificate is None else scope.certificate.to_json(),
-    )
-    return summarize(measured, top=top, clip=clip)
-
-
-def _measured(evaluation: Evaluation, targets: Any, ranks: Ranks | None) -> tuple[Any, ...]:
-    """Return columns (n,) of samples, norms (n,), ⟨gᵢ, G⟩ of the finite ones and ‖G‖, by parameter.
-
-    G is the mean over the finite samples of all ranks; the rest is of this one's.
-    """
-    gradients, finite = evaluation.gradients, _numpy(finite_samples(evaluation))
-    rows = torch.from_numpy(np.flatnonzero(finite)).to(evaluation.losses.device)
-    count = len(rows) if ranks is None else sum(ranks.of_all(len(rows)))
-    dots, lengths = np.zeros(len(rows)), {}
-    for name, block in gradients.items():
-        kept = block.select(rows).to(torch.promote_types(block.dtype, torch.float32))
-        total = kept.weighted_sum()
-        mean = (total if ranks is None else ranks.added(total)) / max(1, count)
-        dots += _numpy(kept.dot(mean).real)
-        lengths[name] = float(size(mean)) if count else nan
-    samples = {
-        "loss": _numpy(evaluation.losses),
-        "norm": _numpy(gradients.norms),
-        "finite": finite,
-    }
-    if isinstance(targets, Tensor) and targets.dim() == 1:
-        samples["target"] = _numpy(targets)
-    norms = {name: _numpy(v.sqrt()) for name, v in gradients.squared_norms.items()}
-    return samples, norms, dots, lengths
-
-
-def _joined(of_ranks: Sequence[Any]) -> Any:
-    """Return arrays (n,), or tables of such that all ranks have, of all ranks' samples."""
-    if not isinstance(of_ranks[0], dict):
-        return np.concatenate(of_ranks)
-    common = [k for k in of_ranks[0] if all(k in one for one in of_ranks)]
-    return {k: np.concatenate([one[k] for one in of_ranks]) for k in common}
-
-
-def _numpy(values: Tensor) -> Any:
-    values = values.detach().cpu()
-    return (values.float() if values.dtype is torch.bfloat16 else values).numpy()
-
-
-class Layer(Record):
+class ParameterStep(Record):
     """One parameter at one step: mean ‖gᵢ‖, ‖G‖, ‖G‖² / (mean‖gᵢ‖² − ‖G‖²)."""
 
     name: str
@@ -184,7 +83,7 @@ class Step(Record):
     opposing: float | None
     mean_cosine: float | None
     evidence: float | None
-    parameters: tuple[Layer, ...]
+    parameters: tuple[ParameterStep, ...]
     norm_percentiles: dict[str, float] | None = None
     clipped: tuple[Clip, ...] = ()
     cost: Cost | None = None
@@ -208,7 +107,7 @@ class Step(Record):
             mean_cosine=None if directions is None else directions.cosine.mean,
             evidence=summary.signal.evidence,
             parameters=tuple(
-                Layer(**row.model_dump(include=set(Layer.model_fields)))
+                ParameterStep(**row.model_dump(include=set(ParameterStep.model_fields)))
                 for row in summary.parameters
             ),
             norm_percentiles=None if norm is None else norm.percentiles,
@@ -245,7 +144,7 @@ CURVES: dict[str, Callable[[Step], float | None]] = {
 }
 
 
-class History(Record, Shown):
+class History(Record, Displayable):
     """All steps of a run, in the order of their numbers, and where they were read."""
 
     schema_: Literal["gradscope.history"] = "gradscope.history"
@@ -461,10 +360,10 @@ def _curves(steps: Sequence[Step]) -> list[Fact]:
     for name, take in CURVES.items():
         values = [take(step) for step in steps]
         show = percent if name == "opposed" else short
-        facts.append((name, Spark(values, show(values[-1]))))
+        facts.append((name, Sparkline(values, show(values[-1]))))
     for clip in steps[-1].clipped:
         values = [{c.norm: c.clipped for c in s.clipped}.get(clip.norm) for s in steps]
-        facts.append((f"over {short(clip.norm)}", Spark(values, percent(clip.clipped))))
+        facts.append((f"over {short(clip.norm)}", Sparkline(values, percent(clip.clipped))))
     return facts
 
 
@@ -479,21 +378,21 @@ def _learning(step: Step) -> Table:
     return Table(columns, "parameter", [row.name for row in rows])
 
 
-def _strongest(step: Step) -> list[Layer]:
+def _strongest(step: Step) -> list[ParameterStep]:
     return sorted(step.parameters, key=lambda p: -(p.signal_to_noise or 0.0))
 
 
 def _columns(steps: Sequence[Step]) -> list[Column]:
     ranks, shown = {"norm of mean": 1, "opposed": 2}, {"opposed": percent}
-    columns = [whole("step", [s.step for s in steps])]
+    columns = [count_column("step", [s.step for s in steps])]
     for name, take in CURVES.items():
         show = shown.get(name, short)
         columns.append(numbers(name, [take(s) for s in steps], ranks.get(name, 0), show))
     if any(s.nonfinite for s in steps):
-        columns.append(whole("not finite", [s.nonfinite for s in steps]))
+        columns.append(count_column("not finite", [s.nonfinite for s in steps]))
     intervals = [s.noise_scale.simple_interval for s in steps]
     if any(intervals):
-        columns.insert(5, Column("95%", [between(i) for i in intervals], rank=3))
+        columns.insert(5, Column("95%", [interval_text(i) for i in intervals], rank=3))
     return columns
 
 

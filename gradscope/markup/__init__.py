@@ -1,0 +1,154 @@
+"""HTML: the parts that pages and notebooks show, and the page around them. All text is escaped."""
+
+import io
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from html import escape
+from importlib.resources import files
+from typing import TYPE_CHECKING, NamedTuple
+
+from gradscope.core.texts import visible
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_LEFT = "style='text-align:left'"  # a notebook would align it to the right
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; connect-src {connect}; "
+    "script-src {scripts}; base-uri 'none'; form-action 'none'"
+)
+
+
+class Column(NamedTuple):
+    """One column of a table."""
+
+    title: str
+    cells: Sequence[str]
+    values: Sequence[float | None] | None = None  # what it is sorted by; None: by its words
+
+
+def safe(text: str, keep: str = "") -> str:
+    """Return a text for HTML, its unprintable characters but those to `keep` made visible."""
+    return escape(visible(text, keep))
+
+
+def facts(rows: Iterable[tuple[str, str]], label: str = "") -> str:
+    """Return labels with their values; a value without a label follows in the cell above it."""
+    cells: list[tuple[str, list[str]]] = []
+    for name, value in rows:
+        if not name and cells:
+            cells[-1][1].append(safe(value))
+        else:
+            cells.append((safe(name), [safe(value)]))
+    items = "".join(
+        f"<tr><th scope='row' {_LEFT}>{name}</th><td {_LEFT}>{'<br>'.join(values)}</td></tr>"
+        for name, values in cells
+    )
+    return f"<table class='facts'{_named(label)}><tbody>{items}</tbody></table>"
+
+
+def table(columns: Sequence[Column], names: Column | None = None, label: str = "") -> str:
+    """Return columns side by side, after the `names` of their rows; one with a `label` scrolls."""
+    every = columns if names is None else [names, *columns]
+    cells = [_cells(column) for column in columns]
+    if names is not None:
+        cells.insert(0, [f'<th scope="row">{safe(name)}</th>' for name in names.cells])
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in zip(*cells, strict=True))
+    head = f"<thead><tr>{''.join(map(_heading, every))}</tr></thead>"
+    found = f"<table{_named(label)}>{head}<tbody>{body}</tbody></table>"
+    if not label:
+        return found
+    return f'<div class="wide" tabindex="0" role="region"{_named(label)}>{found}</div>'
+
+
+def _named(label: str) -> str:
+    return f' aria-label="{safe(label)}"' if label else ""
+
+
+def _heading(column: Column) -> str:
+    if not column.title:
+        return "<td></td>"
+    kind = "" if column.values is None else ' class="number"'
+    return f'<th scope="col"{kind}>{safe(column.title)}</th>'
+
+
+def _cells(column: Column) -> list[str]:
+    """Return the cells of a column. A cell of a number holds the value to sort by."""
+    if column.values is None:
+        return [f"<td>{safe(text)}</td>" for text in column.cells]
+    found = []
+    for text, value in zip(column.cells, column.values, strict=True):
+        key = "" if value is None else f' data-value="{float(value)!r}"'
+        found.append(f'<td class="number"{key}>{safe(text)}</td>')
+    return found
+
+
+def details(summary: str, content: str) -> str:
+    """Return content that a click on its summary opens."""
+    return f"<details><summary>{safe(summary)}</summary>{content}</details>"
+
+
+def section(title: str, content: str) -> str:
+    """Return a part of a page under its title."""
+    return f"<section><h2>{safe(title)}</h2>\n{content}</section>"
+
+
+def source(picture: "Image") -> str:
+    """Return a picture as the data URI of a PNG."""
+    file = io.BytesIO()
+    picture.save(file, "PNG", optimize=True)
+    return f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
+
+
+def document(title: str, *parts: str) -> str:
+    """Return parts of HTML under a title, for a notebook."""
+    return f"<div><strong>{safe(title)}</strong>{''.join(parts)}</div>"
+
+
+def page(
+    title: str,
+    body: str,
+    maker: str,
+    style: str = "",
+    scripts: Sequence[str] = (),
+    connect: str = "'none'",
+) -> str:
+    """Return a page that needs no network, and runs its own scripts alone, by their digests.
+
+    Args:
+        title: The title of the window.
+        body: The HTML of the page.
+        maker: The command that writes the page, and may replace it.
+        style: CSS after the style of all pages.
+        scripts: JavaScript after the script of all pages.
+        connect: The `connect-src` of the page's Content-Security-Policy.
+    """
+    every = [resource("gradscope.markup", "page.js"), *scripts]
+    digests = (b64encode(sha256(script.encode()).digest()).decode() for script in every)
+    policy = _POLICY.format(connect=connect, scripts=" ".join(f"'sha256-{d}'" for d in digests))
+    running = "\n".join(f"<script>{script}</script>" for script in every)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="generator" content="{maker}">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{safe(title)}</title>
+<style>
+{resource("gradscope.markup", "page.css")}
+{style}
+</style>
+</head>
+<body>
+{body}
+{running}
+</body>
+</html>
+"""
+
+
+def resource(package: str, *names: str) -> str:
+    """Return a file of a package."""
+    return files(package).joinpath(*names).read_text(encoding="utf-8").strip()
