@@ -15,7 +15,7 @@ from gradscope.core.batch import Batch, Tokens, is_empty
 from gradscope.engine.audit import Auditor
 from gradscope.engine.certificate import Certificate
 from gradscope.engine.chains import bind
-from gradscope.engine.fold import fold, over_ranks, settled, state_of_none
+from gradscope.engine.fold import fold, merge_ranks, settled, state_of_none
 from gradscope.engine.judge import require_norms
 from gradscope.engine.session import Coupling, NonFinite, Randomness, Session, Settings, Verify
 from gradscope.engine.sharded import require_divisible
@@ -305,23 +305,22 @@ class Scope(Held):
         """Return each chain's result, and how many samples of this process were left out."""
         if not len(whole) and self.problem.ranks is None:
             states = [state_of_none(self.problem, chain) for chain in chains]
-            return [c.taken_result(state) for c, state in zip(chains, states, strict=True)], 0
+            return [c.result(state) for c, state in zip(chains, states, strict=True)], 0
         parts = self.parts(whole)
         chains = settled(self.session, chains, lambda: self.parts(whole))
         count = len(parts) if len(parts) > 1 else None  # of several, the last is audited
-        folded = fold(self.session, parts, chains, count=count)
+        total, skipped = fold(self.session, parts, dict(enumerate(chains)), count=count)
         ranks = self.problem.ranks
         found: list[dict[str, Tensor]] = []
         for k, chain in enumerate(chains):
-            state = over_ranks(self.problem, chain, folded.states.pop(0))
-            if state is None and ranks is not None and not sum(ranks.of_all(len(whole))):
-                state = state_of_none(self.problem, chain)
-            if state is None:
+            merge_ranks(self.problem, total, k)
+            lost = k not in total.states
+            if lost and ranks is not None and not sum(ranks.of_all(len(whole))):
+                total.add({k: state_of_none(self.problem, chain)}, carry=False)
+            elif lost:
                 raise SpecError("no sample has a finite gradient, so there is no expectation")
-            for key, dtype in folded.dtypes[k].items():
-                state[key] = state[key].to(dtype)
-            found.append(chain.taken_result(state))
-        return found, folded.skipped
+            found.append(chain.finish(total.result(k, narrow=True)))
+        return found, skipped
 
     def _batch(
         self,

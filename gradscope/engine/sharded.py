@@ -41,7 +41,8 @@ from gradscope.model.ranks import Sharding
 from gradscope.model.rounding import UNITS, computed_in, same
 from gradscope.process.stops import within
 from gradscope.sources.code import load_function
-from gradscope.stages.chain import Chain
+from gradscope.stages.chain import Chain, reducer_of
+from gradscope.stages.reducers.accumulator import Accumulator
 from gradscope.stages.reducers.base import State, carried_state, joined, parts
 from gradscope.stages.transforms.base import TransformScope, transforms
 
@@ -207,7 +208,7 @@ class Lockstep:
 
         And how many samples of this process were left out, which have no finite gradient.
         """
-        states: list[State | None] = [None] * len(chains)
+        total = Accumulator({k: reducer_of(chain) for k, chain in enumerate(chains)})
         skipped = 0
         with torch.no_grad():
             for part, evaluation, own in self.evaluations(whole):
@@ -215,29 +216,33 @@ class Lockstep:
                 if nonfinite != "keep":
                     chosen = finite_samples(evaluation).cpu()
                 skipped += int((~chosen).sum()) if own else 0
+                usable = chosen if bool(chosen.any()) else ~chosen
+                gradients = evaluation.gradients.select(usable)
+                count = int(chosen.sum()) if own else 0
                 for k, chain in enumerate(chains):
-                    usable = chosen if bool(chosen.any()) else ~chosen
-                    gradients = evaluation.gradients.select(usable)
-                    count = int(chosen.sum()) if own else 0
-                    states[k] = self._added(chain, states[k], gradients, count)
-            return [self._result(*pair) for pair in zip(chains, states, strict=True)], skipped
+                    for state in self._states(chain, gradients, count):
+                        total.add({k: state})
+            return [self._result(chain, total, k) for k, chain in enumerate(chains)], skipped
 
-    def _added(
-        self, chain: Chain, state: State | None, gradients: Gradients, count: int
-    ) -> State | None:
-        """Add all processes' samples of a part, of which `count` are this one's, to a state.
+    def _states(self, chain: Chain, gradients: Gradients, count: int) -> list[State]:
+        """Return the states of all processes' samples, each sharded as the parameters are.
 
         What a reducer makes of a parameter is exchanged before the next one's turn comes.
+
+        Args:
+            chain: With a reducer.
+            gradients: Of this process, at least one sample's.
+            count: How many of them are its own; if none, it takes part for the others' sake.
         """
-        assert chain.reducer is not None
+        reducer = reducer_of(chain)
         counts = self.sharding.of_all(count)
         with self.sharding.together():
             rows = chain.rows(gradients)
         states: list[State] = [{} for _ in counts]
         for name, block in rows.items():
             with self.sharding.together():
-                one = rows.of({name: block}).asked(chain.reducer.powers)
-                made = parts(carried_state(chain.reducer.start(one)))[name]
+                one = rows.of({name: block}).asked(reducer.powers)
+                made = parts(carried_state(reducer.start(one)))[name]
             for kind, value in made.items():
                 if value.shape != block.shape:
                     raise SpecError(
@@ -250,16 +255,14 @@ class Lockstep:
                 for own, of_rank in zip(states, every, strict=True):
                     own |= joined(own.get("n", of_rank.new_zeros(())), {name: {kind: of_rank}})
         for n, own in zip(counts, states, strict=True):
-            if n:
-                own["n"] = torch.tensor(float(n), dtype=torch.float64, device=own["n"].device)
-                state = own if state is None else chain.reducer.merge(state, own)
-        return state
+            own["n"] = torch.tensor(float(n), dtype=torch.float64, device=own["n"].device)
+        return [own for own in states if int(own["n"])]
 
-    def _result(self, chain: Chain, state: State | None) -> dict[str, Tensor]:
-        if state is None:
+    def _result(self, chain: Chain, total: Accumulator[int], k: int) -> dict[str, Tensor]:
+        if k not in total.states:
             raise SpecError("no sample has a finite gradient, so there is no expectation")
         found = {}
-        for key, value in chain.taken_result(state).items():
+        for key, value in chain.finish(total.result(k)).items():
             name = key if key in self.problem.parameters else key.rpartition(".")[0]
             found[key] = self.sharding.wrapped(name, self._as_optimised(name, value))
         return found
