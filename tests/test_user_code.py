@@ -227,7 +227,7 @@ def test_a_state_that_cannot_be_stored(tmp_path):
     body = "@gradscope.reducer\ndef f(): return (lambda g: {'n': 1}, max, dict)"
     chain = bind(f"{written(tmp_path, body)}:f")
     with pytest.raises(SpecError, match="dict of tensors"):
-        chain.update(None, gradients())
+        chain.start(gradients())
 
 
 def test_from_the_command_line(cli, tmp_path, mine):  # noqa: F811
