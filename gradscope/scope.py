@@ -171,11 +171,11 @@ class Scope(Held):
         """
         self.session.labels.require_one()
         batch = self.session.rows_of(self._batch(inputs, targets, index, "per_sample_gradients"))
-        lockstep = self.session.lockstep
-        if lockstep is not None:
+        sharded = self.session.sharded
+        if sharded is not None:
             if out is not None:
                 raise SpecError("gradients of a divided model cannot be written into buffers")
-            return self.session.repeated(lambda: lockstep.rows(batch))
+            return self.session.repeated(lambda: sharded.rows(batch))
         return self.session.repeated(lambda: self._rows(batch, out))
 
     def positions(self, inputs: Any, targets: Any = None) -> tuple[Tensor, Tensor]:
@@ -231,12 +231,12 @@ class Scope(Held):
             raise SpecError(f"per is sample or parameter, not {per!r}")
         self.session.labels.require_one()
         batch = self._batch(inputs, targets, index, "norms")
-        lockstep = self.session.lockstep
+        sharded = self.session.sharded
         parts, request = self.parts(batch), Request(rows=False)
 
         def evaluated() -> list[Gradients]:
-            if lockstep is not None:
-                every = lockstep.evaluations(batch)
+            if sharded is not None:
+                every = sharded.evaluations(batch)
                 return [evaluation.gradients for _, evaluation, own in every if own]
             return [
                 self.evaluate(part, request, last=k == len(parts) > 1).gradients
@@ -279,13 +279,13 @@ class Scope(Held):
         """Return what `expectation` does for several chains, in one pass over the samples."""
         ranks, chains = self.problem.ranks, [*map(self._chain, texts)]
         whole = self._batch(inputs, targets, index, f"expectations {list(texts)}", ranks)
-        lockstep, ranks = self.session.lockstep, self.problem.ranks
+        sharded, ranks = self.session.sharded, self.problem.ranks
 
         def summed() -> tuple[list[dict[str, Tensor]], int]:
-            if lockstep is not None:
+            if sharded is not None:
                 for chain in chains:
                     require_divisible(chain)
-                return lockstep.expectations(chains, whole, self.session.settings.nonfinite)
+                return sharded.expectations(chains, whole, self.session.settings.nonfinite)
             return self._expectations(chains, whole)
 
         with nullcontext() if ranks is None else ranks.together():

@@ -77,8 +77,8 @@ class Audits:
 
 
 @dataclass(frozen=True)
-class Look:
-    """How closely a batch is looked at."""
+class AuditPlan:
+    """What an audit of a batch proves."""
 
     whole: bool = False  # all of it is proved
     alone: int = 0  # samples that are compared with a batch of one
@@ -87,7 +87,7 @@ class Look:
 
 @dataclass
 class Auditor:
-    """Decides how closely a batch is looked at, and watches the time that this takes."""
+    """Decides which batches are audited, and watches the time that audits take."""
 
     seed: int  # of which batches are audited
     always: bool = False  # every batch is proved, and recorded
@@ -104,8 +104,8 @@ class Auditor:
 
     def begin(
         self, n: int, ordinal: int, *, last: bool, new: bool, proof: Certificate | None
-    ) -> Look:
-        """Return how closely a batch is looked at."""
+    ) -> AuditPlan:
+        """Return what the audit of a batch is to prove."""
         if proof is not None and not self._whole:  # which took kernels for the first time
             self._whole, self._one = proof.seconds / 3, proof.seconds / 10
         new = new or n not in self._sizes
@@ -116,21 +116,21 @@ class Auditor:
         due = proof is not None and (self.always or not self.audits.proves)
         if last or due or is_chosen(ordinal, self.seed):
             spare = (self._credit - self._whole) / self._one if self._one else 0.0
-            return Look(True, max(1, min(n, _ALONE, int(spare))), recorded=True)
+            return AuditPlan(True, max(1, min(n, _ALONE, int(spare))), recorded=True)
         left = self._credit - 1.5 * self._whole  # which is kept for the last batch
-        return Look(new or left >= self._whole + self._one, int(new or left >= self._one))
+        return AuditPlan(new or left >= self._whole + self._one, int(new or left >= self._one))
 
-    def end(self, look: Look, proof: Certificate | None, *, audited: bool) -> None:
+    def end(self, plan: AuditPlan, proof: Certificate | None, *, audited: bool) -> None:
         """Count a batch, and the time since `begin`."""
         now, audits = self.clock(), self.audits
         took, self._last = now - self._last, now
         self._credit -= took
-        if audited and look.whole:
-            self._whole = min(max(took - look.alone * self._one, took / 4), 2 * self._whole or took)
+        if audited and plan.whole:
+            self._whole = min(max(took - plan.alone * self._one, took / 4), 2 * self._whole or took)
         elif audited:
-            self._one = min(took / look.alone, 2 * self._one or took)
+            self._one = min(took / plan.alone, 2 * self._one or took)
         audits = replace(audits, batches=audits.batches + 1)
-        if proof is not None and look.recorded:
+        if proof is not None and plan.recorded:
             audits = audits.with_proof(proof)
         elif proof is not None:
             audits = replace(audits, more=audits.more + 1)

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from gradscope.backends.base import PROVED, Evaluate
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.trace import trace
-from gradscope.backends.loop import one_sample, own_gradient
+from gradscope.backends.loop import own_gradient
 from gradscope.blocks import Evaluation, unmeasured
 from gradscope.core.batch import Batch
 from gradscope.core.precision import products
@@ -31,15 +31,15 @@ from gradscope.core.texts import count, unequal
 from gradscope.engine.judge import (
     NOTHING,
     Claim,
-    Errors,
     LargestError,
     Objective,
     added,
+    compared_in_float64,
     judged,
-    norm,
     require_consistent,
     wrong,
 )
+from gradscope.engine.reference import Reference
 from gradscope.errors import (
     CoupledSamplesError,
     GradscopeError,
@@ -54,6 +54,7 @@ from gradscope.model.independence import (
     require_deterministic,
     require_independent,
     require_own_gradients,
+    require_same_losses,
     require_unaffected,
 )
 from gradscope.model.problem import Problem
@@ -116,7 +117,7 @@ class Certificate:
 class Answer:
     """What a backend has said of a batch, to be proved."""
 
-    problem: Problem
+    reference: Reference
     backend: str
     batch: Batch
     evaluation: Evaluation
@@ -126,6 +127,11 @@ class Answer:
     alone: int = 1  # samples that are compared with a batch of one
     trains: bool = False  # an earlier answer had gradients, so that all of these may well be zero
     phases: dict[str, float] = field(default_factory=dict)  # seconds that each part took so far
+
+    @property
+    def problem(self) -> Problem:
+        """The model and its loss."""
+        return self.reference.problem
 
     def again(self) -> "Answer":
         """Return the same, with nothing computed from it yet.
@@ -141,7 +147,7 @@ class Answer:
 
     def of(self, rows: Tensor) -> "Answer":
         """Return what was said of the samples at positions `rows` (m,)."""
-        if len(rows) == len(self.batch):
+        if torch.equal(rows, torch.arange(len(self.batch))):
             return self
         evaluation = self.evaluation
         losses = evaluation.losses[rows.to(evaluation.losses.device)]
@@ -198,9 +204,17 @@ def certify(
                     require_independent(problem, batch)  # where they are coupled, say so
                 raise
             answer = Answer(
-                problem, backend, batch, found, own_loss=own_loss, seed=seed, trains=trains
+                Reference(problem),
+                backend,
+                batch,
+                found,
+                own_loss=own_loss,
+                seed=seed,
+                alone=_ALONE,
+                trains=trains,
+                phases=phases,
             )
-            return found, examined(replace(answer, alone=_ALONE, phases=phases))
+            return found, prove(answer)
 
     known = problem.state.found
     try:
@@ -214,8 +228,8 @@ def certify(
     return attempt()
 
 
-def examined(answer: Answer, after: Certificate | None = None) -> Certificate:
-    """Prove an answer that a backend has given; see `certify`.
+def prove(answer: Answer, after: Certificate | None = None) -> Certificate:
+    """Prove an answer that a backend has given, or raise; see `certify`.
 
     Args:
         answer: The answer.
@@ -224,114 +238,155 @@ def examined(answer: Answer, after: Certificate | None = None) -> Certificate:
     """
     begun = time.perf_counter()
     answer = answer.again()
-    batch, evaluation = answer.batch, answer.evaluation
-    rows = finite_samples(evaluation).cpu().nonzero().flatten()
-    finite = answer.of(rows)
+    reference, batch, gradients = answer.reference, answer.batch, answer.evaluation.gradients
+    rows, finite = _examined_rows(answer)
+    part = answer.of(rows)
     draw = torch.Generator().manual_seed(answer.seed)
+    chosen = torch.randperm(len(rows), generator=draw)[: answer.alone]
     completeness = agreement = NOTHING
     with unmeasured():  # nothing is measured for the proof's sake
-        chosen = torch.randperm(len(rows), generator=draw)[: answer.alone]
-        if len(rows):
-            completeness, agreement, claim = _compared(finite, chosen, after, draw)
-            if not completeness.passed and agreement.passed and len(rows) > len(chosen):
-                chosen = torch.arange(len(rows))  # a layer may scale gradients by the batch,
-                agreement = _agreement(finite, chosen)  # and every sample be right
-                if agreement.passed and not answer.own_loss:
-                    _require_sum_of_singles(finite, claim)
+        if reference.any(finite):
+            completeness, agreement, chosen = _compared(part, chosen, after, draw)
+        if not finite:
+            completeness = agreement = NOTHING
+        chosen = rows[chosen] if finite else rows[:0]
         _require_finite_together(answer)
-        chosen = rows[chosen]
         if after is None:  # shortcuts do not depend on the numbers
-            with answer.timed("shortcuts"):
-                require_consistent(answer.backend, evaluation.gradients, chosen)
+            with answer.timed("shortcuts"), reference.untimed():
+                require_consistent(answer.backend, gradients, chosen)
         if answer.own_loss:
             _require_rows_alone(answer, chosen)
-    if answer.problem.state.drew:
+    if reference.any(answer.problem.state.drew):
         require_deterministic(answer.problem, batch)
-    squared = evaluation.gradients.squared_norms
+    compared, squared = batch.index[chosen].tolist(), gradients.squared_norms
     unused = tuple(name for name, value in squared.items() if not bool(value.any()))
-    nothing = len(unused) == len(squared) and not answer.trains
-    if nothing and not answer.problem.losses(batch).requires_grad:
-        raise ModelError(  # all rows are zero, as a slip leaves them
-            "the losses do not depend on any parameter: they are cut off from the graph",
-            where="the model or its loss",
-            remedy="Look for detach, .data, .item(), numpy, torch.no_grad or inference_mode in the "
-            "forward pass and in the loss.",
-        )
+    if not reference.any(len(unused) < len(squared) or answer.trains):
+        _require_graph(answer)
     certificate = Certificate(
         backend=answer.backend,
         dtype=max(completeness.dtype, agreement.dtype, key=_digits),
         samples=len(batch),
         positions=(int(batch.index.min()), int(batch.index.max())),
-        nonfinite=len(batch) - len(rows),
+        nonfinite=int((~finite_samples(answer.evaluation)).sum()),
         completeness=completeness,
         agreement=agreement,
-        compared=tuple(sorted(batch.index[chosen].tolist())),
+        compared=tuple(sorted({*compared} if reference.sharded else compared)),
         unused=unused,
         unproved=tuple(sorted({*completeness.small, *agreement.small})),
-        proves=len(unused) < len(squared) and len(rows) > 0,
+        proves=reference.any(len(unused) < len(squared) and finite),
         seconds=time.perf_counter() - begun,
         phases=answer.phases,
     )
     _require_passed(agreement, "agreement", answer.backend, batch.select(chosen))
-    if not certificate.sum_differs:
+    if reference.sharded or not certificate.sum_differs:
         _require_passed(completeness, "completeness", answer.backend, batch)
     elif not answer.own_loss:
-        _require_scaled(finite, completeness)
+        _require_scaled(part, completeness)
     return certificate
 
 
-def glimpsed(answer: Answer) -> None:
+def prove_samples(answer: Answer) -> None:
     """Prove some samples of an answer, drawn at random: alone, loss and gradient are the same."""
     answer = answer.again()
-    finite = finite_samples(answer.evaluation).cpu().nonzero().flatten()
+    rows, finite = _examined_rows(answer)
     draw = torch.Generator().manual_seed(answer.seed)
-    chosen = finite[torch.randperm(len(finite), generator=draw)[: answer.alone]]
+    chosen = rows[torch.randperm(len(rows), generator=draw)[: answer.alone]]
     check = _agreement(answer, chosen)
-    _require_passed(check, "agreement", answer.backend, answer.batch.select(chosen))
+    if finite:
+        _require_passed(check, "agreement", answer.backend, answer.batch.select(chosen))
+
+
+def _examined_rows(answer: Answer) -> tuple[Tensor, bool]:
+    """Return positions (m,) of the samples that a proof examines, and whether they are finite.
+
+    They are the finite ones. Of a sharded model they are as many on every process, so that all
+    make the same passes: the finite samples repeated, or other samples where none is finite, of
+    which nothing is required then.
+    """
+    rows, n = finite_samples(answer.evaluation).cpu().nonzero().flatten(), len(answer.batch)
+    if not answer.reference.sharded:
+        return rows, len(rows) > 0
+    examined = rows if len(rows) else torch.arange(n)
+    return examined[torch.arange(n) % len(examined)], len(rows) > 0
+
+
+def _require_graph(answer: Answer) -> None:
+    """Refuse losses that are cut off from every parameter, as by a slip: all rows are zero."""
+    if not answer.problem.losses(answer.batch).requires_grad:
+        raise ModelError(
+            "the losses do not depend on any parameter: they are cut off from the graph",
+            where="the model or its loss",
+            remedy="Look for detach, .data, .item(), numpy, torch.no_grad or inference_mode in the "
+            "forward pass and in the loss.",
+        )
 
 
 def _compared(
     answer: Answer, chosen: Tensor, after: Certificate | None, draw: torch.Generator
-) -> tuple[LargestError, LargestError, Claim]:
-    """Return completeness, agreement of the samples at positions `chosen`, and what was claimed.
+) -> tuple[LargestError, LargestError, Tensor]:
+    """Return completeness, agreement of single samples, and the positions of these.
 
     The gradient is taken of the same samples in other batches, those `chosen` alone. Where all of
     it is right, so is every sample, and that of the batch as it is says no more; its losses do, and
     their gradients by the inputs. After an earlier proof the other batches suffice for `hooks`,
     whose losses are those of the batch as it is; others may never have seen its samples together.
     """
-    problem, batch, weights = answer.problem, answer.batch, _weights(answer, draw)
+    reference, batch, weights = answer.reference, answer.batch, _weights(answer, draw)
     together, everyone = Objective.together(batch, weights), [torch.arange(len(batch))]
     groups, alone = everyone, 0
     if not answer.own_loss and (after is None or len(batch) == 1):
         alone = len(chosen)
-        groups = regrouped(batch, draw, chosen.tolist(), _PARTS)
-    elif not answer.own_loss:  # how many are alone depends on the time there is: not in the sums
-        groups = regrouped(batch, draw)
-    objective = Objective.apart(batch, weights, groups)
+    if not answer.own_loss:  # how many are alone depends on the time there is: not in the sums
+        groups = _groups(answer, chosen[:alone], draw)
+    objective = Objective.in_groups(batch, weights, groups)
     with answer.timed("regrouped batches"):
         try:
-            right, agreement = _apart(answer, objective, groups, alone)
+            right, agreed = _in_groups(answer, objective, groups, alone)
         except ModelError:  # it does not take any number of samples
+            if not reference.tolerated:
+                raise
             groups, objective = everyone, together
-            right, agreement = _apart(answer, together, everyone, 0)
+            right, agreed = _in_groups(answer, together, everyone, 0)
     if groups is everyone or after is None or answer.backend != "hooks":
         with answer.timed("independence"):
             _require_own_losses(answer, draw.initial_seed(), known=groups is not everyone)
     else:
-        require_unaffected(problem, batch, answer.evaluation.losses, seed=draw.initial_seed())
+        losses, seed = answer.evaluation.losses, draw.initial_seed()
+        digits = reference.precision
+        require_unaffected(answer.problem, batch, losses, seed=seed, digits=digits)
     with answer.timed("sums"):
         claim = Claim.of(answer.evaluation.gradients, weights)
         small = frozenset(after.unproved if after is not None else ())
-        other = None if groups is everyone else lambda: together.evaluated(problem)[1]
-        completeness = judged(problem, claim, objective, right, other, small)
+        other = None if groups is everyone else lambda: together.evaluated(reference)[1]
+        completeness = judged(reference, claim, objective, right, other, small)
         del right
         if groups is not everyone and answer.backend != "hooks":  # which reads the batch's graph
             batched = _summed_exactly(answer, weights, groups) or _summed(
                 answer, claim, draw, small
             )
             completeness = _worst([completeness, batched])
-    return completeness, agreement or _agreement(answer, chosen), claim
+    agreement = agreed or NOTHING
+    if reference.any(agreed is None):
+        agreement = _agreement(answer, chosen)
+    if reference.sharded or completeness.passed or not agreement.passed:
+        return completeness, agreement, chosen
+    if len(chosen) < len(batch):  # a layer may scale gradients by the batch, and every sample be
+        chosen = torch.arange(len(batch))  # right
+        agreement = _agreement(answer, chosen)
+        if agreement.passed and not answer.own_loss:
+            _require_sum_of_singles(answer, claim)
+    return completeness, agreement, chosen
+
+
+def _groups(answer: Answer, alone: Tensor, draw: torch.Generator) -> list[Tensor]:
+    """Return the positions of an answer's samples in other batches, some `alone`; see `regrouped`.
+
+    They depend on the number of samples and on `draw` only where the model is sharded, so that all
+    processes have as many.
+    """
+    if answer.reference.sharded:
+        return regrouped(answer.batch, draw, alone.tolist(), outstanding=0)
+    return regrouped(answer.batch, draw, alone.tolist(), _PARTS if len(alone) else 2)
 
 
 def _summed_exactly(
@@ -346,51 +401,52 @@ def _summed_exactly(
         return None
     try:
         with all_in_float64(problem, batch) as (wide, cast):
-            together = Objective.together(cast, weights).evaluated(wide)[1]
-            apart = Objective.apart(cast, weights, groups).evaluated(wide)[1]
+            exact = Reference(wide)
+            together = Objective.together(cast, weights).evaluated(exact)[1]
+            in_groups = Objective.in_groups(cast, weights, groups).evaluated(exact)[1]
     except (ModelError, RefusedError):
         return None
-    sizes = {name: norm(value) for name, value in together.items()}
-    gaps = {name: norm(value - apart[name]) for name, value in together.items()}
-    return Errors(sizes, gaps, torch.float64).largest()
+    return compared_in_float64(together, in_groups)
 
 
 def _summed(
     answer: Answer, claim: Claim, draw: torch.Generator, small: frozenset[str]
 ) -> LargestError:
     """Compare the sum of the rows with the gradient of their batch, in the model's own dtype."""
-    problem, batch, weights = answer.problem, answer.batch, claim.weights
+    reference, batch, weights = answer.reference, answer.batch, claim.weights
     order = torch.randperm(len(batch), generator=draw)
     moved = Objective.together(batch.select(order), weights[order.to(weights.device)])
     together = Objective.together(batch, weights)
-    right = together.evaluated(problem)[1]
-    return judged(problem, claim, together, right, lambda: moved.evaluated(problem)[1], small)
+    right = together.evaluated(reference)[1]
+    return judged(reference, claim, together, right, lambda: moved.evaluated(reference)[1], small)
 
 
-def _apart(
+def _in_groups(
     answer: Answer, objective: Objective, groups: Sequence[Tensor], alone: int
 ) -> tuple[dict[str, Tensor], LargestError | None]:
-    """Return ∇ Σ wᵢ Lᵢ of samples in groups, and how the first of these agree, each `alone`.
+    """Return ∇ Σ wᵢ Lᵢ of samples in groups, and how the first `alone` of them agree, single ones.
 
-    That is None if there are none, or if they have to be looked into by themselves: their losses
+    That is None if there are none, or if they have to be compared by themselves: their losses
     differ, or their gradients, as they do where a hook of the user's is not linear in the weight.
     """
-    problem, losses = answer.problem, answer.evaluation.losses
+    reference, losses = answer.reference, answer.evaluation.losses
     found: list[Tensor] = []
     total: dict[str, Tensor] = {}
     checks: list[LargestError] = []
     with other_random_numbers():
-        for loss, own in objective.parts(problem):  # enumerate would hold on to a gradient
+        for loss, own in objective.parts(reference):  # enumerate would hold on to a gradient
             k = len(found)
             rows = groups[k].to(losses.device)
-            if k < alone and same(losses[rows], loss, losses, problem.precision):
+            if k < alone and not reference.any(
+                not same(losses[rows], loss, losses, reference.precision)
+            ):
                 checks.append(_alone(answer, int(rows), objective.weights[k], own))
             found.append(loss)
             total = added(total, own)
             del own
     rows, right = torch.cat([*groups]), torch.cat(found)
     here = losses[rows.to(losses.device)]
-    if not same(here, right, precision=problem.precision):
+    if reference.any(not same(here, right, precision=reference.precision)):
         _explain(answer, answer.batch.select(rows), here, right)
     agreement = _worst(checks)
     return total, agreement if 0 < len(checks) == alone and agreement.passed else None
@@ -400,13 +456,18 @@ def _require_own_losses(answer: Answer, seed: int, *, known: bool) -> None:
     """Evaluate a batch as it is; refuse samples whose losses are not their own.
 
     Args:
-        answer: Its losses are held against those found.
+        answer: Its losses are compared with those found.
         seed: Of what is drawn at random.
-        known: Whether the samples in other company have the same losses.
+        known: Whether the samples in other batches have the same losses.
     """
     problem, batch, losses = answer.problem, answer.batch, answer.evaluation.losses
     if answer.own_loss:
         return require_deterministic(problem, batch)
+    if answer.reference.sharded:  # its gradients by the inputs are not to be had
+        require_deterministic(problem, batch)
+        digits = answer.reference.precision
+        require_unaffected(problem, batch, losses, seed=seed, digits=digits)
+        return None
     found = require_own_gradients(problem, batch, seed)
     if not same(losses, found, precision=problem.precision):
         _explain(answer, batch, losses, found)
@@ -454,13 +515,16 @@ def _weights(answer: Answer, draw: torch.Generator) -> Tensor:
 def _explain(answer: Answer, batch: Batch, found: Tensor, right: Tensor) -> None:
     """Refuse losses (m,) of a backend that are not those of an ordinary evaluation: say why."""
     require_deterministic(answer.problem, batch)
+    if answer.reference.sharded:
+        precision = answer.reference.precision
+        return require_same_losses(answer.problem, batch, found, right, precision)
     require_independent(answer.problem, batch)
     gap, size = (found - right).abs(), right.abs().max()
     narrow = computed_in(answer.problem, batch)
     dtypes = (found.dtype, narrow, products(answer.problem.device))
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     if bool((gap <= eps**0.5 * size).all()):
-        return
+        return None
     worst = int(gap.nan_to_num().argmax())
     sample = batch.one(worst)
     place = answer.batch.index == sample.index
@@ -482,13 +546,13 @@ def _explain(answer: Answer, batch: Batch, found: Tensor, right: Tensor) -> None
 
 def _require_sum_of_singles(answer: Answer, claim: Claim) -> None:
     """Compare a claim with batches of one, where the batch as a whole has another gradient."""
-    problem, batch = answer.problem, answer.batch
+    reference, batch = answer.reference, answer.batch
     rows = [torch.tensor([k]) for k in range(len(batch))]
     right = {name: torch.zeros_like(claim.value(name)) for name in claim.gradients}
     for k, weight in enumerate(claim.weights):
-        for name, gradient in one_sample(problem, batch.one(k))[1].items():
+        for name, gradient in reference.gradients(batch.one(k))[1].items():
             right[name] += weight.to(right[name]) * gradient
-    check = judged(problem, claim, Objective.apart(batch, claim.weights, rows), right)
+    check = judged(reference, claim, Objective.in_groups(batch, claim.weights, rows), right)
     _require_passed(check, "completeness", answer.backend, batch)
 
 
@@ -593,19 +657,21 @@ def _worst(checks: Sequence[LargestError]) -> LargestError:
 
 def _agreement(answer: Answer, chosen: Tensor) -> LargestError:
     """Compare samples with batches of one, or with their own losses in their batch."""
-    problem, batch, losses = answer.problem, answer.batch, answer.evaluation.losses
-    require_once = cache(lambda: require_independent(problem, batch))
+    reference, batch, losses = answer.reference, answer.batch, answer.evaluation.losses
+    require_once = cache(lambda: require_independent(answer.problem, batch))
 
     def alone(sample: int) -> LargestError:
         weight = losses.new_ones(1)
         if answer.own_loss:
-            return _alone(answer, sample, weight, own_gradient(problem, batch, sample))
+            right = own_gradient(answer.problem, batch, sample)
+            return _alone(answer, sample, weight, right)
         one = batch.one(sample)
-        loss, right = one_sample(problem, one)
+        loss, right = reference.gradients(one)
         here = losses[sample : sample + 1]
-        if not same(here, loss[None], losses, problem.precision):
-            require_once()
-            _explain(answer, one, here, loss[None])
+        if reference.any(not same(here, loss, losses, reference.precision)):
+            if not reference.sharded:
+                require_once()
+            _explain(answer, one, here, loss)
         return _alone(answer, sample, weight, right)
 
     return _worst([alone(k) for k in chosen.tolist()])
@@ -615,16 +681,16 @@ def _alone(
     answer: Answer, sample: int, weight: Tensor, right: Mapping[str, Tensor]
 ) -> LargestError:
     """Compare a sample's gradient times its weight (1,) with what is right."""
-    problem, batch = answer.problem, answer.batch
+    reference, batch = answer.reference, answer.batch
     claim = Claim.of_one(answer.evaluation.gradients.select(slice(sample, sample + 1)), weight)
     if answer.own_loss:
         weights = torch.zeros_like(answer.evaluation.losses)
         weights[sample] = 1
-        return judged(problem, claim, Objective.together(batch, weights), right)
+        return judged(reference, claim, Objective.together(batch, weights), right)
     one = batch.one(sample)
     twice = Objective.together(one.resized(2), weight.expand(2) / 2)
     objective = Objective.together(one, weight)
-    return judged(problem, claim, objective, right, lambda: twice.evaluated(problem)[1])
+    return judged(reference, claim, objective, right, lambda: twice.evaluated(reference)[1])
 
 
 _AGAINST = {"completeness": "the gradient of the total loss", "agreement": "a batch of one"}

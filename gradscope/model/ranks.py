@@ -348,6 +348,7 @@ class Sharding(Ranks):
         Activation checkpointing is off: what it saves is computed anew by whoever asks, in the
         backward pass or out of it, and a layer's parameters would have to be exchanged for that.
         """
+        self.agree()  # where one has failed, no other waits for it in this pass
         self.reshard()  # an earlier pass without a backward one leaves the outermost layer whole
         gathered: list[Any] = []
 
