@@ -127,7 +127,8 @@ class ShardedReference(Reference):
             found[name] = self.compressed(gradient.detach())
             return gradient.new_zeros(()).expand_as(gradient)  # the gradient is not kept
 
-        losses = self.problem.losses(batch)
+        with self.sharding.together():  # none waits in a backward pass for one that failed before
+            losses = self.problem.losses(batch)
         handles = [p.register_hook(partial(passes, k)) for k, p in named.items()]  # type: ignore[no-untyped-call]
         try:
             total = summed(losses, None if weights is None else weights.to(losses))
