@@ -14,9 +14,10 @@ from gradscope.backends.loop import loop
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.blocks.base import inner
 from gradscope.core.batch import Batch
+from gradscope.engine import judge
 from gradscope.engine.certificate import certify
-from gradscope.engine.judge import Claim, LargestError, Objective, judged
-from gradscope.engine.reference import Reference, sketch
+from gradscope.engine.judge import Claim, LargestError, Objective
+from gradscope.engine.reference import sketch
 from gradscope.errors import CertificateError, RefusedError
 from gradscope.model.problem import Problem
 from gradscope.scope import Scope
@@ -276,59 +277,48 @@ def test_a_sketch_keeps_norms_of_differences(dtype: torch.dtype) -> None:
         assert float(torch.linalg.vector_norm(sketch(t))) == pytest.approx(right, rel=0.08)
 
 
-class Fixed(Reference):
-    """The reference of a sharded model that has these gradients, and moves them by `spread`."""
-
-    sharded, tolerated, precision = True, (), torch.float32  # type: ignore[assignment]
-
-    def __init__(
-        self, found: dict[str, torch.Tensor], spread: dict[str, float] | None = None
-    ) -> None:
-        super().__init__(Problem.of(nn.Linear(1, 1), cross_entropy))
-        self.found, self.spread = found, spread or {}
-
-    def narrowest(self, batch: Batch) -> torch.dtype:
-        return torch.float32
-
-    def gradients(
-        self, batch: Batch, weights: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return torch.zeros(len(batch)), dict(self.found)
-
-    def perturbed(self, trials: int, digits: torch.dtype | None = None) -> Iterator[Reference]:
-        moved = {k: v + self.spread.get(k, 0.0) * DIRECTION for k, v in self.found.items()}
-        yield from [self, Fixed(moved), self]
-
-
 DIRECTION = torch.tensor([0.0, 1.0])
 SIZES = {"right": 1.0, "kinked": 1.0, "wrong": 1.0, "tiny": 1e-7, "lost": 1.0, "unused": 0.0}
-GAPS = {"right": 1e-6, "kinked": 0.02, "wrong": 0.03, "tiny": 1e-7, "lost": float("nan")}
+GAPS = {
+    "right": 1e-6,
+    "kinked": 0.02,
+    "wrong": 0.03,
+    "tiny": 1e-7,
+    "lost": float("nan"),
+    "unreached": 1.0,
+}
 
 
-def test_rounding_answers_for_as_much_as_it_moves() -> None:
-    whole = {name: torch.tensor([size, 0.0]) for name, size in SIZES.items()}
-    batch, weight = Batch.of(torch.zeros(1, 1)), torch.ones(1)
+def test_rounding_answers_for_as_much_as_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem.of(nn.Linear(1, 1), cross_entropy)
+    objective = Objective.together(Batch.of(torch.zeros(1, 1)), torch.ones(1))
 
-    def judge(*names: str, **spread: float) -> LargestError:
-        right = {name: whole[name] for name in names}
+    def refuse(*_: object) -> Any:
+        raise RefusedError("the model cannot be copied")
+
+    monkeypatch.setattr(judge, "_in_float64", refuse)
+    monkeypatch.setattr(judge, "computed_in", lambda *_: torch.float32)
+    monkeypatch.setattr(judge, "nearby", lambda *_: [problem])
+
+    def judged(*names: str, **spread: float) -> LargestError:
+        right = {name: torch.tensor([SIZES.get(name, 0.0), 0.0]) for name in names}
         rows = {k: DenseBlock((v + GAPS.get(k, 0.0) * DIRECTION)[None]) for k, v in right.items()}
-        claim, reference = Claim.of_one(Gradients(rows), weight), Fixed(right, spread)
-        objective = Objective.together(batch, weight)
+        moved = {name: value + spread.get(name, 0.0) * DIRECTION for name, value in right.items()}
         again = {name: value + 1e-7 * DIRECTION for name, value in right.items()}
-        return judged(reference, claim, objective, right, lambda: again)
+        monkeypatch.setattr(judge, "gradients", lambda *_: (torch.zeros(1), dict(moved)))
+        claim = Claim.of_one(Gradients(rows), torch.ones(1))
+        return judge.judged(problem, claim, objective, right, lambda: again)
 
     few = ("right", "kinked", "tiny", "unused")
-    assert (judge(*few).parameter, judge(*few).passed) == ("kinked", False)
-    assert judge(*few, kinked=0.01).passed
-    assert judge(*few, kinked=0.01).small == ("tiny",)  # of that nothing is known
-    assert not judge(*few, kinked=0.005).passed
-    assert judge(*few, kinked=0.5).small == ("tiny", "kinked")
-    every = judge(*SIZES, kinked=0.01, wrong=0.01, lost=1.0)
+    assert (judged(*few).parameter, judged(*few).passed) == ("kinked", False)
+    assert judged(*few, kinked=0.01).passed
+    assert judged(*few, kinked=0.01).small == ("tiny",)  # of that nothing is known
+    assert not judged(*few, kinked=0.005).passed
+    assert judged(*few, kinked=0.5).small == ("tiny", "kinked")
+    every = judged(*SIZES, kinked=0.01, wrong=0.01, lost=1.0)
     assert (every.parameter, every.passed) == ("lost", False)
-    missing = {"a": torch.zeros(2)}  # autograd has no gradient of what has one
-    claim = Claim.of_one(Gradients({"a": DenseBlock(DIRECTION[None])}), weight)
-    found = judged(Fixed(missing), claim, Objective.together(batch, weight), missing)
-    assert (found.error, found.passed) == (1.0, False)
+    missing = judged("unreached")  # autograd has no gradient of what has one
+    assert (missing.error, missing.passed) == (1.0, False)
 
 
 def test_inner_products_of_many_entries_keep_their_digits() -> None:

@@ -19,7 +19,6 @@ from gradscope.comparison.agreement import Oracle, ParameterAgreement, agreement
 from gradscope.core.batch import Batch, Tokens, map_tensors
 from gradscope.core.precision import dtype_name
 from gradscope.engine.certificate import Answer, prove_samples
-from gradscope.engine.reference import Reference
 from gradscope.engine.session import Randomness
 from gradscope.errors import (
     CertificateError,
@@ -251,7 +250,7 @@ def _backend_row(name: str, backend: Backend, setting: _Setting) -> BackendRow:
         with problem.state.kept(), backend(problem) as evaluate:
             evaluation = evaluate(batch)
             if name != REFERENCE:
-                every = Answer(Reference(problem), name, batch, evaluation, alone=len(batch))
+                every = Answer(problem, name, batch, evaluation, alone=len(batch))
                 prove_samples(every)
             del evaluation
             seconds, peak = measure(lambda: evaluate(batch).gradients.dense(), problem.device)

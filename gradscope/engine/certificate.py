@@ -8,9 +8,10 @@ inputs of others. Finiteness: who is not finite is known. State: what the forwar
 the model is found, and put back.
 """
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -39,7 +40,7 @@ from gradscope.engine.judge import (
     require_consistent,
     wrong,
 )
-from gradscope.engine.reference import Reference
+from gradscope.engine.reference import gradients, tolerated
 from gradscope.errors import (
     CoupledSamplesError,
     GradscopeError,
@@ -59,6 +60,7 @@ from gradscope.model.independence import (
 )
 from gradscope.model.problem import Problem
 from gradscope.model.rounding import all_in_float64, computed_in, fits_in_float64, same
+from gradscope.process.stops import within
 
 _PARTS = 8  # other batches of a first proof, besides single samples; an audit takes two
 _ALONE = 3  # samples that a first proof compares with a batch of one; an audit takes one
@@ -117,7 +119,7 @@ class Certificate:
 class Answer:
     """What a backend has said of a batch, to be proved."""
 
-    reference: Reference
+    problem: Problem
     backend: str
     batch: Batch
     evaluation: Evaluation
@@ -127,11 +129,6 @@ class Answer:
     alone: int = 1  # samples that are compared with a batch of one
     trains: bool = False  # an earlier answer had gradients, so that all of these may well be zero
     phases: dict[str, float] = field(default_factory=dict)  # seconds that each part took so far
-
-    @property
-    def problem(self) -> Problem:
-        """The model and its loss."""
-        return self.reference.problem
 
     def again(self) -> "Answer":
         """Return the same, with nothing computed from it yet.
@@ -204,7 +201,7 @@ def certify(
                     require_independent(problem, batch)  # where they are coupled, say so
                 raise
             answer = Answer(
-                Reference(problem),
+                problem,
                 backend,
                 batch,
                 found,
@@ -238,29 +235,29 @@ def prove(answer: Answer, after: Certificate | None = None) -> Certificate:
     """
     begun = time.perf_counter()
     answer = answer.again()
-    reference, batch, gradients = answer.reference, answer.batch, answer.evaluation.gradients
+    problem, batch, rows_of = answer.problem, answer.batch, answer.evaluation.gradients
     rows, finite = _examined_rows(answer)
     part = answer.of(rows)
     draw = torch.Generator().manual_seed(answer.seed)
     chosen = torch.randperm(len(rows), generator=draw)[: answer.alone]
     completeness = agreement = NOTHING
     with unmeasured():  # nothing is measured for the proof's sake
-        if reference.any(finite):
+        if problem.any(finite):
             completeness, agreement, chosen = _compared(part, chosen, after, draw)
         if not finite:
             completeness = agreement = NOTHING
         chosen = rows[chosen] if finite else rows[:0]
         _require_finite_together(answer)
         if after is None:  # shortcuts do not depend on the numbers
-            with answer.timed("shortcuts"), reference.untimed():
-                require_consistent(answer.backend, gradients, chosen)
+            with answer.timed("shortcuts"), _all_time(problem):
+                require_consistent(answer.backend, rows_of, chosen)
         if answer.own_loss:
             _require_rows_alone(answer, chosen)
-    if reference.any(answer.problem.state.drew):
+    if problem.any(answer.problem.state.drew):
         require_deterministic(answer.problem, batch)
-    compared, squared = batch.index[chosen].tolist(), gradients.squared_norms
+    compared, squared = batch.index[chosen].tolist(), rows_of.squared_norms
     unused = tuple(name for name, value in squared.items() if not bool(value.any()))
-    if not reference.any(len(unused) < len(squared) or answer.trains):
+    if not problem.any(len(unused) < len(squared) or answer.trains):
         _require_graph(answer)
     certificate = Certificate(
         backend=answer.backend,
@@ -270,15 +267,15 @@ def prove(answer: Answer, after: Certificate | None = None) -> Certificate:
         nonfinite=int((~finite_samples(answer.evaluation)).sum()),
         completeness=completeness,
         agreement=agreement,
-        compared=tuple(sorted({*compared} if reference.sharded else compared)),
+        compared=tuple(sorted({*compared} if problem.sharding is not None else compared)),
         unused=unused,
         unproved=tuple(sorted({*completeness.small, *agreement.small})),
-        proves=reference.any(len(unused) < len(squared) and finite),
+        proves=problem.any(len(unused) < len(squared) and finite),
         seconds=time.perf_counter() - begun,
         phases=answer.phases,
     )
     _require_passed(agreement, "agreement", answer.backend, batch.select(chosen))
-    if reference.sharded or not certificate.sum_differs:
+    if problem.sharding is not None or not certificate.sum_differs:
         _require_passed(completeness, "completeness", answer.backend, batch)
     elif not answer.own_loss:
         _require_scaled(part, completeness)
@@ -304,10 +301,15 @@ def _examined_rows(answer: Answer) -> tuple[Tensor, bool]:
     which nothing is required then.
     """
     rows, n = finite_samples(answer.evaluation).cpu().nonzero().flatten(), len(answer.batch)
-    if not answer.reference.sharded:
+    if answer.problem.sharding is None:
         return rows, len(rows) > 0
     examined = rows if len(rows) else torch.arange(n)
     return examined[torch.arange(n) % len(examined)], len(rows) > 0
+
+
+def _all_time(problem: Problem) -> AbstractContextManager[None]:
+    """Let the body take its time if the model is sharded: processes are out of time together."""
+    return nullcontext() if problem.sharding is None else within(math.inf, time.perf_counter)
 
 
 def _require_graph(answer: Answer) -> None:
@@ -331,7 +333,7 @@ def _compared(
     their gradients by the inputs. After an earlier proof the other batches suffice for `hooks`,
     whose losses are those of the batch as it is; others may never have seen its samples together.
     """
-    reference, batch, weights = answer.reference, answer.batch, _weights(answer, draw)
+    problem, batch, weights = answer.problem, answer.batch, _weights(answer, draw)
     together, everyone = Objective.together(batch, weights), [torch.arange(len(batch))]
     groups, alone = everyone, 0
     if not answer.own_loss and (after is None or len(batch) == 1):
@@ -343,7 +345,7 @@ def _compared(
         try:
             right, agreed = _in_groups(answer, objective, groups, alone)
         except ModelError:  # it does not take any number of samples
-            if not reference.tolerated:
+            if not tolerated(problem):
                 raise
             groups, objective = everyone, together
             right, agreed = _in_groups(answer, together, everyone, 0)
@@ -352,13 +354,12 @@ def _compared(
             _require_own_losses(answer, draw.initial_seed(), known=groups is not everyone)
     else:
         losses, seed = answer.evaluation.losses, draw.initial_seed()
-        digits = reference.precision
-        require_unaffected(answer.problem, batch, losses, seed=seed, digits=digits)
+        require_unaffected(problem, batch, losses, seed=seed)
     with answer.timed("sums"):
         claim = Claim.of(answer.evaluation.gradients, weights)
         small = frozenset(after.unproved if after is not None else ())
-        other = None if groups is everyone else lambda: together.evaluated(reference)[1]
-        completeness = judged(reference, claim, objective, right, other, small)
+        other = None if groups is everyone else lambda: together.evaluated(problem)[1]
+        completeness = judged(problem, claim, objective, right, other, small)
         del right
         if groups is not everyone and answer.backend != "hooks":  # which reads the batch's graph
             batched = _summed_exactly(answer, weights, groups) or _summed(
@@ -366,9 +367,9 @@ def _compared(
             )
             completeness = _worst([completeness, batched])
     agreement = agreed or NOTHING
-    if reference.any(agreed is None):
+    if problem.any(agreed is None):
         agreement = _agreement(answer, chosen)
-    if reference.sharded or completeness.passed or not agreement.passed:
+    if problem.sharding is not None or completeness.passed or not agreement.passed:
         return completeness, agreement, chosen
     if len(chosen) < len(batch):  # a layer may scale gradients by the batch, and every sample be
         chosen = torch.arange(len(batch))  # right
@@ -384,7 +385,7 @@ def _groups(answer: Answer, alone: Tensor, draw: torch.Generator) -> list[Tensor
     They depend on the number of samples and on `draw` only where the model is sharded, so that all
     processes have as many.
     """
-    if answer.reference.sharded:
+    if answer.problem.sharding is not None:
         return regrouped(answer.batch, draw, alone.tolist(), outstanding=0)
     return regrouped(answer.batch, draw, alone.tolist(), _PARTS if len(alone) else 2)
 
@@ -401,9 +402,8 @@ def _summed_exactly(
         return None
     try:
         with all_in_float64(problem, batch) as (wide, cast):
-            exact = Reference(wide)
-            together = Objective.together(cast, weights).evaluated(exact)[1]
-            in_groups = Objective.in_groups(cast, weights, groups).evaluated(exact)[1]
+            together = Objective.together(cast, weights).evaluated(wide)[1]
+            in_groups = Objective.in_groups(cast, weights, groups).evaluated(wide)[1]
     except (ModelError, RefusedError):
         return None
     return compared_in_float64(together, in_groups)
@@ -413,12 +413,12 @@ def _summed(
     answer: Answer, claim: Claim, draw: torch.Generator, small: frozenset[str]
 ) -> LargestError:
     """Compare the sum of the rows with the gradient of their batch, in the model's own dtype."""
-    reference, batch, weights = answer.reference, answer.batch, claim.weights
+    problem, batch, weights = answer.problem, answer.batch, claim.weights
     order = torch.randperm(len(batch), generator=draw)
     moved = Objective.together(batch.select(order), weights[order.to(weights.device)])
     together = Objective.together(batch, weights)
-    right = together.evaluated(reference)[1]
-    return judged(reference, claim, together, right, lambda: moved.evaluated(reference)[1], small)
+    right = together.evaluated(problem)[1]
+    return judged(problem, claim, together, right, lambda: moved.evaluated(problem)[1], small)
 
 
 def _in_groups(
@@ -429,16 +429,16 @@ def _in_groups(
     That is None if there are none, or if they have to be compared by themselves: their losses
     differ, or their gradients, as they do where a hook of the user's is not linear in the weight.
     """
-    reference, losses = answer.reference, answer.evaluation.losses
+    problem, losses = answer.problem, answer.evaluation.losses
     found: list[Tensor] = []
     total: dict[str, Tensor] = {}
     checks: list[LargestError] = []
     with other_random_numbers():
-        for loss, own in objective.parts(reference):  # enumerate would hold on to a gradient
+        for loss, own in objective.parts(problem):  # enumerate would hold on to a gradient
             k = len(found)
             rows = groups[k].to(losses.device)
-            if k < alone and not reference.any(
-                not same(losses[rows], loss, losses, reference.precision)
+            if k < alone and not problem.any(
+                not same(losses[rows], loss, losses, problem.precision)
             ):
                 checks.append(_alone(answer, int(rows), objective.weights[k], own))
             found.append(loss)
@@ -446,7 +446,7 @@ def _in_groups(
             del own
     rows, right = torch.cat([*groups]), torch.cat(found)
     here = losses[rows.to(losses.device)]
-    if reference.any(not same(here, right, precision=reference.precision)):
+    if problem.any(not same(here, right, precision=problem.precision)):
         _explain(answer, answer.batch.select(rows), here, right)
     agreement = _worst(checks)
     return total, agreement if 0 < len(checks) == alone and agreement.passed else None
@@ -463,10 +463,9 @@ def _require_own_losses(answer: Answer, seed: int, *, known: bool) -> None:
     problem, batch, losses = answer.problem, answer.batch, answer.evaluation.losses
     if answer.own_loss:
         return require_deterministic(problem, batch)
-    if answer.reference.sharded:  # its gradients by the inputs are not to be had
+    if answer.problem.sharding is not None:  # its gradients by the inputs are not to be had
         require_deterministic(problem, batch)
-        digits = answer.reference.precision
-        require_unaffected(problem, batch, losses, seed=seed, digits=digits)
+        require_unaffected(problem, batch, losses, seed=seed)
         return None
     found = require_own_gradients(problem, batch, seed)
     if not same(losses, found, precision=problem.precision):
@@ -515,9 +514,8 @@ def _weights(answer: Answer, draw: torch.Generator) -> Tensor:
 def _explain(answer: Answer, batch: Batch, found: Tensor, right: Tensor) -> None:
     """Refuse losses (m,) of a backend that are not those of an ordinary evaluation: say why."""
     require_deterministic(answer.problem, batch)
-    if answer.reference.sharded:
-        precision = answer.reference.precision
-        return require_same_losses(answer.problem, batch, found, right, precision)
+    if answer.problem.sharding is not None:
+        return require_same_losses(answer.problem, batch, found, right)
     require_independent(answer.problem, batch)
     gap, size = (found - right).abs(), right.abs().max()
     narrow = computed_in(answer.problem, batch)
@@ -546,13 +544,13 @@ def _explain(answer: Answer, batch: Batch, found: Tensor, right: Tensor) -> None
 
 def _require_sum_of_singles(answer: Answer, claim: Claim) -> None:
     """Compare a claim with batches of one, where the batch as a whole has another gradient."""
-    reference, batch = answer.reference, answer.batch
+    problem, batch = answer.problem, answer.batch
     rows = [torch.tensor([k]) for k in range(len(batch))]
     right = {name: torch.zeros_like(claim.value(name)) for name in claim.gradients}
     for k, weight in enumerate(claim.weights):
-        for name, gradient in reference.gradients(batch.one(k))[1].items():
+        for name, gradient in gradients(problem, batch.one(k))[1].items():
             right[name] += weight.to(right[name]) * gradient
-    check = judged(reference, claim, Objective.in_groups(batch, claim.weights, rows), right)
+    check = judged(problem, claim, Objective.in_groups(batch, claim.weights, rows), right)
     _require_passed(check, "completeness", answer.backend, batch)
 
 
@@ -657,7 +655,7 @@ def _worst(checks: Sequence[LargestError]) -> LargestError:
 
 def _agreement(answer: Answer, chosen: Tensor) -> LargestError:
     """Compare samples with batches of one, or with their own losses in their batch."""
-    reference, batch, losses = answer.reference, answer.batch, answer.evaluation.losses
+    problem, batch, losses = answer.problem, answer.batch, answer.evaluation.losses
     require_once = cache(lambda: require_independent(answer.problem, batch))
 
     def alone(sample: int) -> LargestError:
@@ -666,10 +664,10 @@ def _agreement(answer: Answer, chosen: Tensor) -> LargestError:
             right = own_gradient(answer.problem, batch, sample)
             return _alone(answer, sample, weight, right)
         one = batch.one(sample)
-        loss, right = reference.gradients(one)
+        loss, right = gradients(problem, one)
         here = losses[sample : sample + 1]
-        if reference.any(not same(here, loss, losses, reference.precision)):
-            if not reference.sharded:
+        if problem.any(not same(here, loss, losses, problem.precision)):
+            if problem.sharding is None:
                 require_once()
             _explain(answer, one, here, loss)
         return _alone(answer, sample, weight, right)
@@ -681,16 +679,16 @@ def _alone(
     answer: Answer, sample: int, weight: Tensor, right: Mapping[str, Tensor]
 ) -> LargestError:
     """Compare a sample's gradient times its weight (1,) with what is right."""
-    reference, batch = answer.reference, answer.batch
+    problem, batch = answer.problem, answer.batch
     claim = Claim.of_one(answer.evaluation.gradients.select(slice(sample, sample + 1)), weight)
     if answer.own_loss:
         weights = torch.zeros_like(answer.evaluation.losses)
         weights[sample] = 1
-        return judged(reference, claim, Objective.together(batch, weights), right)
+        return judged(problem, claim, Objective.together(batch, weights), right)
     one = batch.one(sample)
     twice = Objective.together(one.resized(2), weight.expand(2) / 2)
     objective = Objective.together(one, weight)
-    return judged(reference, claim, objective, right, lambda: twice.evaluated(reference)[1])
+    return judged(problem, claim, objective, right, lambda: twice.evaluated(problem)[1])
 
 
 _AGAINST = {"completeness": "the gradient of the total loss", "agreement": "a batch of one"}

@@ -26,10 +26,10 @@ from gradscope.blocks import Block, Gradients
 from gradscope.blocks.base import PIECE_BYTES, as_rows, inner, precise, squared_sizes, squares
 from gradscope.core.batch import Batch
 from gradscope.core.precision import doubled, dtype_name, on_host, products
-from gradscope.engine.reference import Reference
+from gradscope.engine.reference import compressed, gradients, tolerated
 from gradscope.errors import CertificateError
-from gradscope.model.problem import double_precision
-from gradscope.model.rounding import widened
+from gradscope.model.problem import Problem, double_precision
+from gradscope.model.rounding import computed_in, nearby, widened
 from gradscope.process.stops import timely
 
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -117,20 +117,20 @@ class Objective:
         own = (weights[k.to(weights.device)] for k in rows)
         return cls(tuple(batch.select(k) for k in rows), tuple(own))
 
-    def evaluated(self, reference: Reference) -> tuple[Tensor, dict[str, Tensor]]:
+    def evaluated(self, problem: Problem) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the losses (n,) and ∇ Σ wᵢ Lᵢ by every parameter, as autograd gives them."""
         found: list[Tensor] = []
         total: dict[str, Tensor] = {}
-        for losses, own in self.parts(reference):
+        for losses, own in self.parts(problem):
             found.append(losses)
             total = added(total, own)
             del own
         return torch.cat(found), total
 
-    def parts(self, reference: Reference) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    def parts(self, problem: Problem) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Yield the same for each of the batches: each gradient is held by the caller alone."""
         for batch, weights in zip(self.batches, self.weights, strict=True):
-            yield reference.gradients(batch, weights)
+            yield gradients(problem, batch, weights)
 
 
 Other = Callable[[], Mapping[str, Tensor]]
@@ -144,7 +144,7 @@ def added(total: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def judged(
-    reference: Reference,
+    problem: Problem,
     claim: Claim,
     objective: Objective,
     right: Mapping[str, Tensor],
@@ -154,39 +154,40 @@ def judged(
     """Compare a claim with the reference's gradient, within what rounding can do to it.
 
     Args:
-        reference: Evaluates the model.
+        problem: The model and its loss.
         claim: About the objective's gradient.
         objective: What it is of.
         right: Its gradient by the reference.
         other: Returns it for the same samples in other batches, if they may be evaluated so.
         small: Parameters of which it is known that their gradient is mere rounding.
     """
-    dtype, tolerance = reference.precision, TOLERANCES[reference.precision]
-    gaps, sizes = _compared(reference, claim, right)
+    dtype, tolerance = problem.precision, TOLERANCES[problem.precision]
+    gaps, sizes = _compared(problem, claim, right)
     errors = {k: _relative(gap, sizes[k] or norm(right[k])) for k, gap in gaps.items()}
     allowed = dict.fromkeys(right, tolerance)
     doubtful = [k for k in right if not errors[k] <= tolerance]
-    noise = _noise(reference, sizes, right, {k: gaps[k] for k in doubtful}, other, small)
+    noise = _noise(problem, sizes, right, {k: gaps[k] for k in doubtful}, other, small)
     doubtful = [k for k in doubtful if k not in noise]
     narrow = dtype
-    if reference.any(bool(doubtful)):
-        narrow = reference.narrowest(objective.batches[0])
+    if problem.any(bool(doubtful)):
+        with suppress(*tolerated(problem)):  # not every model takes one sample of a batch
+            narrow = computed_in(problem, objective.batches[0])
         rounded = max(tolerance, TOLERANCES.get(narrow, tolerance))
         if dtype == torch.float32:
-            rounded = max(rounded, TOLERANCES[products(reference.problem.device)])
+            rounded = max(rounded, TOLERANCES[products(problem.device)])
         if dtype == torch.float64:  # part of the model is less precise than its parameters
             allowed |= dict.fromkeys(doubtful, rounded)
             doubtful = [k for k in doubtful if not errors[k] <= rounded]
-    if reference.any(bool(doubtful)) and narrow != torch.float64:
-        with suppress(*reference.tolerated):
+    if problem.any(bool(doubtful)) and narrow != torch.float64:
+        with suppress(*tolerated(problem)):
             truth: Mapping[str, Tensor] = right
-            if not reference.sharded:  # which cannot be copied
-                with suppress(*reference.tolerated):
-                    truth, dtype = _in_float64(reference, objective, doubtful), torch.float64
-            spread = _spread(reference, objective, {k: truth[k] for k in doubtful}, narrow)
+            if problem.sharding is None:  # which cannot be copied
+                with suppress(*tolerated(problem)):
+                    truth, dtype = _in_float64(problem, objective, doubtful), torch.float64
+            spread = _spread(problem, objective, {k: truth[k] for k in doubtful}, narrow)
             for k in doubtful:
                 size = max(sizes[k], norm(truth[k]))
-                found = reference.compressed(claim.value(k)).to(truth[k])
+                found = compressed(problem, claim.value(k)).to(truth[k])
                 errors[k] = _relative(norm(found - truth[k]), size)
                 allowed[k] = max(rounded, _KINKS * _relative(spread[k], size))
                 if errors[k] <= allowed[k] and allowed[k] > _MOST:
@@ -235,12 +236,12 @@ def largest_error(
 
 
 def _compared(
-    reference: Reference, claim: Claim, right: Mapping[str, Tensor]
+    problem: Problem, claim: Claim, right: Mapping[str, Tensor]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return how far each sum is from what is right, and its size."""
     gaps, sizes = {}, dict(claim.sizes)
     for name, value in right.items():
-        found = reference.compressed(claim.value(name))
+        found = compressed(problem, claim.value(name))
         gaps[name] = norm(found - value)
         if name not in sizes:
             sizes[name] = norm(found)
@@ -248,7 +249,7 @@ def _compared(
 
 
 def _noise(
-    reference: Reference,
+    problem: Problem,
     sizes: Mapping[str, float],
     right: Mapping[str, Tensor],
     gaps: Mapping[str, float],
@@ -260,31 +261,28 @@ def _noise(
     It is if autograd agrees with itself no better than with the claim, in other batches.
     """
     whole = math.sqrt(sum(size**2 for size in sizes.values()))
-    eps = torch.finfo(reference.precision).eps
+    eps = torch.finfo(problem.precision).eps
     tiny = [k for k, gap in gaps.items() if gap <= min(_NOISE * eps, 0.05) * whole]
-    digits = _LAST_DIGITS * eps * whole if reference.precision == torch.float64 else -1.0
+    digits = _LAST_DIGITS * eps * whole if problem.precision == torch.float64 else -1.0
     noise = [k for k in tiny if k in small or gaps[k] <= digits]
-    if other is not None and reference.any(len(tiny) > len(noise)):
+    if other is not None and problem.any(len(tiny) > len(noise)):
         again = other()
         noise = [k for k in tiny if k in noise or gaps[k] <= _LUCK * norm(right[k] - again[k])]
     return noise
 
 
-def _in_float64(
-    reference: Reference, objective: Objective, names: Sequence[str]
-) -> dict[str, Tensor]:
+def _in_float64(problem: Problem, objective: Objective, names: Sequence[str]) -> dict[str, Tensor]:
     """Return the gradient by some parameters without rounding."""
-    problem = reference.problem
     casts = problem.precision == torch.float64
     with double_precision(), widened() if casts else nullcontext():
-        wide = Reference(problem.converted(None if casts else torch.float64))
+        wide = problem.converted(None if casts else torch.float64)
         batches = tuple(batch.in_double_precision() for batch in objective.batches)
         every = replace(objective, batches=batches).evaluated(wide)[1]
     return {name: every[name] for name in names}
 
 
 def _spread(
-    reference: Reference, objective: Objective, truth: Mapping[str, Tensor], narrow: torch.dtype
+    problem: Problem, objective: Objective, truth: Mapping[str, Tensor], narrow: torch.dtype
 ) -> dict[str, float]:
     """Return how far rounding can lead away from the gradient by some parameters.
 
@@ -292,8 +290,8 @@ def _spread(
     dtype, of the narrower dtype.
     """
     spread = dict.fromkeys(truth, 0.0)
-    digits = narrow if reference.precision == torch.float64 else None
-    for near in reference.perturbed(_TRIALS, digits):
+    digits = narrow if problem.precision == torch.float64 else None
+    for near in nearby(problem, _TRIALS, digits):
         found = objective.evaluated(near)[1]
         for name, value in truth.items():
             spread[name] = max(spread[name], norm(found[name].to(value) - value))

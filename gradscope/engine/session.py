@@ -25,7 +25,6 @@ from gradscope.core.precision import double
 from gradscope.core.registry import suggestion
 from gradscope.engine.audit import Auditor, AuditPlan, drawn
 from gradscope.engine.certificate import Answer, Certificate, certify, prove, prove_samples
-from gradscope.engine.reference import Reference
 from gradscope.engine.sharded import ShardedEvaluator
 from gradscope.engine.zeros import zero_notes
 from gradscope.errors import (
@@ -362,7 +361,7 @@ class Session:
         """Take note of a batch that was answered, and of its proof if all of it was proved."""
         if self.sharded is not None:
             self.certificate = self.sharded.certificate
-            self._note_precision(self.sharded.reference.narrow)
+            self._note_precision(self.problem.precision, self.problem.dtype.to_real())
         waits = self.settings.verify == "audit" and proof is None
         self._unaudited = batch if waits else None  # else nobody's data are held
         self._doubtful = 0 if proof is not None else self._doubtful + 1
@@ -417,13 +416,13 @@ class Session:
             self.notes[:] = [*(note for note in self.notes if note not in before), *self.zeros]
         self._due, self._trains = not proof.proves, self._trains or proof.proves
         with suppress(ModelError):  # not every model takes one sample of them
-            self._note_precision(computed_in(self.problem, batch))
+            self._note_precision(computed_in(self.problem, batch), self.problem.precision)
         return evaluation
 
-    def _note_precision(self, narrow: torch.dtype) -> None:
-        """Say that a model computes in less than its parameters' precision, if it does."""
+    def _note_precision(self, narrow: torch.dtype, own: torch.dtype) -> None:
+        """Say that a model computes in less than its parameters' `own` precision, if it does."""
         eps = torch.finfo(narrow).eps
-        if eps > torch.finfo(self.problem.precision).eps:
+        if eps > torch.finfo(own).eps:
             self._note(
                 f"part of the model computes in {str(narrow).removeprefix('torch.')}: between "
                 f"backends and batches gradients differ by its rounding, some {eps:.0e}"
@@ -459,7 +458,7 @@ class Session:
                     uncompiled = self._uncompiled(batch)
                     self._compiled.require_equal(evaluation, uncompiled, request)
                 answer = Answer(
-                    Reference(self.problem),
+                    self.problem,
                     self.backend,
                     batch,
                     uncompiled,

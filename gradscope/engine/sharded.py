@@ -17,6 +17,7 @@ from torch import Tensor
 from gradscope.backends.base import ROWS, Evaluate, Request, backends
 from gradscope.blocks import Evaluation, Gradients, unmeasured
 from gradscope.core.batch import Batch
+from gradscope.core.precision import products
 from gradscope.engine.audit import Auditor, AuditPlan, drawn
 from gradscope.engine.certificate import (
     Answer,
@@ -25,7 +26,6 @@ from gradscope.engine.certificate import (
     prove,
     prove_samples,
 )
-from gradscope.engine.reference import ShardedReference
 from gradscope.errors import CertificateError, CoupledSamplesError, SpecError, UnsupportedError
 from gradscope.model.independence import other_random_numbers
 from gradscope.model.problem import Problem
@@ -67,7 +67,6 @@ class ShardedEvaluator:
         self._evaluate: Evaluate | None = None
         self._due = True  # a proof is
         self._wary = False  # this process has refused a batch: every other is proved
-        self.reference = ShardedReference(self.problem)
 
     def needs_proof(self) -> bool:
         """Return whether the next batch is proved, on all processes."""
@@ -148,7 +147,7 @@ class ShardedEvaluator:
         Returns the proof, if all of the batch was proved.
         """
         proof, plan = None, AuditPlan()
-        answer = Answer(self.reference, "hooks", batch, found, alone=1)
+        answer = Answer(self.problem, "hooks", batch, found, alone=1)
         with unmeasured(), other_random_numbers():
             if self.verify != "never" and (self._due or self.verify == "always"):
                 self._find_precision(batch)
@@ -175,11 +174,12 @@ class ShardedEvaluator:
         return proof
 
     def _find_precision(self, batch: Batch) -> None:
-        """Find the narrowest dtype that the model rounds to, on any process."""
+        """Find the narrowest dtype that the model or the device rounds to, on any process."""
         with self.sharding.together():
             own = computed_in(self.problem, batch)
-        eps = {dtype: torch.finfo(dtype).eps for dtype in self.sharding.of_all(own)}
-        self.reference.narrow = max(eps, key=lambda dtype: eps[dtype])
+        own = products(self.problem.device) if own == torch.float32 else own
+        every = self.sharding.of_all(own)
+        self.sharding.rounds_to = max(every, key=lambda dtype: torch.finfo(dtype).eps)
 
     def evaluations(self, batch: Batch) -> Iterator[tuple[Batch, Evaluation, bool]]:
         """Yield a batch in parts, with their evaluations, and whether they are this process's turn.

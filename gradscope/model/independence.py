@@ -166,11 +166,9 @@ def _require_same(
             raise _coupled(problem, batch, rows, (here, found), said)
 
 
-def require_same_losses(
-    problem: Problem, batch: Batch, losses: Tensor, found: Tensor, precision: torch.dtype
-) -> None:
+def require_same_losses(problem: Problem, batch: Batch, losses: Tensor, found: Tensor) -> None:
     """Refuse losses (n,) that are not those found in other batches, but for rounding."""
-    if not same(losses, found, precision=precision):
+    if not same(losses, found, precision=problem.precision):
         rows, said = torch.arange(len(batch)), "changes from {0} to {1} in another batch"
         raise _coupled(problem, batch, rows, (losses, found), said)
 
@@ -226,32 +224,19 @@ def _is_rounding(problem: Problem, batch: Batch, rows: Tensor, here: Tensor, fou
         )
 
 
-def _is_spread(
-    problem: Problem,
-    batch: Batch,
-    rows: Tensor,
-    losses: Tensor,
-    found: Tensor,
-    digits: torch.dtype | None = None,
-) -> bool:
+def _is_spread(problem: Problem, batch: Batch, rows: Tensor, losses: Tensor, found: Tensor) -> bool:
     """Whether `found` (m,) differs from the losses (n,) at some rows by no more than rounding can.
 
-    That is measured in the same batch, by other last `digits` of the parameters; see `nearby`.
+    That is measured in the same batch, by other last digits of the parameters.
     """
     rows = rows.to(losses.device)
-    others = [near.losses(batch).detach() for near in nearby(problem, _TRIALS, digits)]
+    others = [near.losses(batch).detach() for near in nearby(problem, _TRIALS)]
     spread = torch.stack([(other - losses).abs() for other in others]).amax(0)
     return bool(((losses[rows] - found).abs() <= _LUCK * spread[rows]).all())
 
 
 def require_unaffected(
-    problem: Problem,
-    batch: Batch,
-    losses: Tensor,
-    *,
-    seed: int = 0,
-    judged: bool = False,
-    digits: torch.dtype = torch.float64,
+    problem: Problem, batch: Batch, losses: Tensor, *, seed: int = 0, judged: bool = False
 ) -> bool:
     """Refuse if losses (n,) change when other samples of the batch are replaced by copies.
 
@@ -266,7 +251,6 @@ def require_unaffected(
         losses: Of the batch as it is.
         seed: Of which samples are replaced.
         judged: Whether float64 is asked in any case.
-        digits: The dtype that a sharded model rounds to.
 
     Returns:
         Whether independence was shown. It is not where float64 must decide and cannot: the model
@@ -291,13 +275,13 @@ def require_unaffected(
         if not problem.any(not _unchanged(problem.losses(batch).detach(), found)):
             return True
     if problem.sharding is not None:
-        _require_unaffected_exactly(problem, batch, seed, digits)
+        _require_unaffected_exactly(problem, batch, seed)
         return True
     if not fits_in_float64(problem):
         return False
     try:
         with all_in_float64(problem, batch) as (wide, cast):
-            _require_unaffected_exactly(wide, cast, seed, torch.float64)
+            _require_unaffected_exactly(wide, cast, seed)
     except (ModelError, RefusedError) as error:
         random = isinstance(error, UnsupportedError) and problem.state.fixed is None
         if random or isinstance(error, CoupledSamplesError):
@@ -331,39 +315,28 @@ def _replaced(problem: Problem, batch: Batch, seed: int) -> Iterator[tuple[Tenso
         yield rows, found[rows.to(found.device)]
 
 
-def _require_unaffected_exactly(
-    problem: Problem, batch: Batch, seed: int, digits: torch.dtype
-) -> None:
-    """Refuse losses that change by more than the rounding of `digits` allows."""
+def _require_unaffected_exactly(problem: Problem, batch: Batch, seed: int) -> None:
+    """Refuse losses that change by more than rounding: of a problem in float64, or sharded."""
     losses = problem.losses(batch).detach()
     for kept, found in _replaced(problem, batch, seed):
-        change = "when other samples are replaced"
-        _require_equal(problem, batch, kept, (losses, found), change, digits)
+        _require_equal(problem, batch, kept, losses, found, "when other samples are replaced")
     if problem.sharding is not None:
         return  # single samples round in another way, which float64 alone tells from coupling
     draw = torch.Generator().manual_seed(seed)
     for row in torch.randperm(len(batch), generator=draw)[:_FEW, None]:
         found = problem.losses(batch.select(row)).detach()
-        change = "when it is evaluated alone"
-        _require_equal(problem, batch, row, (losses, found), change, digits)
+        _require_equal(problem, batch, row, losses, found, "when it is evaluated alone")
 
 
 def _require_equal(
-    problem: Problem,
-    batch: Batch,
-    rows: Tensor,
-    losses: tuple[Tensor, Tensor],
-    change: str,
-    digits: torch.dtype,
+    problem: Problem, batch: Batch, rows: Tensor, losses: Tensor, found: Tensor, change: str
 ) -> None:
-    """Refuse rows (m,) whose losses in their batch (n,) and `found` (m,) differ beyond rounding."""
-    every, found = losses
-    own = every[rows.to(every.device)]
-    tolerance = _EXACT * torch.finfo(digits).eps
-    equal = within(own, found, tolerance, every)
-    if not problem.any(not equal):
-        return
-    equal = _is_spread(problem, batch, rows, every, found, digits) or equal
+    """Refuse rows (m,) of a batch whose losses are not `found` but for rounding."""
+    own = losses[rows.to(losses.device)]
+    tolerance = _EXACT * torch.finfo(problem.precision).eps
+    equal = within(own, found, tolerance, losses)
+    if problem.any(not equal):
+        equal = _is_spread(problem, batch, rows, losses, found) or equal
     if not problem.any(not equal):
         return
     require_deterministic(problem, batch)

@@ -195,9 +195,13 @@ class Problem:
 
     @property
     def precision(self) -> torch.dtype:
-        """The narrowest real dtype of the model's parameters: numbers are no more precise."""
+        """The narrowest real dtype of the model's parameters: numbers are no more precise.
+
+        Of a sharded model, what it was found to round to counts as well.
+        """
         every = (*self.parameters.values(), *self.model.parameters())
         found = {p.dtype.to_real() for p in every if p.is_floating_point() or p.is_complex()}
+        found |= set() if self.sharding is None else {self.sharding.rounds_to}
         return max(found, key=lambda dtype: torch.finfo(dtype).eps)
 
     @property

@@ -238,6 +238,7 @@ class Sharding(Ranks):
     Attributes:
         sharded: The parameters as the optimiser knows them, by name: a part on each process.
         whole: The same as the forward pass uses them; their memory is there only meanwhile.
+        rounds_to: The narrowest dtype that a forward pass was found to round to.
 
     Raises:
         UnsupportedError: Tensor parallel, or several meshes.
@@ -247,6 +248,7 @@ class Sharding(Ranks):
         from torch.distributed.tensor import DTensor
 
         self.model, self.modules = model, list(modules)
+        self.rounds_to = torch.float64
         self.reshard()
         named = dict(model.named_parameters())
         self.sharded = {k: p for k, p in named.items() if isinstance(p, DTensor)}
