@@ -33,8 +33,8 @@ class NonFiniteWarning(UserWarning):
     """Samples without a finite gradient were left out of an expectation."""
 
 
-class Held:
-    """What a model may hold while it is copied or saved: a copy holds it too, a file has None."""
+class UncopiedHandle:
+    """What a model may hold: a copy of the model holds the same one, a file has None."""
 
     def __copy__(self) -> Self:
         return self
@@ -46,7 +46,7 @@ class Held:
         return type(None), ()
 
 
-class Scope(Held):
+class Scope(UncopiedHandle):
     """Per-sample gradients of a model, in the mode the model is in.
 
     Nothing is attached to the model or its parameters, and both are left as they were found.
@@ -289,8 +289,8 @@ class Scope(Held):
             return self._expectations(chains, whole)
 
         with nullcontext() if ranks is None else ranks.together():
-            apart = ranks is None or all(chain.first_pass is None for chain in chains)
-            found, skipped = self.session.repeated(summed, again=apart)
+            one_pass = ranks is None or all(chain.first_pass is None for chain in chains)
+            found, skipped = self.session.repeated(summed, again=one_pass)
         if skipped:
             warnings.warn(
                 f"{skipped} samples have no finite gradient and were left out",
@@ -377,7 +377,7 @@ class Scope(Held):
         size = sum(p.nbytes for p in session.problem.parameters.values())
         found: list[Batch] = []
         for rows in map(session.rows_of, parts):
-            most = len(rows) if session.keeps_apart else max(1, _TOKEN_BYTES // max(1, size))
+            most = len(rows) if session.factored_tokens else max(1, _TOKEN_BYTES // max(1, size))
             found += map(rows.select, torch.split(torch.arange(len(rows)), max(1, most)))
         return [part for part in found if len(part)] or found
 

@@ -291,7 +291,7 @@ GAPS = {
 
 def test_rounding_answers_for_as_much_as_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem.of(nn.Linear(1, 1), cross_entropy)
-    objective = Objective.together(Batch.of(torch.zeros(1, 1)), torch.ones(1))
+    objective = Objective.in_one_batch(Batch.of(torch.zeros(1, 1)), torch.ones(1))
 
     def refuse(*_: object) -> Any:
         raise RefusedError("the model cannot be copied")
@@ -307,7 +307,7 @@ def test_rounding_answers_for_as_much_as_it_moves(monkeypatch: pytest.MonkeyPatc
         again = {name: value + 1e-7 * DIRECTION for name, value in right.items()}
         monkeypatch.setattr(judge, "gradients", lambda *_: (torch.zeros(1), dict(moved)))
         claim = Claim.of_one(Gradients(rows), torch.ones(1))
-        return judge.judged(problem, claim, objective, right, lambda: again)
+        return judge.compare_claim(problem, claim, objective, right, lambda: again)
 
     few = ("right", "kinked", "tiny", "unused")
     assert (judged(*few).parameter, judged(*few).passed) == ("kinked", False)

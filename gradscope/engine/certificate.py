@@ -34,11 +34,11 @@ from gradscope.engine.judge import (
     Claim,
     LargestError,
     Objective,
-    added,
+    add_gradients,
+    compare_claim,
     compared_in_float64,
-    judged,
+    contradiction,
     require_consistent,
-    wrong,
 )
 from gradscope.engine.reference import gradients, tolerated
 from gradscope.errors import (
@@ -130,7 +130,7 @@ class Answer:
     trains: bool = False  # an earlier answer had gradients, so that all of these may well be zero
     phases: dict[str, float] = field(default_factory=dict)  # seconds that each part took so far
 
-    def again(self) -> "Answer":
+    def uncached(self) -> "Answer":
         """Return the same, with nothing computed from it yet.
 
         What a proof computes stays out of the answer: whether there is one must not show in it.
@@ -142,7 +142,7 @@ class Answer:
         """Add the seconds that the body takes to a phase."""
         return _timed(self.phases, phase)
 
-    def of(self, rows: Tensor) -> "Answer":
+    def select(self, rows: Tensor) -> "Answer":
         """Return what was said of the samples at positions `rows` (m,)."""
         if torch.equal(rows, torch.arange(len(self.batch))):
             return self
@@ -234,61 +234,71 @@ def prove(answer: Answer, after: Certificate | None = None) -> Certificate:
             unless they give rise to doubt.
     """
     begun = time.perf_counter()
-    answer = answer.again()
-    problem, batch, rows_of = answer.problem, answer.batch, answer.evaluation.gradients
+    answer = answer.uncached()
+    problem, batch = answer.problem, answer.batch
     rows, finite = _examined_rows(answer)
-    part = answer.of(rows)
-    draw = torch.Generator().manual_seed(answer.seed)
-    chosen = torch.randperm(len(rows), generator=draw)[: answer.alone]
-    completeness = agreement = NOTHING
+    completeness, agreement, chosen = NOTHING, NOTHING, rows[:0]
     with unmeasured():  # nothing is measured for the proof's sake
         if problem.any(finite):
-            completeness, agreement, chosen = _compared(part, chosen, after, draw)
-        if not finite:
-            completeness = agreement = NOTHING
-        chosen = rows[chosen] if finite else rows[:0]
+            found = _compare_with_autograd(answer.select(rows), after)
+            if finite:
+                completeness, agreement, chosen = found[0], found[1], rows[found[2]]
         _require_finite_together(answer)
         if after is None:  # shortcuts do not depend on the numbers
             with answer.timed("shortcuts"), _all_time(problem):
-                require_consistent(answer.backend, rows_of, chosen)
+                require_consistent(answer.backend, answer.evaluation.gradients, chosen)
         if answer.own_loss:
             _require_rows_alone(answer, chosen)
-    if problem.any(answer.problem.state.drew):
-        require_deterministic(answer.problem, batch)
-    compared, squared = batch.index[chosen].tolist(), rows_of.squared_norms
-    unused = tuple(name for name, value in squared.items() if not bool(value.any()))
-    if not problem.any(len(unused) < len(squared) or answer.trains):
-        _require_graph(answer)
-    certificate = Certificate(
-        backend=answer.backend,
-        dtype=max(completeness.dtype, agreement.dtype, key=_digits),
-        samples=len(batch),
-        positions=(int(batch.index.min()), int(batch.index.max())),
-        nonfinite=int((~finite_samples(answer.evaluation)).sum()),
-        completeness=completeness,
-        agreement=agreement,
-        compared=tuple(sorted({*compared} if problem.sharding is not None else compared)),
-        unused=unused,
-        unproved=tuple(sorted({*completeness.small, *agreement.small})),
-        proves=problem.any(len(unused) < len(squared) and finite),
-        seconds=time.perf_counter() - begun,
-        phases=answer.phases,
-    )
+    if problem.any(problem.state.drew):
+        require_deterministic(problem, batch)
+    certificate = _certificate(answer, completeness, agreement, chosen, begun)
     _require_passed(agreement, "agreement", answer.backend, batch.select(chosen))
     if problem.sharding is not None or not certificate.sum_differs:
         _require_passed(completeness, "completeness", answer.backend, batch)
     elif not answer.own_loss:
-        _require_scaled(part, completeness)
+        _require_scaled(answer.select(rows), completeness)
     return certificate
+
+
+def _certificate(
+    answer: Answer,
+    completeness: LargestError,
+    agreement: LargestError,
+    chosen: Tensor,
+    begun: float,
+) -> Certificate:
+    """Return what was proved, of the samples at positions `chosen` alone too."""
+    problem, batch, rows = answer.problem, answer.batch, answer.evaluation.gradients
+    unused = tuple(name for name, value in rows.squared_norms.items() if not bool(value.any()))
+    some = len(unused) < len(rows)  # gradients are not zero
+    if not problem.any(some or answer.trains):
+        _require_graph(answer)
+    finite = finite_samples(answer.evaluation)
+    compared = batch.index[chosen].tolist()
+    return Certificate(
+        backend=answer.backend,
+        dtype=max(completeness.dtype, agreement.dtype, key=_digits),
+        samples=len(batch),
+        positions=(int(batch.index.min()), int(batch.index.max())),
+        nonfinite=int((~finite).sum()),
+        completeness=completeness,
+        agreement=agreement,
+        compared=tuple(sorted(compared if problem.sharding is None else {*compared})),
+        unused=unused,
+        unproved=tuple(sorted({*completeness.small, *agreement.small})),
+        proves=problem.any(some and bool(finite.any())),
+        seconds=time.perf_counter() - begun,
+        phases=answer.phases,
+    )
 
 
 def prove_samples(answer: Answer) -> None:
     """Prove some samples of an answer, drawn at random: alone, loss and gradient are the same."""
-    answer = answer.again()
+    answer = answer.uncached()
     rows, finite = _examined_rows(answer)
     draw = torch.Generator().manual_seed(answer.seed)
     chosen = rows[torch.randperm(len(rows), generator=draw)[: answer.alone]]
-    check = _agreement(answer, chosen)
+    check = _compare_singles(answer, chosen)
     if finite:
         _require_passed(check, "agreement", answer.backend, answer.batch.select(chosen))
 
@@ -323,18 +333,20 @@ def _require_graph(answer: Answer) -> None:
         )
 
 
-def _compared(
-    answer: Answer, chosen: Tensor, after: Certificate | None, draw: torch.Generator
+def _compare_with_autograd(
+    answer: Answer, after: Certificate | None
 ) -> tuple[LargestError, LargestError, Tensor]:
     """Return completeness, agreement of single samples, and the positions of these.
 
-    The gradient is taken of the same samples in other batches, those `chosen` alone. Where all of
+    The gradient is taken of the same samples in other batches, some of them alone. Where all of
     it is right, so is every sample, and that of the batch as it is says no more; its losses do, and
     their gradients by the inputs. After an earlier proof the other batches suffice for `hooks`,
     whose losses are those of the batch as it is; others may never have seen its samples together.
     """
+    draw = torch.Generator().manual_seed(answer.seed)
+    chosen = torch.randperm(len(answer.batch), generator=draw)[: answer.alone]
     problem, batch, weights = answer.problem, answer.batch, _weights(answer, draw)
-    together, everyone = Objective.together(batch, weights), [torch.arange(len(batch))]
+    together, everyone = Objective.in_one_batch(batch, weights), [torch.arange(len(batch))]
     groups, alone = everyone, 0
     if not answer.own_loss and (after is None or len(batch) == 1):
         alone = len(chosen)
@@ -359,7 +371,7 @@ def _compared(
         claim = Claim.of(answer.evaluation.gradients, weights)
         small = frozenset(after.unproved if after is not None else ())
         other = None if groups is everyone else lambda: together.evaluated(problem)[1]
-        completeness = judged(problem, claim, objective, right, other, small)
+        completeness = compare_claim(problem, claim, objective, right, other, small)
         del right
         if groups is not everyone and answer.backend != "hooks":  # which reads the batch's graph
             batched = _summed_exactly(answer, weights, groups) or _summed(
@@ -368,12 +380,12 @@ def _compared(
             completeness = _worst([completeness, batched])
     agreement = agreed or NOTHING
     if problem.any(agreed is None):
-        agreement = _agreement(answer, chosen)
+        agreement = _compare_singles(answer, chosen)
     if problem.sharding is not None or completeness.passed or not agreement.passed:
         return completeness, agreement, chosen
     if len(chosen) < len(batch):  # a layer may scale gradients by the batch, and every sample be
         chosen = torch.arange(len(batch))  # right
-        agreement = _agreement(answer, chosen)
+        agreement = _compare_singles(answer, chosen)
         if agreement.passed and not answer.own_loss:
             _require_sum_of_singles(answer, claim)
     return completeness, agreement, chosen
@@ -402,7 +414,7 @@ def _summed_exactly(
         return None
     try:
         with all_in_float64(problem, batch) as (wide, cast):
-            together = Objective.together(cast, weights).evaluated(wide)[1]
+            together = Objective.in_one_batch(cast, weights).evaluated(wide)[1]
             in_groups = Objective.in_groups(cast, weights, groups).evaluated(wide)[1]
     except (ModelError, RefusedError):
         return None
@@ -415,10 +427,12 @@ def _summed(
     """Compare the sum of the rows with the gradient of their batch, in the model's own dtype."""
     problem, batch, weights = answer.problem, answer.batch, claim.weights
     order = torch.randperm(len(batch), generator=draw)
-    moved = Objective.together(batch.select(order), weights[order.to(weights.device)])
-    together = Objective.together(batch, weights)
+    moved = Objective.in_one_batch(batch.select(order), weights[order.to(weights.device)])
+    together = Objective.in_one_batch(batch, weights)
     right = together.evaluated(problem)[1]
-    return judged(problem, claim, together, right, lambda: moved.evaluated(problem)[1], small)
+    return compare_claim(
+        problem, claim, together, right, lambda: moved.evaluated(problem)[1], small
+    )
 
 
 def _in_groups(
@@ -440,14 +454,14 @@ def _in_groups(
             if k < alone and not problem.any(
                 not same(losses[rows], loss, losses, problem.precision)
             ):
-                checks.append(_alone(answer, int(rows), objective.weights[k], own))
+                checks.append(_compare_single(answer, int(rows), objective.weights[k], own))
             found.append(loss)
-            total = added(total, own)
+            total = add_gradients(total, own)
             del own
     rows, right = torch.cat([*groups]), torch.cat(found)
     here = losses[rows.to(losses.device)]
     if problem.any(not same(here, right, precision=problem.precision)):
-        _explain(answer, answer.batch.select(rows), here, right)
+        _refuse_losses(answer, answer.batch.select(rows), here, right)
     agreement = _worst(checks)
     return total, agreement if 0 < len(checks) == alone and agreement.passed else None
 
@@ -463,13 +477,12 @@ def _require_own_losses(answer: Answer, seed: int, *, known: bool) -> None:
     problem, batch, losses = answer.problem, answer.batch, answer.evaluation.losses
     if answer.own_loss:
         return require_deterministic(problem, batch)
-    if answer.problem.sharding is not None:  # its gradients by the inputs are not to be had
-        require_deterministic(problem, batch)
+    if problem.sharding is not None:  # its gradients by the inputs are not to be had
         require_unaffected(problem, batch, losses, seed=seed)
         return None
     found = require_own_gradients(problem, batch, seed)
     if not same(losses, found, precision=problem.precision):
-        _explain(answer, batch, losses, found)
+        _refuse_losses(answer, batch, losses, found)
     if not known:
         require_independent(problem, batch, found, seed=seed)
     size = sum(p.numel() * p.element_size() for p in problem.model.parameters())
@@ -489,7 +502,7 @@ def _require_finite_together(answer: Answer) -> None:
         with other_random_numbers():
             found = answer.problem.losses(answer.batch).detach()
         if bool((found.isfinite() & lost).any()):
-            _explain(answer, answer.batch, answer.evaluation.losses, found)
+            _refuse_losses(answer, answer.batch, answer.evaluation.losses, found)
 
 
 def finite_samples(evaluation: Evaluation) -> Tensor:
@@ -511,7 +524,7 @@ def _weights(answer: Answer, draw: torch.Generator) -> Tensor:
     return (size * signs * lift).to(norms.device, norms.dtype)
 
 
-def _explain(answer: Answer, batch: Batch, found: Tensor, right: Tensor) -> None:
+def _refuse_losses(answer: Answer, batch: Batch, found: Tensor, right: Tensor) -> None:
     """Refuse losses (m,) of a backend that are not those of an ordinary evaluation: say why."""
     require_deterministic(answer.problem, batch)
     if answer.problem.sharding is not None:
@@ -539,7 +552,7 @@ def _explain(answer: Answer, batch: Batch, found: Tensor, right: Tensor) -> None
         )
     given, own = unequal(float(found[worst]), float(right[worst]))
     what = f"gives the loss {given}, the model by itself {own}"
-    raise wrong(answer.backend, what, sample.told)
+    raise contradiction(answer.backend, what, sample.told)
 
 
 def _require_sum_of_singles(answer: Answer, claim: Claim) -> None:
@@ -550,7 +563,7 @@ def _require_sum_of_singles(answer: Answer, claim: Claim) -> None:
     for k, weight in enumerate(claim.weights):
         for name, gradient in gradients(problem, batch.one(k))[1].items():
             right[name] += weight.to(right[name]) * gradient
-    check = judged(problem, claim, Objective.in_groups(batch, claim.weights, rows), right)
+    check = compare_claim(problem, claim, Objective.in_groups(batch, claim.weights, rows), right)
     _require_passed(check, "completeness", answer.backend, batch)
 
 
@@ -595,7 +608,7 @@ def _require_rows_alone(answer: Answer, chosen: Tensor) -> None:
     names = _custom_functions(problem, batch)
     if not names or not _are_independent(problem, batch):
         return
-    if not _agreement(replace(answer, own_loss=False), chosen).passed:
+    if not _compare_singles(replace(answer, own_loss=False), chosen).passed:
         raise _no_derivative(names)
 
 
@@ -653,7 +666,7 @@ def _worst(checks: Sequence[LargestError]) -> LargestError:
     return replace(worst, dtype=dtype, small=tuple(small))
 
 
-def _agreement(answer: Answer, chosen: Tensor) -> LargestError:
+def _compare_singles(answer: Answer, chosen: Tensor) -> LargestError:
     """Compare samples with batches of one, or with their own losses in their batch."""
     problem, batch, losses = answer.problem, answer.batch, answer.evaluation.losses
     require_once = cache(lambda: require_independent(answer.problem, batch))
@@ -662,20 +675,20 @@ def _agreement(answer: Answer, chosen: Tensor) -> LargestError:
         weight = losses.new_ones(1)
         if answer.own_loss:
             right = own_gradient(answer.problem, batch, sample)
-            return _alone(answer, sample, weight, right)
+            return _compare_single(answer, sample, weight, right)
         one = batch.one(sample)
         loss, right = gradients(problem, one)
         here = losses[sample : sample + 1]
         if problem.any(not same(here, loss, losses, problem.precision)):
             if problem.sharding is None:
                 require_once()
-            _explain(answer, one, here, loss)
-        return _alone(answer, sample, weight, right)
+            _refuse_losses(answer, one, here, loss)
+        return _compare_single(answer, sample, weight, right)
 
     return _worst([alone(k) for k in chosen.tolist()])
 
 
-def _alone(
+def _compare_single(
     answer: Answer, sample: int, weight: Tensor, right: Mapping[str, Tensor]
 ) -> LargestError:
     """Compare a sample's gradient times its weight (1,) with what is right."""
@@ -684,11 +697,11 @@ def _alone(
     if answer.own_loss:
         weights = torch.zeros_like(answer.evaluation.losses)
         weights[sample] = 1
-        return judged(problem, claim, Objective.together(batch, weights), right)
+        return compare_claim(problem, claim, Objective.in_one_batch(batch, weights), right)
     one = batch.one(sample)
-    twice = Objective.together(one.resized(2), weight.expand(2) / 2)
-    objective = Objective.together(one, weight)
-    return judged(problem, claim, objective, right, lambda: twice.evaluated(problem)[1])
+    twice = Objective.in_one_batch(one.resized(2), weight.expand(2) / 2)
+    objective = Objective.in_one_batch(one, weight)
+    return compare_claim(problem, claim, objective, right, lambda: twice.evaluated(problem)[1])
 
 
 _AGAINST = {"completeness": "the gradient of the total loss", "agreement": "a batch of one"}
@@ -696,7 +709,7 @@ _AGAINST = {"completeness": "the gradient of the total loss", "agreement": "a ba
 
 def _require_passed(check: LargestError, what: str, backend: str, batch: Batch) -> None:
     if not check.passed:
-        raise wrong(
+        raise contradiction(
             backend,
             f"failed the proof of {what}: relative error {check.error:.2e} against "
             f"{_AGAINST[what]} ({check.dtype}, tolerance {check.tolerance:.0e})",

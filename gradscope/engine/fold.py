@@ -113,11 +113,11 @@ def settled(
     for chain in untried if session.settings.verify != "never" else ():
         session.tried.add(chain.text)
         found = depends_on_split(reducer_of(chain))
-        told = f"samples in several batches have another result ({found}) than in one"
+        what = f"samples in several batches have another result ({found}) than in one"
         if found is not None and ".py:" in chain.text:  # a user's own reducer is only named
-            session.notes.append(f"{chain.text}: {told}: see its `merge`")
+            session.notes.append(f"{chain.text}: {what}: see its `merge`")
         elif found is not None:
-            raise CertificateError(told, where=f"chain {chain.text!r}")
+            raise CertificateError(what, where=f"chain {chain.text!r}")
     ready = tuple(map(session.labels.chain, chains))
     while first := {c.text: c for c in (chain.first_pass for chain in ready) if c is not None}:
         session.notes += [f"an earlier pass over the data for: {text}" for text in first]

@@ -107,7 +107,7 @@ class Objective:
     weights: tuple[Tensor, ...]  # (n,) for each batch
 
     @classmethod
-    def together(cls, batch: Batch, weights: Tensor) -> "Objective":
+    def in_one_batch(cls, batch: Batch, weights: Tensor) -> "Objective":
         """Return that of n samples in one batch."""
         return cls((batch,), (weights,))
 
@@ -123,7 +123,7 @@ class Objective:
         total: dict[str, Tensor] = {}
         for losses, own in self.parts(problem):
             found.append(losses)
-            total = added(total, own)
+            total = add_gradients(total, own)
             del own
         return torch.cat(found), total
 
@@ -136,14 +136,14 @@ class Objective:
 Other = Callable[[], Mapping[str, Tensor]]
 
 
-def added(total: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
+def add_gradients(total: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
     """Add gradients by name to a total, which begins with none, and let go of each when added."""
     for name in total:  # not in place: one tensor may be several's, or a constant of the model's
         total[name] = total[name] + own.pop(name)
     return total or own
 
 
-def judged(
+def compare_claim(
     problem: Problem,
     claim: Claim,
     objective: Objective,
@@ -324,21 +324,21 @@ def require_consistent(backend: str, gradients: Gradients, chosen: Tensor) -> No
         if not len(few):
             return
         for what in _contradictions(block.select(few), gradients.squared_norms[name][few]):
-            told = f"contradicts itself: the {what} of its gradients are those of others"
-            raise wrong(backend, told, f"parameter {name!r}")
+            said = f"contradicts itself: the {what} of its gradients are those of others"
+            raise contradiction(backend, said, f"parameter {name!r}")
 
 
 def require_norms(backend: str, rows: Mapping[str, Tensor], gradients: Gradients) -> None:
     """Hold rows (n, *shape), as they are handed out, against the norms of the gradients."""
     for name, values in rows.items():
         found = torch.linalg.vector_norm(as_rows(precise(values)), dim=1).square()
-        told = gradients.squared_norms[name].to(found)
+        claimed = gradients.squared_norms[name].to(found)
         bound = _bound(gradients[name], torch.zeros_like(found[0]))
         lost = _lost(values, bound**2, values.dtype)
-        most = 2 * _slip(values) * torch.maximum(found, told) + lost
-        if bool(((found - told).abs() > most).any()):
+        most = 2 * _slip(values) * torch.maximum(found, claimed) + lost
+        if bool(((found - claimed).abs() > most).any()):
             what = "contradicts itself: rows have other norms than it has told"
-            raise wrong(backend, what, f"parameter {name!r}")
+            raise contradiction(backend, what, f"parameter {name!r}")
 
 
 def _contradictions(few: Block, squared_norms: Tensor) -> Iterator[str]:
@@ -372,7 +372,7 @@ def _contradictions(few: Block, squared_norms: Tensor) -> Iterator[str]:
         yield "rows"
 
 
-def wrong(backend: str, what: str, where: str) -> CertificateError:
+def contradiction(backend: str, what: str, where: str) -> CertificateError:
     """Return the error for a backend whose answer is refuted."""
     remedy = "Use another backend (auto tries all); loop is the reference."
     return CertificateError(f"the {backend} backend {what}", where=where, remedy=remedy)

@@ -158,7 +158,7 @@ class Session:
             self._fixed = Fixed(settings.seed)
         if settings.rows == "token":
             self._loss = of_tokens(self._loss)
-        self.keeps_apart = False  # the last answer about tokens had none in its dense form
+        self.factored_tokens = False  # the last answer about tokens had none in its dense form
         self._positions: dict[Any, int] = {}  # t by shapes, where all positions count
         self._stack = ExitStack()
         self._compiled: Compiled | None = None
@@ -314,7 +314,7 @@ class Session:
         if self.problem.state.mistaken:
             self._note(MISTAKEN)
         blocks = evaluation.gradients.values()
-        self.keeps_apart = isinstance(batch, Tokens) and any(b.held is None for b in blocks)
+        self.factored_tokens = isinstance(batch, Tokens) and any(b.held is None for b in blocks)
         self._record(batch, proof)
         if request.stored and not request.factors:
             evaluation = replace(evaluation, gradients=evaluation.gradients.formed(anyway=True))

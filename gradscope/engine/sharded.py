@@ -135,7 +135,7 @@ class ShardedEvaluator:
         try:
             return self._evaluate(batch, replace(request, proved=True))
         except UnsupportedError as error:
-            error.remedy = "Of a divided model only hooks is to be had: use one process."
+            error.remedy = "A sharded model is evaluated by hooks alone: use one process."
             raise
 
     def _proof(

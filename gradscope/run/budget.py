@@ -203,7 +203,7 @@ class Sizes:
                 graph = recorded(one.scope.problem, one.scope.labels.of(sample))
                 chains = settled(one.scope, one.chains, lambda: [sample])
                 rows, states = Run(one, chains, Path(), None, BatchSize(n)).reduced(sample, left=n)
-                if one.tokens is not None and one.scope.keeps_apart:
+                if one.tokens is not None and one.scope.factored_tokens:
                     graph //= one.tokens.positions  # one pass for all of them
         except Exception:  # whatever it is, the run will tell
             return None

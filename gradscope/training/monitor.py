@@ -40,7 +40,7 @@ from gradscope.model.ranks import PartedError
 from gradscope.process import stops
 from gradscope.process.libc import keep_pages
 from gradscope.process.memory import settle
-from gradscope.scope import Held, Scope
+from gradscope.scope import Scope, UncopiedHandle
 from gradscope.stats.summary import in_place
 from gradscope.stats.training import CURVES, Cost, End, Step, append, measure
 
@@ -98,7 +98,7 @@ class _Progress:
     last: int | None = None  # the step with which it ends, where that is known
 
 
-class Monitor(Held):
+class Monitor(UncopiedHandle):
     """Measures per-sample gradients every so many steps of a training.
 
     The training has the same weights, bit for bit, with and without it: random generators,
@@ -272,7 +272,7 @@ class Monitor(Held):
             except GradscopeError as error:
                 if self._errors == "raise":
                     raise
-                _warn(_told(error))
+                _warn(_message(error))
         self.scope.close()
 
     def __enter__(self) -> Self:
@@ -437,12 +437,12 @@ class Monitor(Held):
                 if self._errors == "raise":
                     raise
                 self._trackers.remove(log)
-                _warn(f"a tracker gets nothing more: {_told(error)}")
+                _warn(f"a tracker gets nothing more: {_message(error)}")
 
     def _give_up(self, error: Exception) -> None:
         if self._errors == "raise":
             raise error
-        reason = f"measured no more: {_told(error)}"
+        reason = f"measured no more: {_message(error)}"
         if self._first:
             _warn(f"the training goes on, but is {reason}")
         with warnings.catch_warnings(action="ignore"):  # a full disk has been told
@@ -490,7 +490,7 @@ def _numbered(step: Any) -> int:
     return found
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error) if isinstance(error, GradscopeError) else f"{type(error).__name__}: {error}"
 
 
