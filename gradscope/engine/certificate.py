@@ -361,19 +361,20 @@ def _compare_with_autograd(
                 raise
             groups, objective = everyone, together
             right, agreed = _in_groups(answer, together, everyone, 0)
-    if groups is everyone or after is None or answer.backend != "hooks":
-        with answer.timed("independence"):
-            _require_own_losses(answer, draw.initial_seed(), known=groups is not everyone)
+    known = groups is not everyone
+    proved = after is not None and answer.backend == "hooks"
+    if known and (proved or problem.sharding is not None):  # it gives none by its inputs
+        require_unaffected(problem, batch, answer.evaluation.losses, seed=answer.seed)
     else:
-        losses, seed = answer.evaluation.losses, draw.initial_seed()
-        require_unaffected(problem, batch, losses, seed=seed)
+        with answer.timed("independence"):
+            _require_own_losses(answer, known=known)
     with answer.timed("sums"):
         claim = Claim.of(answer.evaluation.gradients, weights)
         small = frozenset(after.unproved if after is not None else ())
-        other = None if groups is everyone else lambda: together.evaluated(problem)[1]
+        other = (lambda: together.evaluated(problem)[1]) if known else None
         completeness = compare_claim(problem, claim, objective, right, other, small)
         del right
-        if groups is not everyone and answer.backend != "hooks":  # which reads the batch's graph
+        if known and answer.backend != "hooks":  # which reads the batch's graph
             batched = _summed_exactly(answer, weights, groups) or _summed(
                 answer, claim, draw, small
             )
@@ -466,20 +467,17 @@ def _in_groups(
     return total, agreement if 0 < len(checks) == alone and agreement.passed else None
 
 
-def _require_own_losses(answer: Answer, seed: int, *, known: bool) -> None:
+def _require_own_losses(answer: Answer, *, known: bool) -> None:
     """Evaluate a batch as it is; refuse samples whose losses are not their own.
 
     Args:
         answer: Its losses are compared with those found.
-        seed: Of what is drawn at random.
         known: Whether the samples in other batches have the same losses.
     """
     problem, batch, losses = answer.problem, answer.batch, answer.evaluation.losses
     if answer.own_loss:
         return require_deterministic(problem, batch)
-    if problem.sharding is not None:  # its gradients by the inputs are not to be had
-        require_unaffected(problem, batch, losses, seed=seed)
-        return None
+    seed = answer.seed
     found = require_own_gradients(problem, batch, seed)
     if not same(losses, found, precision=problem.precision):
         _refuse_losses(answer, batch, losses, found)
