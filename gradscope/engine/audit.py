@@ -1,10 +1,9 @@
 """Which of the batches after the first are audited, and how closely.
 
-Of every 64 batches one is drawn by the seed and proved whole, and the last one always is: about a
-thirtieth of the work. That choice depends on nothing else, so the same run records the same audits.
-So is a batch with something new about it: its number of samples, or how it is computed. Where the
-clock shows that more can be had for a twentieth of the time, further batches are proved whole, or
-one sample of them alone.
+One of every 64 batches, drawn by the seed, and the last batch are proved whole: about a thirtieth
+of the work. The choice depends on the seed alone, so the same run records the same audits. A batch
+of a new size, or computed in a new way, is proved whole, too. If time permits (a twentieth of the
+run), further batches are proved whole, or one sample of them alone.
 """
 
 import hashlib
@@ -24,7 +23,7 @@ _SAVED = 0.1  # seconds that are not lost while the caller does other things
 
 @dataclass(frozen=True)
 class Audits:
-    """What was audited of a run, the proof of its first batch included."""
+    """The batches of a run that were audited, its first batch included."""
 
     batches: int = 0
     proved: int = 0  # batches that were proved whole, of those that every equal run proves
@@ -78,7 +77,7 @@ class Audits:
 
 @dataclass(frozen=True)
 class AuditPlan:
-    """What an audit of a batch proves."""
+    """How much of a batch an audit proves."""
 
     whole: bool = False  # all of it is proved
     alone: int = 0  # samples that are compared with a batch of one

@@ -1,6 +1,6 @@
 """One pass over batches for several chains: each batch is evaluated, and added to their states.
 
-What chains share is done once. Sums are taken in the gradients' own precision within a batch, and
+Work that chains share is done once. Sums are taken in the gradients' own precision within a batch, and
 carried in float64 from batch to batch.
 """
 
@@ -50,8 +50,8 @@ def fold(
         count: How many batches there are until the run ends, if it does: the last is audited.
 
     Returns:
-        The states by key, and how many samples were left out, without a finite gradient. The state
-        of a single batch is as the reducer has made it; of several it is in float64.
+        The states by key, and how many samples without a finite gradient were left out. After a
+        single batch a state is as the reducer has made it, after several it is in float64.
 
     Raises:
         RefusedError: No backend has an exact, proved answer.
@@ -166,7 +166,7 @@ def state_of_none(problem: Problem, chain: Chain) -> State:
 
 
 def merge_ranks(problem: Problem, total: Accumulator[K], key: K) -> None:
-    """Add to a state those of the other processes that train a model together, if there are any."""
+    """Add to a state the states of other processes, if several train the model together."""
     if problem.ranks is None:
         return
     own = total.pop(key)

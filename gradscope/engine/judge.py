@@ -7,7 +7,7 @@ other last digits of the parameters do to the gradient, as where an activation i
 model in float64 that casts to less on the way, the tolerance is that of what it casts to; of one
 in float32 whose products may be rounded to TF32, that of as many digits.
 
-No float64 is to be had of a sharded model: there rounding is measured at its own precision.
+A sharded model cannot be copied to float64: rounding is measured at its own precision.
 
 That proves sums over samples. Norms, rows, sums of squares, inner products and scaled sums are
 found by shortcuts of their own; of a few samples they are held against the sums of each by itself.
@@ -317,7 +317,7 @@ def norm(t: Tensor) -> float:
 
 
 def require_consistent(backend: str, gradients: Gradients, chosen: Tensor) -> None:
-    """Hold what blocks say of samples at positions `chosen` against the sums of each by itself."""
+    """Compare what blocks compute of samples at positions `chosen` with sums of single samples."""
     for name, block in timely(gradients.items()):
         row = max(1, prod(block.shape) * block.dtype.itemsize)
         few = chosen[: max(1, min(_FEW, PIECE_BYTES // row))].to(block.device)
@@ -329,7 +329,7 @@ def require_consistent(backend: str, gradients: Gradients, chosen: Tensor) -> No
 
 
 def require_norms(backend: str, rows: Mapping[str, Tensor], gradients: Gradients) -> None:
-    """Hold rows (n, *shape), as they are handed out, against the norms of the gradients."""
+    """Compare the norms of rows (n, *shape) with the norms that the gradients know."""
     for name, values in rows.items():
         found = torch.linalg.vector_norm(as_rows(precise(values)), dim=1).square()
         claimed = gradients.squared_norms[name].to(found)
@@ -342,7 +342,7 @@ def require_norms(backend: str, rows: Mapping[str, Tensor], gradients: Gradients
 
 
 def _contradictions(few: Block, squared_norms: Tensor) -> Iterator[str]:
-    """Yield what is not that of the sums of single samples, in words."""
+    """Yield the names of shortcuts that differ from the sums of single samples."""
     alone = [few.select(slice(k, k + 1)).weighted_sum() for k in range(few.n)]
     right = as_rows(torch.stack(alone))  # (k, p)
     first, second = right[0], right[min(few.n, 2) - 1]

@@ -1,10 +1,10 @@
 """Ordinary autograd on the user's model: the reference that a backend's answers are compared with.
 
-The model is whole in this process, or fully_shard has sharded it over several. Each pass of a
-sharded model is one of all processes, and whoever makes another pass than the rest waits forever.
-So a proof takes every decision that leads to a pass by `Problem.any`, which is true on all
-processes if it is on one. An error on one process reaches the others when they begin their next
-pass.
+The model is whole in this process, or fully_shard has sharded it over several processes. All
+processes make each pass of a sharded model together, and a process that skips a pass leaves the
+remaining processes waiting forever. So a proof takes every decision that leads to a pass by
+`Problem.any`, which is true on all processes if it is true on one. An error on one process is
+raised on all processes when the next pass begins.
 """
 
 from functools import partial
@@ -39,7 +39,7 @@ def gradients(
         return gradient.new_zeros(()).expand_as(gradient)  # the gradient is not kept
 
     named = problem.parameters
-    with problem.sharding.together():  # none waits in a backward pass for one that failed before
+    with problem.sharding.together():  # no process enters the backward pass if one has failed
         losses = problem.losses(batch)
     handles = [p.register_hook(partial(passes, k)) for k, p in named.items()]  # type: ignore[no-untyped-call]
     try:
@@ -53,7 +53,7 @@ def gradients(
 
 
 def compressed(problem: Problem, gradient: Tensor) -> Tensor:
-    """Return a gradient as a proof keeps it: of a sharded model its sketch, which takes no room."""
+    """Return the form in which a proof keeps a gradient: a sketch if the model is sharded."""
     return gradient if problem.sharding is None else sketch(gradient)
 
 
@@ -61,7 +61,7 @@ def sketch(t: Tensor) -> Tensor:
     """Return sums of entries with random signs, always the same, (4093,): linear, of the same norm.
 
     The norm is right on average, to 2 % (Alon, Matias and Szegedy, 1999; in buckets: Charikar, Chen
-    and Farach-Colton, 2002). Of fewer entries, the entries themselves are returned.
+    and Farach-Colton, 2002). A tensor with fewer entries is returned as it is, flattened.
     """
     real = torch.view_as_real(t) if t.is_complex() else t
     flat = doubled(real).flatten()
@@ -75,8 +75,8 @@ def sketch(t: Tensor) -> Tensor:
 
 
 def tolerated(problem: Problem) -> tuple[type[Exception], ...]:
-    """Return the errors that end a cross-check alone: some models take no copy, or few samples.
+    """Return the errors that skip a cross-check: some models take no copy, or few samples.
 
-    With a sharded model every error ends the proof, on all processes.
+    Every error of a sharded model ends the proof, on all processes.
     """
     return (ModelError, RefusedError) if problem.sharding is None else ()

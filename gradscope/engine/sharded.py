@@ -1,10 +1,10 @@
 """A model that fully_shard has sharded over processes, evaluated by all of them in step.
 
 Each process has its own samples, whose gradients it keeps as blocks: activations, and no gradient
-of a whole model. What is handed out of a parameter is sharded as the parameter is. Every process
-makes the same passes, whatever its samples: where one has to look into something, all do; who has
-fewer samples repeats some, and drops what comes of them. A later batch is audited by all as soon as
-one of them is to audit it.
+of a whole model. Results are sharded as the parameters are. Every process makes the same passes,
+whatever its samples: a check that one process needs is made by all, and a process with fewer
+samples repeats some and drops their results. All processes audit a later batch as soon as one of
+them is to audit it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +49,7 @@ class ShardedEvaluator:
 
     Attributes:
         certificate: The proof of the first batch (the last proof, if every batch has one), or None.
-        attended: Whoever is through with its samples attends to those of others (`attend`).
+        attended: A process without further samples joins the evaluations of the rest (`attend`).
     """
 
     problem: Problem
@@ -73,7 +73,7 @@ class ShardedEvaluator:
         return self.sharding.any(self._due or self._wary)
 
     def close(self) -> None:
-        """Let go of what the backend holds; it can be used again afterwards."""
+        """Release what the backend holds; it can be used again afterwards."""
         self._stack.close()
         self._evaluate, self._due = None, True
 
@@ -99,7 +99,7 @@ class ShardedEvaluator:
         return self._together(batch, request, number, last=last)
 
     def attend(self, batch: Batch) -> None:
-        """Take part, with any samples of one's own, in what others have still to evaluate."""
+        """Join the evaluations that other processes still make, with any samples of one's own."""
         while self.sharding.any(False):
             self._together(batch, ROWS, None)
 
@@ -143,7 +143,7 @@ class ShardedEvaluator:
     ) -> Certificate | None:
         """Prove an answer if that is due, or audit it where any process is to.
 
-        Of the batch, the first n samples are the process's own, the others are repeated.
+        The first n samples of the batch are the process's own, and further samples repeat them.
         Returns the proof, if all of the batch was proved.
         """
         proof, plan = None, AuditPlan()
@@ -239,8 +239,8 @@ class ShardedEvaluator:
 
         Args:
             chain: With a reducer.
-            gradients: Of this process, at least one sample's.
-            count: How many of them are its own; if none, it takes part for the others' sake.
+            gradients: This process's, of at least one sample.
+            count: How many of them count: none if only other processes still have samples.
         """
         reducer = reducer_of(chain)
         counts = self.sharding.of_all(count)

@@ -61,7 +61,7 @@ _LOSS_REMEDY = (
 )
 
 _FEW = 3  # samples that are evaluated alone
-_OUTSTANDING = 4  # samples, at most, that are alone where others are in company
+_OUTSTANDING = 4  # most samples that are evaluated alone because they stand out
 _TRIALS, _LUCK = 4, 100.0  # other last digits, and how many times more two results may differ
 _EXACT = 64.0  # roundings, between losses that are computed in the same shapes
 
@@ -77,7 +77,7 @@ def coupled_remedy(where: str | None, batch: Batch) -> str:
 def require_independent(
     problem: Problem, batch: Batch, together: Tensor | None = None, seed: int = 0
 ) -> None:
-    """Compare losses (n,) with those of the same samples in other company, and alone.
+    """Compare losses (n,) with the losses of the same samples in other batches, and alone.
 
     Raises:
         UnsupportedError: The forward pass is random.
@@ -110,7 +110,7 @@ def regrouped(
     a batch does to its samples it does by the longest, the shortest or the largest, or to these.
     The others are in so many parts, by chance: two of them stay together in one of `parts` cases.
     """
-    if isinstance(batch, Tokens):  # those of a sample are no company
+    if isinstance(batch, Tokens):  # tokens of one sample stay together
         rows, groups = samples_of(batch), regrouped(batch.whole, draw, (), parts)
         left = ~torch.isin(torch.arange(len(batch)), torch.tensor([*alone], dtype=torch.int64))
         shared = [torch.cat([(left & (rows == k)).nonzero().flatten() for k in g]) for g in groups]
@@ -194,7 +194,7 @@ def _coupled(
     here, other = losses
     worst = int((here - other).abs().nan_to_num().argmax())
     where = None
-    if problem.sharding is None:  # of a sharded model all processes would have to look
+    if problem.sharding is None:  # else all processes would have to make these passes
         where = mixing_layer(problem, batch, int(rows[worst]), tolerance)
     numbers = unequal(float(here[worst]), float(other[worst]))
     return CoupledSamplesError(
@@ -241,9 +241,9 @@ def require_unaffected(
     """Refuse if losses (n,) change when other samples of the batch are replaced by copies.
 
     Samples keep their places, so shapes and the order of sums are the same: independent samples
-    mostly have the same loss to the last bit. Where they have not, float64 decides; of a sharded
-    model, which cannot be copied, what its own rounding can do. All its processes call this, with
-    as many samples each.
+    mostly have the same loss to the last bit. Where they have not, float64 decides. A sharded model
+    cannot be copied to float64: its own rounding decides, and all processes call this together,
+    with equal numbers of samples.
 
     Args:
         problem: Model and loss.
@@ -316,7 +316,7 @@ def _replaced(problem: Problem, batch: Batch, seed: int) -> Iterator[tuple[Tenso
 
 
 def _require_unaffected_exactly(problem: Problem, batch: Batch, seed: int) -> None:
-    """Refuse losses that change by more than rounding: of a problem in float64, or sharded."""
+    """Refuse losses that change by more than rounding; the problem is in float64, or sharded."""
     losses = problem.losses(batch).detach()
     for kept, found in _replaced(problem, batch, seed):
         _require_equal(problem, batch, kept, losses, found, "when other samples are replaced")

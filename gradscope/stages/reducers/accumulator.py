@@ -31,7 +31,7 @@ class Accumulator(Generic[K]):
 
     Args:
         reducers: By any key.
-        states: Of earlier samples, by key. Their tensors are left as they are.
+        states: The states of earlier samples, by key. Their tensors are not changed.
 
     Attributes:
         states: By key, of each reducer that has seen samples.
@@ -41,8 +41,8 @@ class Accumulator(Generic[K]):
         self, reducers: Mapping[K, Reducer], states: Mapping[K, State] | None = None
     ) -> None:
         self.reducers, self.states = reducers, dict(states or {})
-        self._owned: set[K] = set()  # of states in float64 that share no tensor with anything else
-        self._dtypes: dict[K, dict[str, torch.dtype]] = {}  # of each first state
+        self._owned: set[K] = set()  # keys of states in float64 whose tensors nothing else holds
+        self._dtypes: dict[K, dict[str, torch.dtype]] = {}  # the dtypes of each first state
 
     def add(self, more: dict[K, State], *, carry: bool = True) -> None:
         """Add the states of further samples, which leave `more` on the way.
@@ -86,7 +86,7 @@ class Accumulator(Generic[K]):
         """Return {name: (*shape)}, the result of a reducer; its state is removed.
 
         Args:
-            key: Of a reducer that has seen samples.
+            key: A reducer that has seen samples.
             narrow: Convert the state to the dtypes of its first batch before.
         """
         state = self.pop(key)
@@ -110,7 +110,7 @@ def _taken_over(state: State, *, copy: bool) -> State:
 
 
 def _add_in_place(state: State, more: State) -> None:
-    """Add sums to those of a state in float64 without making new tensors."""
+    """Add sums to a state in float64 without making new tensors."""
     for key, value in state.items():
         value.add_(more[key].to(value.device))
 
@@ -119,8 +119,7 @@ def depends_on_split(reducer: Reducer) -> str | None:
     """Return the first result that changes when the same samples come in several batches, or None.
 
     A few made-up gradients are reduced at once, and in three parts, which are accumulated and
-    merged. None is returned where all results agree, and for a reducer that does not take such
-    gradients.
+    merged. Returns None if all results agree, and for a reducer that does not take such gradients.
     """
     for gradients in (_made_up(), _made_up(broken=True)):
         try:
@@ -130,7 +129,7 @@ def depends_on_split(reducer: Reducer) -> str | None:
             whole = reducer.result(carried_state(reducer.start(gradients)))
             ways = (reducer, reducer._replace(additive=False))  # added in place, and merged
             results = [_in_parts(one, gradients) for one in ways]
-        except Exception:  # whatever is wrong with it, a run will tell
+        except Exception:  # a run raises whatever is wrong with the reducer
             return None
         for found in results:
             for name in (*whole, *(found.keys() - whole.keys())):
