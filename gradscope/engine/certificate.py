@@ -1,11 +1,13 @@
 """The certificate: the proof that the numbers of a batch are right.
 
-Completeness: Σᵢ wᵢ gᵢ equals the gradient of Σᵢ wᵢ Lᵢ for every parameter, the samples in other
-batches, with random weights of both signs: so rows cannot have changed places. Agreement: a few
-samples, drawn at random, equal a batch of one, which catches coupling and a wrong scale.
-Independence: a sample's loss is the same in other company and alone, and has no gradient by the
-inputs of others. Finiteness: who is not finite is known. State: what the forward pass changes in
-the model is found, and put back.
+Completeness: Σᵢ wᵢ gᵢ equals the gradient of Σᵢ wᵢ Lᵢ for every parameter, with the samples in
+other batches. The weights are random, of both signs, so rows cannot have changed places. Agreement:
+a few samples, drawn at random, equal a batch of one, which catches coupling and a wrong scale.
+Independence: a sample's loss is the same in other batches and alone, and has no gradient by the
+inputs of other samples. Finiteness: samples that are not finite are known. State: what the forward
+pass changes in the model is found, and put back.
+
+The same code proves a sharded model, on all its processes together; see `engine.reference`.
 """
 
 import math
@@ -143,7 +145,7 @@ class Answer:
         return _timed(self.phases, phase)
 
     def select(self, rows: Tensor) -> "Answer":
-        """Return what was said of the samples at positions `rows` (m,)."""
+        """Return the answer about the samples at positions `rows` (m,)."""
         if torch.equal(rows, torch.arange(len(self.batch))):
             return self
         evaluation = self.evaluation
@@ -267,7 +269,7 @@ def _certificate(
     chosen: Tensor,
     begun: float,
 ) -> Certificate:
-    """Return what was proved, of the samples at positions `chosen` alone too."""
+    """Return the certificate; the samples at positions `chosen` agreed with batches of one."""
     problem, batch, rows = answer.problem, answer.batch, answer.evaluation.gradients
     unused = tuple(name for name, value in rows.squared_norms.items() if not bool(value.any()))
     some = len(unused) < len(rows)  # gradients are not zero
@@ -306,9 +308,9 @@ def prove_samples(answer: Answer) -> None:
 def _examined_rows(answer: Answer) -> tuple[Tensor, bool]:
     """Return positions (m,) of the samples that a proof examines, and whether they are finite.
 
-    They are the finite ones. Of a sharded model they are as many on every process, so that all
-    make the same passes: the finite samples repeated, or other samples where none is finite, of
-    which nothing is required then.
+    These are the finite samples. A process of a sharded model examines as many samples as every
+    other process, so that all make the same passes. It repeats finite samples, or takes samples
+    that are not finite, and ignores what is found of them.
     """
     rows, n = finite_samples(answer.evaluation).cpu().nonzero().flatten(), len(answer.batch)
     if answer.problem.sharding is None:
@@ -338,10 +340,10 @@ def _compare_with_autograd(
 ) -> tuple[LargestError, LargestError, Tensor]:
     """Return completeness, agreement of single samples, and the positions of these.
 
-    The gradient is taken of the same samples in other batches, some of them alone. Where all of
-    it is right, so is every sample, and that of the batch as it is says no more; its losses do, and
-    their gradients by the inputs. After an earlier proof the other batches suffice for `hooks`,
-    whose losses are those of the batch as it is; others may never have seen its samples together.
+    The reference is the gradient of the same samples in other batches, some of them alone. If all
+    of it is right, so is every sample. The unchanged batch is evaluated for its losses, and for
+    their gradients by the inputs. After an earlier proof `hooks` needs no such evaluation: its
+    losses are those of the batch. Other backends may never have seen the samples together.
     """
     draw = torch.Generator().manual_seed(answer.seed)
     chosen = torch.randperm(len(answer.batch), generator=draw)[: answer.alone]
@@ -441,8 +443,8 @@ def _in_groups(
 ) -> tuple[dict[str, Tensor], LargestError | None]:
     """Return ∇ Σ wᵢ Lᵢ of samples in groups, and how the first `alone` of them agree, single ones.
 
-    That is None if there are none, or if they have to be compared by themselves: their losses
-    differ, or their gradients, as they do where a hook of the user's is not linear in the weight.
+    The agreement is None if no sample is alone, or if single samples must be compared again: their
+    losses or gradients differ, as where a hook of the user's is not linear in the weight.
     """
     problem, losses = answer.problem, answer.evaluation.losses
     found: list[Tensor] = []
@@ -471,7 +473,7 @@ def _require_own_losses(answer: Answer, *, known: bool) -> None:
     """Evaluate a batch as it is; refuse samples whose losses are not their own.
 
     Args:
-        answer: Its losses are compared with those found.
+        answer: The losses to compare with.
         known: Whether the samples in other batches have the same losses.
     """
     problem, batch, losses = answer.problem, answer.batch, answer.evaluation.losses
@@ -504,7 +506,7 @@ def _require_finite_together(answer: Answer) -> None:
 
 
 def finite_samples(evaluation: Evaluation) -> Tensor:
-    """Return (n,) bool: whose loss and whole gradient are finite."""
+    """Return which samples have a finite loss and a finite gradient, (n,) bool."""
     finite, gradients = evaluation.losses.isfinite(), evaluation.gradients
     if gradients.norms_known and bool(gradients.norms.isfinite().all()):
         return finite

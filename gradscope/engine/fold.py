@@ -1,7 +1,6 @@
 """One pass over batches for several chains: each batch is evaluated, and added to their states.
 
-Work that chains share is done once. Sums are taken in the gradients' own precision within a batch, and
-carried in float64 from batch to batch.
+Work that chains share is done once. The states are kept by an `Accumulator`.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence

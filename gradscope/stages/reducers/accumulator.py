@@ -1,8 +1,7 @@
-"""Accumulating: the states of batches, files or processes become the state of all their samples.
+"""Accumulates the states of batches, files or processes into the state of all their samples.
 
 Within a batch sums are taken in the gradients' own precision. From batch to batch states are
-carried in float64, and sums are added in place: there are never two states of a model's size more
-than needed.
+carried in float64, and sums are added in place, which takes no memory for a second state.
 """
 
 from collections.abc import Hashable, Mapping
