@@ -18,7 +18,7 @@ from gradscope.engine.chains import bind
 from gradscope.engine.fold import fold, merge_ranks, settled, state_of_none
 from gradscope.engine.judge import require_norms
 from gradscope.engine.session import Coupling, NonFinite, Randomness, Session, Settings, Verify
-from gradscope.engine.sharded import require_divisible
+from gradscope.engine.sharded import require_for_sharded
 from gradscope.errors import CertificateError, SpecError
 from gradscope.model.problem import Problem, RowKind
 from gradscope.model.ranks import Ranks
@@ -174,7 +174,7 @@ class Scope(UncopiedHandle):
         sharded = self.session.sharded
         if sharded is not None:
             if out is not None:
-                raise SpecError("gradients of a divided model cannot be written into buffers")
+                raise SpecError("gradients of a sharded model cannot be written into buffers")
             return self.session.repeated(lambda: sharded.rows(batch))
         return self.session.repeated(lambda: self._rows(batch, out))
 
@@ -284,7 +284,7 @@ class Scope(UncopiedHandle):
         def summed() -> tuple[list[dict[str, Tensor]], int]:
             if sharded is not None:
                 for chain in chains:
-                    require_divisible(chain)
+                    require_for_sharded(chain)
                 return sharded.expectations(chains, whole, self.session.settings.nonfinite)
             return self._expectations(chains, whole)
 
@@ -337,7 +337,7 @@ class Scope(UncopiedHandle):
             targets: Likewise.
             index: Likewise.
             what: What is asked; it has to be the same on every process.
-            ranks: These processes; if None, those that the model is divided over.
+            ranks: These processes; if None, those that a sharded model is on.
         """
         ranks, empty = ranks or self.problem.sharding, self.problem.sharding is None
         if ranks is None:

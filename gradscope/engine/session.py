@@ -89,8 +89,8 @@ class Settings:
                 remedy="Use labels data and coupling refuse or frozen; or rows sample.",
             )
 
-    def require_divisible(self) -> None:
-        """Refuse what is not to be had of a model that is divided over processes."""
+    def require_for_sharded(self) -> None:
+        """Refuse settings that do not support a sharded model."""
         only = {
             "backend": (self.backend, (AUTO, "hooks")),
             "coupling": (self.coupling, ("refuse", "frozen")),
@@ -102,7 +102,7 @@ class Settings:
         for name, (word, accepted) in only.items():
             if word not in accepted:
                 raise SpecError(
-                    f"{name} {word!r} is not to be had of a model that fully_shard has divided",
+                    f"{name} {word!r} does not support models sharded by fully_shard",
                     remedy=f"Accepted: {', '.join(map(str, accepted))}; or use one process.",
                 )
 
@@ -211,7 +211,7 @@ class Session:
         self._facts = None if self.problem.sharding else facts(self._model)
         self.close()
         if self.problem.sharding is not None:
-            asked.require_divisible()
+            asked.require_for_sharded()
             self.backend = "hooks"
             self.sharded = ShardedEvaluator(self.problem, asked.verify, self.auditor, self._record)
 

@@ -255,7 +255,7 @@ class ShardedEvaluator:
                 if value.shape != block.shape:
                     raise SpecError(
                         f"{chain.text!r} makes {tuple(value.shape)} of a parameter "
-                        f"{tuple(block.shape)}, which cannot be divided as the parameter is",
+                        f"{tuple(block.shape)}, which cannot be sharded as the parameter is",
                         where="chain",
                         remedy="Use mean, sum, second_moment, moment, var or std, or one process.",
                     )
@@ -276,7 +276,7 @@ class ShardedEvaluator:
         return found
 
 
-def require_divisible(chain: Chain) -> None:
+def require_for_sharded(chain: Chain) -> None:
     """Refuse a chain that needs whole gradients, which no process has."""
     reducer = chain.reducer
     assert reducer is not None

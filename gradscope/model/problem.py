@@ -172,11 +172,11 @@ class Problem:
 
     @property
     def sharding(self) -> Sharding | None:
-        """How the model's parameters are divided over processes, None where they are not."""
+        """How the model's parameters are sharded over processes, None where they are not."""
         return self.ranks if isinstance(self.ranks, Sharding) else None
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so on any of the processes that a model is divided over."""
+        """Whether it is so on any of the processes of a sharded model."""
         return flag if self.sharding is None else self.sharding.any(flag)
 
     def fixed(self, fixed: Fixed | None) -> "Problem":

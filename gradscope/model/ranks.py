@@ -229,7 +229,7 @@ def lost(error: BaseException) -> GradscopeError:
 
 
 class Sharding(Ranks):
-    """The processes of a model that fully_shard has divided.
+    """The processes of a model that fully_shard has sharded.
 
     Args:
         model: The model; every process binds it at the same time.

@@ -110,7 +110,7 @@ class Monitor(UncopiedHandle):
     Args:
         model: The module that is trained. Of one that is wrapped by DDP or `torch.compile`, the
             module within. Of several processes, the first alone measures; of a model that
-            fully_shard has divided all do, each its own samples, at the same steps, and the first
+            fully_shard has sharded all do, each its own samples, at the same steps, and the first
             has the file and the trackers.
         loss: As of `Scope`: unreduced, by name or a callable.
         every: Steps between measurements, at least; other steps cost nothing.
@@ -139,7 +139,7 @@ class Monitor(UncopiedHandle):
     Raises:
         SpecError: An argument is out of its range.
         OutputError: The file cannot be written.
-        UnsupportedError: The model is divided over processes in a way that is not supported.
+        UnsupportedError: The model is sharded over processes in a way that is not supported.
     """
 
     def __init__(
