@@ -1,4 +1,4 @@
-"""Accumulators: sums in place that change nothing else, and nothing at all where memory runs out."""
+"""Accumulators: sums in place change nothing else, and nothing at all if memory runs out."""
 
 import numpy as np
 import pytest
