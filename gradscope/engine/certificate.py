@@ -384,10 +384,9 @@ def _compare_with_autograd(
     agreement = agreed or NOTHING
     if problem.any(agreed is None):
         agreement = _compare_singles(answer, chosen)
-    if problem.sharding is not None or completeness.passed or not agreement.passed:
-        return completeness, agreement, chosen
-    if len(chosen) < len(batch):  # a layer may scale gradients by the batch, and every sample be
-        chosen = torch.arange(len(batch))  # right
+    scaled = problem.sharding is None and not completeness.passed and agreement.passed
+    if scaled and len(chosen) < len(batch):  # every sample is right if a layer scales by the batch
+        chosen = torch.arange(len(batch))
         agreement = _compare_singles(answer, chosen)
         if agreement.passed and not answer.own_loss:
             _require_sum_of_singles(answer, claim)
