@@ -15,10 +15,10 @@ from gradscope.core.batch import Batch, Tokens, is_empty
 from gradscope.engine.audit import Auditor
 from gradscope.engine.certificate import Certificate
 from gradscope.engine.chains import bind
-from gradscope.engine.fold import fold, over_ranks, settled, state_of_none
+from gradscope.engine.fold import fold, merge_ranks, settled, state_of_none
 from gradscope.engine.judge import require_norms
 from gradscope.engine.session import Coupling, NonFinite, Randomness, Session, Settings, Verify
-from gradscope.engine.sharded import require_divisible
+from gradscope.engine.sharded import require_for_sharded
 from gradscope.errors import CertificateError, SpecError
 from gradscope.model.problem import Problem, RowKind
 from gradscope.model.ranks import Ranks
@@ -33,8 +33,8 @@ class NonFiniteWarning(UserWarning):
     """Samples without a finite gradient were left out of an expectation."""
 
 
-class Held:
-    """What a model may hold while it is copied or saved: a copy holds it too, a file has None."""
+class UncopiedHandle:
+    """What a model may hold: a copy of the model holds the same one, a file has None."""
 
     def __copy__(self) -> Self:
         return self
@@ -46,7 +46,7 @@ class Held:
         return type(None), ()
 
 
-class Scope(Held):
+class Scope(UncopiedHandle):
     """Per-sample gradients of a model, in the mode the model is in.
 
     Nothing is attached to the model or its parameters, and both are left as they were found.
@@ -171,11 +171,11 @@ class Scope(Held):
         """
         self.session.labels.require_one()
         batch = self.session.rows_of(self._batch(inputs, targets, index, "per_sample_gradients"))
-        lockstep = self.session.lockstep
-        if lockstep is not None:
+        sharded = self.session.sharded
+        if sharded is not None:
             if out is not None:
-                raise SpecError("gradients of a divided model cannot be written into buffers")
-            return self.session.repeated(lambda: lockstep.rows(batch))
+                raise SpecError("gradients of a sharded model cannot be written into buffers")
+            return self.session.repeated(lambda: sharded.rows(batch))
         return self.session.repeated(lambda: self._rows(batch, out))
 
     def positions(self, inputs: Any, targets: Any = None) -> tuple[Tensor, Tensor]:
@@ -231,12 +231,12 @@ class Scope(Held):
             raise SpecError(f"per is sample or parameter, not {per!r}")
         self.session.labels.require_one()
         batch = self._batch(inputs, targets, index, "norms")
-        lockstep = self.session.lockstep
+        sharded = self.session.sharded
         parts, request = self.parts(batch), Request(rows=False)
 
         def evaluated() -> list[Gradients]:
-            if lockstep is not None:
-                every = lockstep.evaluations(batch)
+            if sharded is not None:
+                every = sharded.evaluations(batch)
                 return [evaluation.gradients for _, evaluation, own in every if own]
             return [
                 self.evaluate(part, request, last=k == len(parts) > 1).gradients
@@ -279,18 +279,18 @@ class Scope(Held):
         """Return what `expectation` does for several chains, in one pass over the samples."""
         ranks, chains = self.problem.ranks, [*map(self._chain, texts)]
         whole = self._batch(inputs, targets, index, f"expectations {list(texts)}", ranks)
-        lockstep, ranks = self.session.lockstep, self.problem.ranks
+        sharded, ranks = self.session.sharded, self.problem.ranks
 
         def summed() -> tuple[list[dict[str, Tensor]], int]:
-            if lockstep is not None:
+            if sharded is not None:
                 for chain in chains:
-                    require_divisible(chain)
-                return lockstep.expectations(chains, whole, self.session.settings.nonfinite)
+                    require_for_sharded(chain)
+                return sharded.expectations(chains, whole, self.session.settings.nonfinite)
             return self._expectations(chains, whole)
 
         with nullcontext() if ranks is None else ranks.together():
-            apart = ranks is None or all(chain.first_pass is None for chain in chains)
-            found, skipped = self.session.repeated(summed, again=apart)
+            one_pass = ranks is None or all(chain.first_pass is None for chain in chains)
+            found, skipped = self.session.repeated(summed, again=one_pass)
         if skipped:
             warnings.warn(
                 f"{skipped} samples have no finite gradient and were left out",
@@ -305,23 +305,22 @@ class Scope(Held):
         """Return each chain's result, and how many samples of this process were left out."""
         if not len(whole) and self.problem.ranks is None:
             states = [state_of_none(self.problem, chain) for chain in chains]
-            return [c.taken_result(state) for c, state in zip(chains, states, strict=True)], 0
+            return [c.result(state) for c, state in zip(chains, states, strict=True)], 0
         parts = self.parts(whole)
         chains = settled(self.session, chains, lambda: self.parts(whole))
         count = len(parts) if len(parts) > 1 else None  # of several, the last is audited
-        folded = fold(self.session, parts, chains, count=count)
+        total, skipped = fold(self.session, parts, dict(enumerate(chains)), count=count)
         ranks = self.problem.ranks
         found: list[dict[str, Tensor]] = []
         for k, chain in enumerate(chains):
-            state = over_ranks(self.problem, chain, folded.states.pop(0))
-            if state is None and ranks is not None and not sum(ranks.of_all(len(whole))):
-                state = state_of_none(self.problem, chain)
-            if state is None:
+            merge_ranks(self.problem, total, k)
+            lost = k not in total.states
+            if lost and ranks is not None and not sum(ranks.of_all(len(whole))):
+                total.add({k: state_of_none(self.problem, chain)}, carry=False)
+            elif lost:
                 raise SpecError("no sample has a finite gradient, so there is no expectation")
-            for key, dtype in folded.dtypes[k].items():
-                state[key] = state[key].to(dtype)
-            found.append(chain.taken_result(state))
-        return found, folded.skipped
+            found.append(chain.finish(total.result(k, narrow=True)))
+        return found, skipped
 
     def _batch(
         self,
@@ -338,7 +337,7 @@ class Scope(Held):
             targets: Likewise.
             index: Likewise.
             what: What is asked; it has to be the same on every process.
-            ranks: These processes; if None, those that the model is divided over.
+            ranks: These processes; if None, those that a sharded model is on.
         """
         ranks, empty = ranks or self.problem.model_parallel, self.problem.model_parallel is None
         if ranks is None:
@@ -378,7 +377,7 @@ class Scope(Held):
         size = sum(p.nbytes for p in session.problem.parameters.values())
         found: list[Batch] = []
         for rows in map(session.rows_of, parts):
-            most = len(rows) if session.keeps_apart else max(1, _TOKEN_BYTES // max(1, size))
+            most = len(rows) if session.factored_tokens else max(1, _TOKEN_BYTES // max(1, size))
             found += map(rows.select, torch.split(torch.arange(len(rows)), max(1, most)))
         return [part for part in found if len(part)] or found
 

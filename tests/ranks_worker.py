@@ -342,6 +342,7 @@ def errors(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
     whole = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
     batch_norm = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     alone = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4)), Meeting(second)))
+    leaking = fully_shard(nn.Sequential(nn.Linear(4, 4), Leaking(4, 4)).double())
     inputs = torch.randn(4, 4)
     calls: dict[str, Callable[[], Any]] = {
         "target": lambda: scope.norms(x, target),
@@ -352,6 +353,7 @@ def errors(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
         "quantile": lambda: scope.expectation("quantile:q=0.5", x, y),
         "vmap": lambda: gradscope.norms(divided(model), "cross_entropy", x, y, backend="vmap"),
         "coupled": lambda: gradscope.norms(batch_norm, "cross_entropy", inputs, y[:4]),
+        "leaking": lambda: gradscope.norms(leaking, "cross_entropy", inputs.double(), y[:4]),
         "alone": lambda: gradscope.norms(alone, "cross_entropy", inputs, y[:4]),
         "tensor parallel": lambda: gradscope.norms(sides, "cross_entropy", inputs, y[:4]),
         "parallel": lambda: gradscope.expectation(whole, "cross_entropy", "mean", x, target),
@@ -468,6 +470,14 @@ class Meeting(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (n, 4) of x (n, 4)."""
         return super().forward(x - x.mean(0) if self.meet else x)
+
+
+class Leaking(nn.Linear):
+    """Adds a share of the batch's mean, as a constant, that is far below the losses' tolerance."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (n, 4) of x (n, 4)."""
+        return super().forward(x + 1e-10 * x.mean(0).detach())
 
 
 class Gated(Net):

@@ -14,8 +14,10 @@ from gradscope.backends.loop import loop
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.blocks.base import inner
 from gradscope.core.batch import Batch
+from gradscope.engine import judge
 from gradscope.engine.certificate import certify
-from gradscope.engine.judge import Errors, sketch
+from gradscope.engine.judge import Claim, LargestError, Objective
+from gradscope.engine.reference import sketch
 from gradscope.errors import CertificateError, RefusedError
 from gradscope.model.problem import Problem
 from gradscope.scope import Scope
@@ -275,23 +277,48 @@ def test_a_sketch_keeps_norms_of_differences(dtype: torch.dtype) -> None:
         assert float(torch.linalg.vector_norm(sketch(t))) == pytest.approx(right, rel=0.08)
 
 
-def test_rounding_answers_for_as_much_as_it_moves() -> None:
-    gaps = {"right": 1e-6, "kinked": 0.02, "wrong": 0.03, "tiny": 1e-7, "lost": float("nan")}
-    sizes = {"right": 1.0, "kinked": 1.0, "wrong": 1.0, "tiny": 1e-7, "lost": 1.0, "unused": 0.0}
-    few = {k: sizes[k] for k in ("right", "kinked", "tiny", "unused")}
-    errors = Errors(few, gaps, torch.float32)
-    assert errors.doubtful == ["kinked"]
-    assert not errors.largest().passed
-    assert errors.largest({"kinked": 0.01}).passed
-    assert errors.largest({"kinked": 0.01}).small == ("tiny",)  # of that nothing is known
-    assert not errors.largest({"kinked": 0.005}).passed
-    assert errors.largest({"kinked": 0.5}).small == ("kinked", "tiny")
-    both = Errors(sizes, gaps, torch.float32)
-    assert both.doubtful == ["kinked", "wrong", "lost"]
-    told = both.largest({"kinked": 0.01, "wrong": 0.01, "lost": 1.0})
-    assert (told.parameter, told.passed) == ("lost", False)
-    missing = Errors({"a": 1.0}, {}, torch.float32)
-    assert missing.largest().error == 1.0  # autograd has no gradient of what has one
+DIRECTION = torch.tensor([0.0, 1.0])
+SIZES = {"right": 1.0, "kinked": 1.0, "wrong": 1.0, "tiny": 1e-7, "lost": 1.0, "unused": 0.0}
+GAPS = {
+    "right": 1e-6,
+    "kinked": 0.02,
+    "wrong": 0.03,
+    "tiny": 1e-7,
+    "lost": float("nan"),
+    "unreached": 1.0,
+}
+
+
+def test_rounding_answers_for_as_much_as_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem.of(nn.Linear(1, 1), cross_entropy)
+    objective = Objective.in_one_batch(Batch.of(torch.zeros(1, 1)), torch.ones(1))
+
+    def refuse(*_: object) -> Any:
+        raise RefusedError("the model cannot be copied")
+
+    monkeypatch.setattr(judge, "_in_float64", refuse)
+    monkeypatch.setattr(judge, "computed_in", lambda *_: torch.float32)
+    monkeypatch.setattr(judge, "nearby", lambda *_: [problem])
+
+    def judged(*names: str, **spread: float) -> LargestError:
+        right = {name: torch.tensor([SIZES.get(name, 0.0), 0.0]) for name in names}
+        rows = {k: DenseBlock((v + GAPS.get(k, 0.0) * DIRECTION)[None]) for k, v in right.items()}
+        moved = {name: value + spread.get(name, 0.0) * DIRECTION for name, value in right.items()}
+        again = {name: value + 1e-7 * DIRECTION for name, value in right.items()}
+        monkeypatch.setattr(judge, "gradients", lambda *_: (torch.zeros(1), dict(moved)))
+        claim = Claim.of_one(Gradients(rows), torch.ones(1))
+        return judge.compare_claim(problem, claim, objective, right, lambda: again)
+
+    few = ("right", "kinked", "tiny", "unused")
+    assert (judged(*few).parameter, judged(*few).passed) == ("kinked", False)
+    assert judged(*few, kinked=0.01).passed
+    assert judged(*few, kinked=0.01).small == ("tiny",)  # of that nothing is known
+    assert not judged(*few, kinked=0.005).passed
+    assert judged(*few, kinked=0.5).small == ("tiny", "kinked")
+    every = judged(*SIZES, kinked=0.01, wrong=0.01, lost=1.0)
+    assert (every.parameter, every.passed) == ("lost", False)
+    missing = judged("unreached")  # autograd has no gradient of what has one
+    assert (missing.error, missing.passed) == (1.0, False)
 
 
 def test_inner_products_of_many_entries_keep_their_digits() -> None:

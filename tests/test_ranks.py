@@ -102,9 +102,11 @@ def test_an_error_on_one_process_is_one_on_both(tmp_path: Path) -> None:
     for own in (first, second):
         assert "asked for different things" in own["other"]
         assert "'clip' needs whole gradients" in own["after"]
-        assert "cannot be divided as the parameter is" in own["quantile"]
+        assert "cannot be sharded as the parameter is" in own["quantile"]
         assert "backend 'vmap'" in own["vmap"]
         assert own["coupled"].startswith(("UnsupportedError", "CoupledSamplesError"))
+        assert own["leaking"].startswith("CoupledSamplesError")
+        assert "when other samples are replaced" in own["leaking"]
         assert "tensor parallel" in own["tensor parallel"]
         assert own["right"]
 

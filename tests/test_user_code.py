@@ -17,6 +17,7 @@ from gradscope.errors import GradscopeError, ModelError, SpecError
 from gradscope.run import prepare
 from gradscope.stages.transforms.base import transforms
 from tests.cli.conftest import gradscope as cli  # noqa: F401
+from tests.stages.examples import accumulated
 
 SAMPLES = Path(__file__).parent.parent / "sample_models"
 
@@ -131,20 +132,18 @@ def test_reducers(mine):
     rows = matrix(grads)
     for text, floor in (("", 0.0), (":floor=2", 2.0)):
         chain = bind(f"{mine}:root_mean_square{text}")
-        state = chain.update(
-            chain.update(None, grads.select(slice(0, 2))), grads.select(slice(2, 6))
-        )
-        found = np.concatenate([v.numpy().ravel() for v in chain.result(state).values()])
+        made = accumulated(chain, [(grads.select(part),) for part in (slice(0, 2), slice(2, 6))])
+        found = np.concatenate([v.numpy().ravel() for v in made.values()])
         np.testing.assert_allclose(found, np.sqrt((rows**2).mean(0)) + floor, rtol=1e-12)
     chain = bind(f"{mine}:largest")
-    found = chain.result(chain.update(None, grads))["norm"]
+    found = accumulated(chain, [(grads,)])["norm"]
     assert float(found) == pytest.approx(np.linalg.norm(rows, axis=1).max(), rel=1e-12)
 
 
 def test_after_a_reducer_and_in_half_precision(mine):
     rows = matrix(gradients())
     chain = bind(f"mean | {mine}:soft_threshold:level=0.2")
-    found = chain.result(chain.update(None, gradients()))
+    found = accumulated(chain, [(gradients(),)])
     found = np.concatenate([v.numpy().ravel() for v in found.values()])
     np.testing.assert_allclose(found, softened(rows.mean(0), 0.2), rtol=1e-12, atol=1e-15)
     half = bind(f"{mine}:soft_threshold").rows(gradients(torch.bfloat16))
@@ -228,7 +227,7 @@ def test_a_state_that_cannot_be_stored(tmp_path):
     body = "@gradscope.reducer\ndef f(): return (lambda g: {'n': 1}, max, dict)"
     chain = bind(f"{written(tmp_path, body)}:f")
     with pytest.raises(SpecError, match="dict of tensors"):
-        chain.update(None, gradients())
+        chain.start(gradients())
 
 
 def test_from_the_command_line(cli, tmp_path, mine):  # noqa: F811

@@ -232,8 +232,8 @@ class SessionSource(GradientSource):
     def aggregates(self, chains: Sequence[str]) -> list[dict[str, Tensor]]:
         session = self._session
         bound = settled(session, [bind(chain) for chain in chains], self._walk)
-        states = fold(session, self._walk(), bound).states
-        found = [c.result(s) for c, s in zip(bound, states, strict=True) if s is not None]
+        total, _ = fold(session, self._walk(), dict(enumerate(bound)))
+        found = [bound[k].finish(total.result(k)) for k in sorted(total.states)]
         if len(found) < len(chains):
             raise SpecError("no sample has a finite gradient", where=self.facts.name)
         return found

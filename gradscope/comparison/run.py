@@ -18,7 +18,7 @@ from gradscope.blocks import Chosen, Tuner
 from gradscope.comparison.agreement import Oracle, ParameterAgreement, agreements
 from gradscope.core.batch import Batch, Tokens, map_tensors
 from gradscope.core.precision import dtype_name
-from gradscope.engine.certificate import Answer, glimpsed
+from gradscope.engine.certificate import Answer, prove_samples
 from gradscope.engine.session import Randomness
 from gradscope.errors import (
     CertificateError,
@@ -272,7 +272,8 @@ def _backend_row(name: str, backend: Backend, case: _Case) -> BackendRow:
         with problem.state.kept(), backend(problem) as evaluate:
             evaluation = evaluate(batch)
             if name != REFERENCE:
-                glimpsed(Answer(problem, name, batch, evaluation, alone=len(batch)))
+                every = Answer(problem, name, batch, evaluation, alone=len(batch))
+                prove_samples(every)
             del evaluation
             seconds, peak = measure(lambda: evaluate(batch).gradients.dense(), problem.device)
     except CertificateError as error:

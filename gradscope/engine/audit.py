@@ -1,10 +1,9 @@
 """Which of the batches after the first are audited, and how closely.
 
-Of every 64 batches one is drawn by the seed and proved whole, and the last one always is: about a
-thirtieth of the work. That choice depends on nothing else, so the same run records the same audits.
-So is a batch with something new about it: its number of samples, or how it is computed. Where the
-clock shows that more can be had for a twentieth of the time, further batches are proved whole, or
-one sample of them alone.
+One of every 64 batches, drawn by the seed, and the last batch are proved whole: about a thirtieth
+of the work. The choice depends on the seed alone, so the same run records the same audits. A batch
+of a new size, or computed in a new way, is proved whole, too. If time permits (a twentieth of the
+run), further batches are proved whole, or one sample of them alone.
 """
 
 import hashlib
@@ -24,7 +23,7 @@ _SAVED = 0.1  # seconds that are not lost while the caller does other things
 
 @dataclass(frozen=True)
 class Audits:
-    """What was audited of a run, the proof of its first batch included."""
+    """The batches of a run that were audited, its first batch included."""
 
     batches: int = 0
     proved: int = 0  # batches that were proved whole, of those that every equal run proves
@@ -77,8 +76,8 @@ class Audits:
 
 
 @dataclass(frozen=True)
-class Look:
-    """How closely a batch is looked at."""
+class AuditPlan:
+    """How much of a batch an audit proves."""
 
     whole: bool = False  # all of it is proved
     alone: int = 0  # samples that are compared with a batch of one
@@ -87,7 +86,7 @@ class Look:
 
 @dataclass
 class Auditor:
-    """Decides how closely a batch is looked at, and watches the time that this takes."""
+    """Decides which batches are audited, and watches the time that audits take."""
 
     seed: int  # of which batches are audited
     always: bool = False  # every batch is proved, and recorded
@@ -104,8 +103,8 @@ class Auditor:
 
     def begin(
         self, n: int, ordinal: int, *, last: bool, new: bool, proof: Certificate | None
-    ) -> Look:
-        """Return how closely a batch is looked at."""
+    ) -> AuditPlan:
+        """Return what the audit of a batch is to prove."""
         if proof is not None and not self._whole:  # which took kernels for the first time
             self._whole, self._one = proof.seconds / 3, proof.seconds / 10
         new = new or n not in self._sizes
@@ -116,21 +115,21 @@ class Auditor:
         due = proof is not None and (self.always or not self.audits.proves)
         if last or due or is_chosen(ordinal, self.seed):
             spare = (self._credit - self._whole) / self._one if self._one else 0.0
-            return Look(True, max(1, min(n, _ALONE, int(spare))), recorded=True)
+            return AuditPlan(True, max(1, min(n, _ALONE, int(spare))), recorded=True)
         left = self._credit - 1.5 * self._whole  # which is kept for the last batch
-        return Look(new or left >= self._whole + self._one, int(new or left >= self._one))
+        return AuditPlan(new or left >= self._whole + self._one, int(new or left >= self._one))
 
-    def end(self, look: Look, proof: Certificate | None, *, audited: bool) -> None:
+    def end(self, plan: AuditPlan, proof: Certificate | None, *, audited: bool) -> None:
         """Count a batch, and the time since `begin`."""
         now, audits = self.clock(), self.audits
         took, self._last = now - self._last, now
         self._credit -= took
-        if audited and look.whole:
-            self._whole = min(max(took - look.alone * self._one, took / 4), 2 * self._whole or took)
+        if audited and plan.whole:
+            self._whole = min(max(took - plan.alone * self._one, took / 4), 2 * self._whole or took)
         elif audited:
-            self._one = min(took / look.alone, 2 * self._one or took)
+            self._one = min(took / plan.alone, 2 * self._one or took)
         audits = replace(audits, batches=audits.batches + 1)
-        if proof is not None and look.recorded:
+        if proof is not None and plan.recorded:
             audits = audits.with_proof(proof)
         elif proof is not None:
             audits = replace(audits, more=audits.more + 1)

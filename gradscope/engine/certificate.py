@@ -1,16 +1,19 @@
 """The certificate: the proof that the numbers of a batch are right.
 
-Completeness: Σᵢ wᵢ gᵢ equals the gradient of Σᵢ wᵢ Lᵢ for every parameter, the samples in other
-batches, with random weights of both signs: so rows cannot have changed places. Agreement: a few
-samples, drawn at random, equal a batch of one, which catches coupling and a wrong scale.
-Independence: a sample's loss is the same in other company and alone, and has no gradient by the
-inputs of others. Finiteness: who is not finite is known. State: what the forward pass changes in
-the model is found, and put back.
+Completeness: Σᵢ wᵢ gᵢ equals the gradient of Σᵢ wᵢ Lᵢ for every parameter, with the samples in
+other batches. The weights are random, of both signs, so rows cannot have changed places. Agreement:
+a few samples, drawn at random, equal a batch of one, which catches coupling and a wrong scale.
+Independence: a sample's loss is the same in other batches and alone, and has no gradient by the
+inputs of other samples. Finiteness: samples that are not finite are known. State: what the forward
+pass changes in the model is found, and put back.
+
+The same code proves a sharded model, on all its processes together; see `engine.reference`.
 """
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -23,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from gradscope.backends.base import PROVED, Evaluate
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.trace import trace
-from gradscope.backends.loop import one_sample, own_gradient
+from gradscope.backends.loop import own_gradient
 from gradscope.blocks import Evaluation, unmeasured
 from gradscope.core.batch import Batch
 from gradscope.core.precision import products
@@ -31,15 +34,15 @@ from gradscope.core.texts import count, unequal
 from gradscope.engine.judge import (
     NOTHING,
     Claim,
-    Errors,
     LargestError,
     Objective,
-    added,
-    judged,
-    norm,
+    add_gradients,
+    compare_claim,
+    compared_in_float64,
+    contradiction,
     require_consistent,
-    wrong,
 )
+from gradscope.engine.reference import gradients, tolerated
 from gradscope.errors import (
     CoupledSamplesError,
     GradscopeError,
@@ -54,10 +57,12 @@ from gradscope.model.independence import (
     require_deterministic,
     require_independent,
     require_own_gradients,
+    require_same_losses,
     require_unaffected,
 )
 from gradscope.model.problem import Problem
 from gradscope.model.rounding import all_in_float64, computed_in, fits_in_float64, same
+from gradscope.process.stops import time_limit
 
 _PARTS = 8  # other batches of a first proof, besides single samples; an audit takes two
 _ALONE = 3  # samples that a first proof compares with a batch of one; an audit takes one
@@ -130,7 +135,7 @@ class Answer:
     trains: bool = False  # an earlier answer had gradients, so that all of these may well be zero
     phases: dict[str, float] = field(default_factory=dict)  # seconds that each part took so far
 
-    def again(self) -> "Answer":
+    def uncached(self) -> "Answer":
         """Return the same, with nothing computed from it yet.
 
         What a proof computes stays out of the answer: whether there is one must not show in it.
@@ -142,9 +147,9 @@ class Answer:
         """Add the seconds that the body takes to a phase."""
         return _timed(self.phases, phase)
 
-    def of(self, rows: Tensor) -> "Answer":
-        """Return what was said of the samples at positions `rows` (m,)."""
-        if len(rows) == len(self.batch):
+    def select(self, rows: Tensor) -> "Answer":
+        """Return the answer about the samples at positions `rows` (m,)."""
+        if torch.equal(rows, torch.arange(len(self.batch))):
             return self
         evaluation = self.evaluation
         losses = evaluation.losses[rows.to(evaluation.losses.device)]
@@ -201,9 +206,17 @@ def certify(
                     require_independent(problem, batch)  # where they are coupled, say so
                 raise
             answer = Answer(
-                problem, backend, batch, found, own_loss=own_loss, seed=seed, trains=trains
+                problem,
+                backend,
+                batch,
+                found,
+                own_loss=own_loss,
+                seed=seed,
+                alone=_ALONE,
+                trains=trains,
+                phases=phases,
             )
-            return found, examined(replace(answer, alone=_ALONE, phases=phases))
+            return found, prove(answer)
 
     known = problem.state.found
     try:
@@ -217,8 +230,8 @@ def certify(
     return attempt()
 
 
-def examined(answer: Answer, after: Certificate | None = None) -> Certificate:
-    """Prove an answer that a backend has given; see `certify`.
+def prove(answer: Answer, after: Certificate | None = None) -> Certificate:
+    """Prove an answer that a backend has given, or raise; see `certify`.
 
     Args:
         answer: The answer.
@@ -226,116 +239,175 @@ def examined(answer: Answer, after: Certificate | None = None) -> Certificate:
             unless they give rise to doubt.
     """
     begun = time.perf_counter()
-    answer = answer.again()
-    batch, evaluation = answer.batch, answer.evaluation
-    rows = finite_samples(evaluation).cpu().nonzero().flatten()
-    finite = answer.of(rows)
-    draw = torch.Generator().manual_seed(answer.seed)
-    completeness = agreement = NOTHING
+    answer = answer.uncached()
+    problem, batch = answer.problem, answer.batch
+    rows, finite = _examined_rows(answer)
+    completeness, agreement, chosen = NOTHING, NOTHING, rows[:0]
     with unmeasured():  # nothing is measured for the proof's sake
-        chosen = torch.randperm(len(rows), generator=draw)[: answer.alone]
-        if len(rows):
-            completeness, agreement, claim = _compared(finite, chosen, after, draw)
-            if not completeness.passed and agreement.passed and len(rows) > len(chosen):
-                chosen = torch.arange(len(rows))  # a layer may scale gradients by the batch,
-                agreement = _agreement(finite, chosen)  # and every sample be right
-                if agreement.passed and not answer.own_loss:
-                    _require_sum_of_singles(finite, claim)
+        if problem.any(finite):
+            found = _compare_with_autograd(answer.select(rows), after)
+            if finite:
+                completeness, agreement, chosen = found[0], found[1], rows[found[2]]
         _require_finite_together(answer)
-        chosen = rows[chosen]
         if after is None:  # shortcuts do not depend on the numbers
-            with answer.timed("shortcuts"):
-                require_consistent(answer.backend, evaluation.gradients, chosen)
+            with answer.timed("shortcuts"), _all_time(problem):
+                require_consistent(answer.backend, answer.evaluation.gradients, chosen)
         if answer.own_loss:
             _require_rows_alone(answer, chosen)
-    if answer.problem.state.drew:
-        require_deterministic(answer.problem, batch)
-    squared = evaluation.gradients.squared_norms
-    unused = tuple(name for name, value in squared.items() if not bool(value.any()))
-    nothing = len(unused) == len(squared) and not answer.trains
-    if nothing and not answer.problem.losses(batch).requires_grad:
-        raise ModelError(  # all rows are zero, as a slip leaves them
+    if problem.any(problem.state.drew):
+        require_deterministic(problem, batch)
+    certificate = _certificate(answer, completeness, agreement, chosen, begun)
+    _require_passed(agreement, "agreement", answer.backend, batch.select(chosen))
+    if problem.model_parallel is not None or not certificate.sum_differs:
+        _require_passed(completeness, "completeness", answer.backend, batch)
+    elif not answer.own_loss:
+        _require_scaled(answer.select(rows), completeness)
+    return certificate
+
+
+def _certificate(
+    answer: Answer,
+    completeness: LargestError,
+    agreement: LargestError,
+    chosen: Tensor,
+    begun: float,
+) -> Certificate:
+    """Return the certificate; the samples at positions `chosen` agreed with batches of one."""
+    problem, batch, rows = answer.problem, answer.batch, answer.evaluation.gradients
+    unused = tuple(name for name, value in rows.squared_norms.items() if not bool(value.any()))
+    some = len(unused) < len(rows)  # gradients are not zero
+    if not problem.any(some or answer.trains):
+        _require_graph(answer)
+    finite = finite_samples(answer.evaluation)
+    compared = batch.index[chosen].tolist()
+    return Certificate(
+        backend=answer.backend,
+        dtype=max(completeness.dtype, agreement.dtype, key=_digits),
+        samples=len(batch),
+        positions=(int(batch.index.min()), int(batch.index.max())),
+        nonfinite=int((~finite).sum()),
+        completeness=completeness,
+        agreement=agreement,
+        compared=tuple(sorted(compared if problem.model_parallel is None else {*compared})),
+        unused=unused,
+        unproved=tuple(sorted({*completeness.small, *agreement.small})),
+        proves=problem.any(some and bool(finite.any())),
+        seconds=time.perf_counter() - begun,
+        phases=answer.phases,
+        noun=problem.rows,
+    )
+
+
+def prove_samples(answer: Answer) -> None:
+    """Prove some samples of an answer, drawn at random: alone, loss and gradient are the same."""
+    answer = answer.uncached()
+    rows, finite = _examined_rows(answer)
+    draw = torch.Generator().manual_seed(answer.seed)
+    chosen = rows[torch.randperm(len(rows), generator=draw)[: answer.alone]]
+    check = _compare_singles(answer, chosen)
+    if finite:
+        _require_passed(check, "agreement", answer.backend, answer.batch.select(chosen))
+
+
+def _examined_rows(answer: Answer) -> tuple[Tensor, bool]:
+    """Return positions (m,) of the samples that a proof examines, and whether they are finite.
+
+    These are the finite samples. A process of a sharded model examines as many samples as every
+    other process, so that all make the same passes. It repeats finite samples, or takes samples
+    that are not finite, and ignores what is found of them.
+    """
+    rows, n = finite_samples(answer.evaluation).cpu().nonzero().flatten(), len(answer.batch)
+    if answer.problem.model_parallel is None:
+        return rows, len(rows) > 0
+    examined = rows if len(rows) else torch.arange(n)
+    return examined[torch.arange(n) % len(examined)], len(rows) > 0
+
+
+def _all_time(problem: Problem) -> AbstractContextManager[None]:
+    """Let the body take its time if the model is sharded: processes are out of time together."""
+    return (
+        nullcontext() if problem.model_parallel is None else time_limit(math.inf, time.perf_counter)
+    )
+
+
+def _require_graph(answer: Answer) -> None:
+    """Refuse losses that are cut off from every parameter, as by a slip: all rows are zero."""
+    if not answer.problem.losses(answer.batch).requires_grad:
+        raise ModelError(
             "the losses do not depend on any parameter: they are cut off from the graph",
             where="the model or its loss",
             remedy="Look for detach, .data, .item(), numpy, torch.no_grad or inference_mode in the "
             "forward pass and in the loss.",
         )
-    certificate = Certificate(
-        backend=answer.backend,
-        dtype=max(completeness.dtype, agreement.dtype, key=_digits),
-        samples=len(batch),
-        positions=(int(batch.index.min()), int(batch.index.max())),
-        nonfinite=len(batch) - len(rows),
-        completeness=completeness,
-        agreement=agreement,
-        compared=tuple(sorted(batch.index[chosen].tolist())),
-        unused=unused,
-        unproved=tuple(sorted({*completeness.small, *agreement.small})),
-        proves=len(unused) < len(squared) and len(rows) > 0,
-        seconds=time.perf_counter() - begun,
-        phases=answer.phases,
-        noun=answer.problem.rows,
-    )
-    _require_passed(agreement, "agreement", answer.backend, batch.select(chosen))
-    if not certificate.sum_differs:
-        _require_passed(completeness, "completeness", answer.backend, batch)
-    elif not answer.own_loss:
-        _require_scaled(finite, completeness)
-    return certificate
 
 
-def glimpsed(answer: Answer) -> None:
-    """Prove some samples of an answer, drawn at random: alone, loss and gradient are the same."""
-    answer = answer.again()
-    finite = finite_samples(answer.evaluation).cpu().nonzero().flatten()
-    draw = torch.Generator().manual_seed(answer.seed)
-    chosen = finite[torch.randperm(len(finite), generator=draw)[: answer.alone]]
-    check = _agreement(answer, chosen)
-    _require_passed(check, "agreement", answer.backend, answer.batch.select(chosen))
+def _compare_with_autograd(
+    answer: Answer, after: Certificate | None
+) -> tuple[LargestError, LargestError, Tensor]:
+    """Return completeness, agreement of single samples, and the positions of these.
 
-
-def _compared(
-    answer: Answer, chosen: Tensor, after: Certificate | None, draw: torch.Generator
-) -> tuple[LargestError, LargestError, Claim]:
-    """Return completeness, agreement of the samples at positions `chosen`, and what was claimed.
-
-    The gradient is taken of the same samples in other batches, those `chosen` alone. Where all of
-    it is right, so is every sample, and that of the batch as it is says no more; its losses do, and
-    their gradients by the inputs. After an earlier proof the other batches suffice for `hooks`,
-    whose losses are those of the batch as it is; others may never have seen its samples together.
+    The reference is the gradient of the same samples in other batches, some of them alone. If all
+    of it is right, so is every sample. The unchanged batch is evaluated for its losses, and for
+    their gradients by the inputs. After an earlier proof `hooks` needs no such evaluation: its
+    losses are those of the batch. Other backends may never have seen the samples together.
     """
+    draw = torch.Generator().manual_seed(answer.seed)
+    chosen = torch.randperm(len(answer.batch), generator=draw)[: answer.alone]
     problem, batch, weights = answer.problem, answer.batch, _weights(answer, draw)
-    together, everyone = Objective.together(batch, weights), [torch.arange(len(batch))]
+    together, everyone = Objective.in_one_batch(batch, weights), [torch.arange(len(batch))]
     groups, alone = everyone, 0
     if not answer.own_loss and (after is None or len(batch) == 1):
         alone = len(chosen)
-        groups = regrouped(batch, draw, chosen.tolist(), _PARTS)
-    elif not answer.own_loss:  # how many are alone depends on the time there is: not in the sums
-        groups = regrouped(batch, draw)
-    objective = Objective.apart(batch, weights, groups)
+    if not answer.own_loss:  # how many are alone depends on the time there is: not in the sums
+        groups = _groups(answer, chosen[:alone], draw)
+    objective = Objective.in_groups(batch, weights, groups)
     with answer.timed("regrouped batches"):
         try:
-            right, agreement = _apart(answer, objective, groups, alone)
+            right, agreed = _in_groups(answer, objective, groups, alone)
         except ModelError:  # it does not take any number of samples
+            if not tolerated(problem):
+                raise
             groups, objective = everyone, together
-            right, agreement = _apart(answer, together, everyone, 0)
-    if groups is everyone or after is None or answer.backend != "hooks":
-        with answer.timed("independence"):
-            _require_own_losses(answer, draw.initial_seed(), known=groups is not everyone)
+            right, agreed = _in_groups(answer, together, everyone, 0)
+    known = groups is not everyone
+    proved = after is not None and answer.backend == "hooks"
+    if known and (proved or problem.model_parallel is not None):  # it gives none by its inputs
+        require_unaffected(problem, batch, answer.evaluation.losses, seed=answer.seed)
     else:
-        require_unaffected(problem, batch, answer.evaluation.losses, seed=draw.initial_seed())
+        with answer.timed("independence"):
+            _require_own_losses(answer, known=known)
     with answer.timed("sums"):
         claim = Claim.of(answer.evaluation.gradients, weights)
         small = frozenset(after.unproved if after is not None else ())
-        other = None if groups is everyone else lambda: together.evaluated(problem)[1]
-        completeness = judged(problem, claim, objective, right, other, small)
+        other = (lambda: together.evaluated(problem)[1]) if known else None
+        completeness = compare_claim(problem, claim, objective, right, other, small)
         del right
-        if groups is not everyone and answer.backend != "hooks":  # which reads the batch's graph
+        if known and answer.backend != "hooks":  # which reads the batch's graph
             batched = _summed_exactly(answer, weights, groups) or _summed(
                 answer, claim, draw, small
             )
             completeness = _worst([completeness, batched])
-    return completeness, agreement or _agreement(answer, chosen), claim
+    agreement = agreed or NOTHING
+    if problem.any(agreed is None):
+        agreement = _compare_singles(answer, chosen)
+    scaled = problem.model_parallel is None and not completeness.passed and agreement.passed
+    if scaled and len(chosen) < len(batch):  # every sample is right if a layer scales by the batch
+        chosen = torch.arange(len(batch))
+        agreement = _compare_singles(answer, chosen)
+        if agreement.passed and not answer.own_loss:
+            _require_sum_of_singles(answer, claim)
+    return completeness, agreement, chosen
+
+
+def _groups(answer: Answer, alone: Tensor, draw: torch.Generator) -> list[Tensor]:
+    """Return the positions of an answer's samples in other batches, some `alone`; see `regrouped`.
+
+    They depend on the number of samples and on `draw` only where the model is sharded, so that all
+    processes have as many.
+    """
+    if answer.problem.model_parallel is not None:
+        return regrouped(answer.batch, draw, alone.tolist(), outstanding=0)
+    return regrouped(answer.batch, draw, alone.tolist(), _PARTS if len(alone) else 2)
 
 
 def _summed_exactly(
@@ -350,13 +422,11 @@ def _summed_exactly(
         return None
     try:
         with all_in_float64(problem, batch) as (wide, cast):
-            together = Objective.together(cast, weights).evaluated(wide)[1]
-            apart = Objective.apart(cast, weights, groups).evaluated(wide)[1]
+            together = Objective.in_one_batch(cast, weights).evaluated(wide)[1]
+            in_groups = Objective.in_groups(cast, weights, groups).evaluated(wide)[1]
     except (ModelError, RefusedError):
         return None
-    sizes = {name: norm(value) for name, value in together.items()}
-    gaps = {name: norm(value - apart[name]) for name, value in together.items()}
-    return Errors(sizes, gaps, torch.float64).largest()
+    return compared_in_float64(together, in_groups)
 
 
 def _summed(
@@ -365,19 +435,21 @@ def _summed(
     """Compare the sum of the rows with the gradient of their batch, in the model's own dtype."""
     problem, batch, weights = answer.problem, answer.batch, claim.weights
     order = torch.randperm(len(batch), generator=draw)
-    moved = Objective.together(batch.select(order), weights[order.to(weights.device)])
-    together = Objective.together(batch, weights)
+    moved = Objective.in_one_batch(batch.select(order), weights[order.to(weights.device)])
+    together = Objective.in_one_batch(batch, weights)
     right = together.evaluated(problem)[1]
-    return judged(problem, claim, together, right, lambda: moved.evaluated(problem)[1], small)
+    return compare_claim(
+        problem, claim, together, right, lambda: moved.evaluated(problem)[1], small
+    )
 
 
-def _apart(
+def _in_groups(
     answer: Answer, objective: Objective, groups: Sequence[Tensor], alone: int
 ) -> tuple[dict[str, Tensor], LargestError | None]:
-    """Return ∇ Σ wᵢ Lᵢ of samples in groups, and how the first of these agree, each `alone`.
+    """Return ∇ Σ wᵢ Lᵢ of samples in groups, and how the first `alone` of them agree, single ones.
 
-    That is None if there are none, or if they have to be looked into by themselves: their losses
-    differ, or their gradients, as they do where a hook of the user's is not linear in the weight.
+    The agreement is None if no sample is alone, or if single samples must be compared again: their
+    losses or gradients differ, as where a hook of the user's is not linear in the weight.
     """
     problem, losses = answer.problem, answer.evaluation.losses
     found: list[Tensor] = []
@@ -387,33 +459,35 @@ def _apart(
         for loss, own in objective.parts(problem):  # enumerate would hold on to a gradient
             k = len(found)
             rows = groups[k].to(losses.device)
-            if k < alone and same(losses[rows], loss, losses, problem.precision):
-                checks.append(_alone(answer, int(rows), objective.weights[k], own))
+            if k < alone and not problem.any(
+                not same(losses[rows], loss, losses, problem.precision)
+            ):
+                checks.append(_compare_single(answer, int(rows), objective.weights[k], own))
             found.append(loss)
-            total = added(total, own)
+            total = add_gradients(total, own)
             del own
     rows, right = torch.cat([*groups]), torch.cat(found)
     here = losses[rows.to(losses.device)]
-    if not same(here, right, precision=problem.precision):
-        _explain(answer, answer.batch.select(rows), here, right)
+    if problem.any(not same(here, right, precision=problem.precision)):
+        _refuse_losses(answer, answer.batch.select(rows), here, right)
     agreement = _worst(checks)
     return total, agreement if 0 < len(checks) == alone and agreement.passed else None
 
 
-def _require_own_losses(answer: Answer, seed: int, *, known: bool) -> None:
+def _require_own_losses(answer: Answer, *, known: bool) -> None:
     """Evaluate a batch as it is; refuse samples whose losses are not their own.
 
     Args:
-        answer: Its losses are held against those found.
-        seed: Of what is drawn at random.
-        known: Whether the samples in other company have the same losses.
+        answer: The losses to compare with.
+        known: Whether the samples in other batches have the same losses.
     """
     problem, batch, losses = answer.problem, answer.batch, answer.evaluation.losses
     if answer.own_loss:
         return require_deterministic(problem, batch)
+    seed = answer.seed
     found = require_own_gradients(problem, batch, seed)
     if not same(losses, found, precision=problem.precision):
-        _explain(answer, batch, losses, found)
+        _refuse_losses(answer, batch, losses, found)
     if not known:
         require_independent(problem, batch, found, seed=seed)
     size = sum(p.numel() * p.element_size() for p in problem.model.parameters())
@@ -433,11 +507,11 @@ def _require_finite_together(answer: Answer) -> None:
         with other_random_numbers():
             found = answer.problem.losses(answer.batch).detach()
         if bool((found.isfinite() & lost).any()):
-            _explain(answer, answer.batch, answer.evaluation.losses, found)
+            _refuse_losses(answer, answer.batch, answer.evaluation.losses, found)
 
 
 def finite_samples(evaluation: Evaluation) -> Tensor:
-    """Return (n,) bool: whose loss and whole gradient are finite."""
+    """Return which samples have a finite loss and a finite gradient, (n,) bool."""
     finite, gradients = evaluation.losses.isfinite(), evaluation.gradients
     if gradients.norms_known and bool(gradients.norms.isfinite().all()):
         return finite
@@ -455,16 +529,18 @@ def _weights(answer: Answer, draw: torch.Generator) -> Tensor:
     return (size * signs * lift).to(norms.device, norms.dtype)
 
 
-def _explain(answer: Answer, batch: Batch, found: Tensor, right: Tensor) -> None:
+def _refuse_losses(answer: Answer, batch: Batch, found: Tensor, right: Tensor) -> None:
     """Refuse losses (m,) of a backend that are not those of an ordinary evaluation: say why."""
     require_deterministic(answer.problem, batch)
+    if answer.problem.model_parallel is not None:
+        return require_same_losses(answer.problem, batch, found, right)
     require_independent(answer.problem, batch)
     gap, size = (found - right).abs(), right.abs().max()
     narrow = computed_in(answer.problem, batch)
     dtypes = (found.dtype, narrow, products(answer.problem.device))
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     if bool((gap <= eps**0.5 * size).all()):
-        return
+        return None
     worst = int(gap.nan_to_num().argmax())
     sample = batch.one(worst)
     place = answer.batch.index == sample.index
@@ -481,7 +557,7 @@ def _explain(answer: Answer, batch: Batch, found: Tensor, right: Tensor) -> None
         )
     given, own = unequal(float(found[worst]), float(right[worst]))
     what = f"gives the loss {given}, the model by itself {own}"
-    raise wrong(answer.backend, what, sample.told)
+    raise contradiction(answer.backend, what, sample.told)
 
 
 def _require_sum_of_singles(answer: Answer, claim: Claim) -> None:
@@ -490,9 +566,9 @@ def _require_sum_of_singles(answer: Answer, claim: Claim) -> None:
     rows = [torch.tensor([k]) for k in range(len(batch))]
     right = {name: torch.zeros_like(claim.value(name)) for name in claim.gradients}
     for k, weight in enumerate(claim.weights):
-        for name, gradient in one_sample(problem, batch.one(k))[1].items():
+        for name, gradient in gradients(problem, batch.one(k))[1].items():
             right[name] += weight.to(right[name]) * gradient
-    check = judged(problem, claim, Objective.apart(batch, claim.weights, rows), right)
+    check = compare_claim(problem, claim, Objective.in_groups(batch, claim.weights, rows), right)
     _require_passed(check, "completeness", answer.backend, batch)
 
 
@@ -537,7 +613,7 @@ def _require_rows_alone(answer: Answer, chosen: Tensor) -> None:
     names = _custom_functions(problem, batch)
     if not names or not _are_independent(problem, batch):
         return
-    if not _agreement(replace(answer, own_loss=False), chosen).passed:
+    if not _compare_singles(replace(answer, own_loss=False), chosen).passed:
         raise _no_derivative(names)
 
 
@@ -595,27 +671,29 @@ def _worst(checks: Sequence[LargestError]) -> LargestError:
     return replace(worst, dtype=dtype, small=tuple(small))
 
 
-def _agreement(answer: Answer, chosen: Tensor) -> LargestError:
+def _compare_singles(answer: Answer, chosen: Tensor) -> LargestError:
     """Compare samples with batches of one, or with their own losses in their batch."""
     problem, batch, losses = answer.problem, answer.batch, answer.evaluation.losses
-    require_once = cache(lambda: require_independent(problem, batch))
+    require_once = cache(lambda: require_independent(answer.problem, batch))
 
     def alone(sample: int) -> LargestError:
         weight = losses.new_ones(1)
         if answer.own_loss:
-            return _alone(answer, sample, weight, own_gradient(problem, batch, sample))
+            right = own_gradient(answer.problem, batch, sample)
+            return _compare_single(answer, sample, weight, right)
         one = batch.one(sample)
-        loss, right = one_sample(problem, one)
+        loss, right = gradients(problem, one)
         here = losses[sample : sample + 1]
-        if not same(here, loss[None], losses, problem.precision):
-            require_once()
-            _explain(answer, one, here, loss[None])
-        return _alone(answer, sample, weight, right)
+        if problem.any(not same(here, loss, losses, problem.precision)):
+            if problem.model_parallel is None:
+                require_once()
+            _refuse_losses(answer, one, here, loss)
+        return _compare_single(answer, sample, weight, right)
 
     return _worst([alone(k) for k in chosen.tolist()])
 
 
-def _alone(
+def _compare_single(
     answer: Answer, sample: int, weight: Tensor, right: Mapping[str, Tensor]
 ) -> LargestError:
     """Compare a sample's gradient times its weight (1,) with what is right."""
@@ -624,11 +702,11 @@ def _alone(
     if answer.own_loss:
         weights = torch.zeros_like(answer.evaluation.losses)
         weights[sample] = 1
-        return judged(problem, claim, Objective.together(batch, weights), right)
+        return compare_claim(problem, claim, Objective.in_one_batch(batch, weights), right)
     one = batch.one(sample)
-    twice = Objective.together(one.resized(2), weight.expand(2) / 2)
-    objective = Objective.together(one, weight)
-    return judged(problem, claim, objective, right, lambda: twice.evaluated(problem)[1])
+    twice = Objective.in_one_batch(one.resized(2), weight.expand(2) / 2)
+    objective = Objective.in_one_batch(one, weight)
+    return compare_claim(problem, claim, objective, right, lambda: twice.evaluated(problem)[1])
 
 
 _AGAINST = {"completeness": "the gradient of the total loss", "agreement": "a batch of one"}
@@ -636,7 +714,7 @@ _AGAINST = {"completeness": "the gradient of the total loss", "agreement": "a ba
 
 def _require_passed(check: LargestError, what: str, backend: str, batch: Batch) -> None:
     if not check.passed:
-        raise wrong(
+        raise contradiction(
             backend,
             f"failed the proof of {what}: relative error {check.error:.2e} against "
             f"{_AGAINST[what]} ({check.dtype}, tolerance {check.tolerance:.0e})",

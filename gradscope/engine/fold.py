@@ -1,11 +1,10 @@
 """One pass over batches for several chains: each batch is evaluated, and added to their states.
 
-What chains share is done once. Sums are taken in the gradients' own precision within a batch, and
-carried in float64 from batch to batch.
+Work that chains share is done once. The states are kept by an `Accumulator`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,76 +16,63 @@ from gradscope.engine.certificate import finite_samples
 from gradscope.engine.session import Session
 from gradscope.errors import CertificateError, DatasetError, NonFiniteError, SpecError
 from gradscope.model.problem import Problem
-from gradscope.stages.chain import Chain
+from gradscope.stages.chain import Chain, reducer_of
 from gradscope.stages.labels import Expanded, chosen, over_labels, samples
-from gradscope.stages.reducers.base import (
-    State,
-    add_in_place,
-    carried_state,
-    depends_on_split,
-    taken_over,
-)
+from gradscope.stages.reducers.accumulator import Accumulator, depends_on_split
+from gradscope.stages.reducers.base import State, carried_state
 from gradscope.stages.transforms.base import NeedsProblem
 
 Sink = Callable[[Batch, Evaluation], None]
 Usable = tuple[Gradients, Problem, Batch]
-Way = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Folded:
-    """What a pass over batches has found."""
-
-    states: list[State | None]  # of each chain, None where no sample was usable
-    skipped: int = 0  # samples without a finite gradient, which were left out
-    dtypes: Sequence[dict[str, torch.dtype]] = ()  # of each chain's sums of the first batch
+K = TypeVar("K", bound=Hashable)
 
 
 def fold(
     session: Session,
     batches: Iterable[Batch],
-    chains: Sequence[Chain],
+    chains: Mapping[K, Chain],
     sink: Sink | None = None,
     *,
     request: Request | None = None,
     ordinal: int | None = None,
     count: int | None = None,
-) -> Folded:
-    """Evaluate batches, and add each to the states of chains.
+) -> tuple[Accumulator[K], int]:
+    """Evaluate batches and accumulate them by the reducers of chains.
 
     Args:
         session: Evaluates.
         batches: Of samples, one after the other; one without samples is left out.
-        chains: With reducers.
+        chains: With reducers, by any key.
         sink: Is given each batch with its evaluation, before it is reduced.
         request: What is asked of each batch, by the sink too; if None, what the chains ask.
         ordinal: The number of the first batch in its run; counted when not given.
         count: How many batches there are until the run ends, if it does: the last is audited.
 
+    Returns:
+        The states by key, and how many samples without a finite gradient were left out. After a
+        single batch a state is as the reducer has made it, after several it is in float64.
+
     Raises:
         RefusedError: No backend has an exact, proved answer.
         NonFiniteError: A gradient is not finite, and that is to be an error.
     """
-    asked = request_of(chains) if request is None else request
-    found = Folded([None] * len(chains), dtypes=[{}] * len(chains))
-    own: set[int] = set()  # states that nobody else holds, to which batches are added in place
+    every = [*chains.values()]
+    asked = request_of(every) if request is None else request
+    total, skipped = Accumulator({key: reducer_of(chain) for key, chain in chains.items()}), 0
     for k, batch in enumerate(batches):
         if is_empty(batch):
             continue  # it changes no state
-        _take_over(chains, found.states, own)
+        total.carry()
         number = None if ordinal is None else ordinal + k
         evaluation = session.evaluate(batch, asked, ordinal=number, last=k + 1 == count)
         if sink is not None:
             sink(batch, evaluation)
-        starts, skipped = _after(session, chains, batch, evaluation)
+        starts, left_out = _after(session, every, batch, evaluation)
         del evaluation  # before the next one
-        dtypes = found.dtypes
-        if starts and not any(dtypes):
-            dtypes = [{key: v.dtype for key, v in start.items()} for start in starts]
-        _add(chains, found.states, starts, own)
+        total.add(dict(zip(chains, starts, strict=False)), carry=False)
         del starts
-        found = Folded(found.states, found.skipped + skipped, dtypes)
-    return found
+        skipped += left_out
+    return total, skipped
 
 
 def _after(
@@ -102,31 +88,6 @@ def _after(
         return [], len(batch)
     skipped = len(batch) - samples(kept[2])
     return _started(chains, {} if skipped else evaluation.states, *kept), skipped
-
-
-def _take_over(chains: Sequence[Chain], states: list[State | None], own: set[int]) -> None:
-    """Carry sums of a first batch by themselves, in which the gradients' memory may be."""
-    for k, chain in enumerate(chains):
-        state = states[k]
-        assert chain.reducer is not None
-        if state is not None and chain.reducer.additive and k not in own:
-            states[k] = taken_over(state)
-            own.add(k)
-
-
-def _add(
-    chains: Sequence[Chain], states: list[State | None], starts: Sequence[State], own: set[int]
-) -> None:
-    """Add the states after one batch to those so far; to those in `own` in place."""
-    for k, start in enumerate(starts):
-        state, reducer = states[k], chains[k].reducer
-        assert reducer is not None
-        if state is None:
-            states[k] = start
-        elif k in own:
-            add_in_place(state, start)
-        else:
-            states[k] = reducer.merge(state, start)
 
 
 def settled(
@@ -149,27 +110,25 @@ def settled(
         chain.prepare(session.problem)
     untried = [c for c in chains if c.reducer is not None and c.text not in session.tried]
     for chain in untried if session.settings.verify != "never" else ():
-        assert chain.reducer is not None
         session.tried.add(chain.text)
-        found = depends_on_split(chain.reducer)
-        told = f"samples in several batches have another result ({found}) than in one"
+        found = depends_on_split(reducer_of(chain))
+        what = f"samples in several batches have another result ({found}) than in one"
         if found is not None and ".py:" in chain.text:  # a user's own reducer is only named
-            session.notes.append(f"{chain.text}: {told}: see its `merge`")
+            session.notes.append(f"{chain.text}: {what}: see its `merge`")
         elif found is not None:
-            raise CertificateError(told, where=f"chain {chain.text!r}")
+            raise CertificateError(what, where=f"chain {chain.text!r}")
     ready = tuple(map(session.labels.chain, chains))
     while first := {c.text: c for c in (chain.first_pass for chain in ready) if c is not None}:
         session.notes += [f"an earlier pass over the data for: {text}" for text in first]
-        passes = [session.labels.chain(chain) for chain in first.values()]
-        asked = Request(left=left, factors=request_of(passes).factors)
-        states = fold(session, batches(), passes, request=asked).states
+        passes = {text: session.labels.chain(chain) for text, chain in first.items()}
+        asked = Request(left=left, factors=request_of(passes.values()).factors)
+        total, _ = fold(session, batches(), passes, request=asked)
+        total.carry()
         means: dict[str, dict[str, Tensor]] = {}
         for text, chain in first.items():
-            # let go of: it may be as large as its result
-            state = over_ranks(session.problem, chain, states.pop(0))
-            if state is not None:
-                state = carried_state(state)
-                means[text] = chain.taken_result(state)
+            merge_ranks(session.problem, total, text)
+            if text in total.states:
+                means[text] = chain.finish(total.result(text))
         if not means:
             raise SpecError("no sample has a finite gradient, so there is nothing to start from")
         ready = tuple(
@@ -189,14 +148,12 @@ def state_of_none(problem: Problem, chain: Chain) -> State:
     Raises:
         DatasetError: Its result is not defined then, such as a mean.
     """
-    reducer = chain.reducer
-    assert reducer is not None
+    reducer = reducer_of(chain)
     evaluates = any(isinstance(step, NeedsProblem) for step in chain.before)
     if reducer.additive and chain.first_pass is None and not evaluates:
         own = {name: p.detach() for name, p in problem.parameters.items()}
         zeros = {name: DenseBlock(p.new_zeros(1, *p.shape)) for name, p in own.items()}
-        rows = chain.rows(Gradients(zeros, torch.zeros(1, dtype=torch.int64)))
-        start = reducer.start(rows.asked(reducer.powers))
+        start = chain.start(Gradients(zeros, torch.zeros(1, dtype=torch.int64)))
         state = {key: torch.zeros_like(value) for key, value in start.items()}
         if all(bool(value.isfinite().all()) for value in reducer.result({**state}).values()):
             return state
@@ -207,16 +164,14 @@ def state_of_none(problem: Problem, chain: Chain) -> State:
     )
 
 
-def over_ranks(problem: Problem, chain: Chain, state: State | None) -> State | None:
-    """Return a chain's state over the samples of all processes that train a model together."""
+def merge_ranks(problem: Problem, total: Accumulator[K], key: K) -> None:
+    """Add to a state the states of other processes, if several train the model together."""
     if problem.ranks is None:
-        return state
-    assert chain.reducer is not None
-    found: State | None = None
-    for other in problem.ranks.states(None if state is None else carried_state(state)):
-        if other is not None:
-            found = other if found is None else carried_state(chain.reducer.merge(found, other))
-    return found
+        return
+    own = total.pop(key)
+    for state in problem.ranks.states(None if own is None else carried_state(own)):
+        if state is not None:
+            total.add({key: state})
 
 
 def usable(session: Session, batch: Batch, evaluation: Evaluation) -> Usable | None:
@@ -251,10 +206,10 @@ def request_of(
     """Return what chains will ask of a batch, for a backend that can compute it along."""
     every = list(chains)
     known = {chain.key: chain for chain in every if chain.key is not None}
-    ways = {key: chain.way for key, chain in known.items()}
+    transforms = {key: chain.transforms for key, chain in known.items()}
 
     def starts(keys: Sequence[str], gradients: Gradients) -> dict[str, State]:
-        found = _starts([known[k] for k in keys], [ways[k] for k in keys], gradients)
+        found = _starts([known[k] for k in keys], [transforms[k] for k in keys], gradients)
         return dict(zip(keys, found, strict=True))
 
     rows = any(chain.key is None for chain in every)
@@ -297,30 +252,29 @@ def _started(
     """Return chains' states after a batch of raw gradients, of which some are `computed`."""
     starts = [computed.get(chain.key or "") for chain in chains]
     missing = [chain for chain, start in zip(chains, starts, strict=True) if start is None]
-    made = iter(_starts(missing, [chain.way for chain in missing], gradients, problem, batch))
+    transforms = [chain.transforms for chain in missing]
+    made = iter(_starts(missing, transforms, gradients, problem, batch))
     return [next(made) if start is None else {**start} for start in starts]
 
 
 def _starts(
     chains: Sequence[Chain],
-    ways: Sequence[Way],
+    transforms: Sequence[tuple[str, ...]],
     gradients: Gradients,
     problem: Problem | None = None,
     batch: Batch | None = None,
 ) -> list[State]:
-    """Return the states after one batch; chains of one way share what happens to each sample."""
-    powers: dict[Way, frozenset[int]] = {}
-    for chain, way in zip(chains, ways, strict=True):
-        assert chain.reducer is not None
-        powers[way] = powers.get(way, frozenset()) | chain.reducer.powers
-    rows: dict[Way, Gradients] = {}
+    """Return the states after one batch; chains with the same transforms share their rows."""
+    powers: dict[tuple[str, ...], frozenset[int]] = {}
+    for chain, text in zip(chains, transforms, strict=True):
+        powers[text] = powers.get(text, frozenset()) | reducer_of(chain).powers
+    rows: dict[tuple[str, ...], Gradients] = {}
     found: list[State] = []
     done: dict[str, State] = {}  # by text: a chain that is asked for twice is computed once
-    for chain, way in zip(chains, ways, strict=True):
-        assert chain.reducer is not None
-        if way not in rows:
-            rows[way] = chain.rows(gradients, problem, batch).asked(powers[way])
+    for chain, text in zip(chains, transforms, strict=True):
+        if text not in rows:
+            rows[text] = chain.rows(gradients, problem, batch).asked(powers[text])
         known = done.get(chain.text) if chain.lasting else None
-        found.append(chain.reducer.start(rows[way]) if known is None else {**known})
+        found.append(reducer_of(chain).start(rows[text]) if known is None else {**known})
         done[chain.text] = found[-1]
     return found

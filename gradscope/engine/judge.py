@@ -7,6 +7,8 @@ other last digits of the parameters do to the gradient, as where an activation i
 model in float64 that casts to less on the way, the tolerance is that of what it casts to; of one
 in float32 whose products may be rounded to TF32, that of as many digits.
 
+A sharded model cannot be copied to float64: rounding is measured at its own precision.
+
 That proves sums over samples. Norms, rows, sums of squares, inner products and scaled sums are
 found by shortcuts of their own; of a few samples they are held against the sums of each by itself.
 """
@@ -20,12 +22,12 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradscope.backends.loop import by_autograd
 from gradscope.blocks import Block, Gradients
 from gradscope.blocks.base import PIECE_BYTES, as_rows, inner, precise, squared_sizes, squares
 from gradscope.core.batch import Batch
 from gradscope.core.precision import doubled, dtype_name, on_host, products
-from gradscope.errors import CertificateError, ModelError, RefusedError
+from gradscope.engine.reference import compressed, gradients, tolerated
+from gradscope.errors import CertificateError
 from gradscope.model.problem import Problem, double_precision
 from gradscope.model.rounding import computed_in, nearby, widened
 from gradscope.process.stops import until_time_limit
@@ -34,8 +36,7 @@ TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 5e-2, to
 _NOISE = 1e3  # roundings, relative to the whole gradient, that may be all there is of a parameter's
 _LAST_DIGITS = 64.0  # the same where no wider format tells what is rounding, as in float64
 _LUCK = 10.0  # times that two roundings may differ from what two others do
-TRIALS = 8  # changes of the parameters in their last digits
-_SKETCH = 4093  # sums in a sketch: a prime, so that no regular pattern falls into one of them
+_TRIALS = 8  # changes of the parameters in their last digits
 _MOST = 0.5  # of a gradient that may be rounding, for it to be proved
 _KINKS = 3.0  # times the largest change of the gradient that these make
 
@@ -65,50 +66,6 @@ class LargestError:
     def rank(self) -> float:
         """How near it is to failing, from 1 on beyond that."""
         return _rank(self.error, self.tolerance)
-
-
-@dataclass(frozen=True)
-class Errors:
-    """How far the claims about some parameters' sums are from autograd's sums."""
-
-    sizes: Mapping[str, float]  # of the sums, by name
-    gaps: Mapping[str, float]  # norms of the differences; none where autograd has no gradient
-    digits: torch.dtype  # what both are right to
-
-    @property
-    def doubtful(self) -> list[str]:
-        """The parameters whose errors are not within the tolerance, and more than rounding."""
-        whole = math.sqrt(sum(size**2 for size in self.sizes.values()))
-        noise = _LAST_DIGITS * torch.finfo(self.digits).eps * whole
-        within = TOLERANCES[self.digits]
-        return [
-            k
-            for k in self.sizes
-            if not self._error(k) <= within and not self.gaps.get(k, math.inf) <= noise
-        ]
-
-    def largest(self, spread: Mapping[str, float] | None = None) -> LargestError:
-        """Return the largest error, where rounding alone moves sums by `spread`."""
-        allowed = dict.fromkeys(self.sizes, TOLERANCES[self.digits])
-        doubtful = self.doubtful
-        for name, moved in (spread or {}).items():
-            allowed[name] = max(allowed[name], _KINKS * _relative(moved, self.sizes[name]))
-        errors = {k: self._error(k) for k in self.sizes}
-        small = [k for k in errors if not errors[k] <= TOLERANCES[self.digits]]
-        small = [k for k in small if k not in doubtful or errors[k] <= allowed[k] > _MOST]
-        told = [k for k in errors if k not in small]
-        worst = max(told, key=lambda k: _rank(errors[k], allowed[k]), default="")
-        return LargestError(
-            errors.get(worst, 0.0),
-            worst,
-            allowed.get(worst, TOLERANCES[self.digits]),
-            dtype=dtype_name(self.digits),
-            small=tuple(small),
-        )
-
-    def _error(self, name: str) -> float:
-        size = self.sizes[name]
-        return _relative(self.gaps.get(name, size), size)  # without a gradient all is too much
 
 
 NOTHING = LargestError(0.0, "", 0.0)  # where there was nothing to compare
@@ -150,12 +107,12 @@ class Objective:
     weights: tuple[Tensor, ...]  # (n,) for each batch
 
     @classmethod
-    def together(cls, batch: Batch, weights: Tensor) -> "Objective":
+    def in_one_batch(cls, batch: Batch, weights: Tensor) -> "Objective":
         """Return that of n samples in one batch."""
         return cls((batch,), (weights,))
 
     @classmethod
-    def apart(cls, batch: Batch, weights: Tensor, rows: Sequence[Tensor]) -> "Objective":
+    def in_groups(cls, batch: Batch, weights: Tensor, rows: Sequence[Tensor]) -> "Objective":
         """Return that of n samples in several batches, the positions `rows` in each."""
         own = (weights[k.to(weights.device)] for k in rows)
         return cls(tuple(batch.select(k) for k in rows), tuple(own))
@@ -166,31 +123,27 @@ class Objective:
         total: dict[str, Tensor] = {}
         for losses, own in self.parts(problem):
             found.append(losses)
-            total = added(total, own)
+            total = add_gradients(total, own)
             del own
         return torch.cat(found), total
 
     def parts(self, problem: Problem) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """Yield the same for each of the batches."""
+        """Yield the same for each of the batches: each gradient is held by the caller alone."""
         for batch, weights in zip(self.batches, self.weights, strict=True):
-            losses = problem.losses(batch)  # one graph at a time
-            # held by the caller alone while the next is computed: each is a model more
-            held = [by_autograd(problem, losses, weights.to(losses))]
-            losses = losses.detach()
-            yield losses, held.pop()
+            yield gradients(problem, batch, weights)
 
 
 Other = Callable[[], Mapping[str, Tensor]]
 
 
-def added(total: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
+def add_gradients(total: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
     """Add gradients by name to a total, which begins with none, and let go of each when added."""
     for name in total:  # not in place: one tensor may be several's, or a constant of the model's
         total[name] = total[name] + own.pop(name)
     return total or own
 
 
-def judged(
+def compare_claim(
     problem: Problem,
     claim: Claim,
     objective: Objective,
@@ -198,45 +151,81 @@ def judged(
     other: Other | None = None,
     small: frozenset[str] = frozenset(),
 ) -> LargestError:
-    """Compare a claim with what is right, and have rounding answer for what differs.
+    """Compare a claim with the reference's gradient, within what rounding can do to it.
 
     Args:
-        problem: What was evaluated.
+        problem: The model and its loss.
         claim: About the objective's gradient.
         objective: What it is of.
-        right: Its gradient by autograd.
-        other: Returns it for the same samples in other company, if they may be evaluated so.
+        right: Its gradient by the reference.
+        other: Returns it for the same samples in other batches, if they may be evaluated so.
         small: Parameters of which it is known that their gradient is mere rounding.
     """
     dtype, tolerance = problem.precision, TOLERANCES[problem.precision]
-    gaps, sizes = _compared(claim, right)
+    gaps, sizes = _compared(problem, claim, right)
     errors = {k: _relative(gap, sizes[k] or norm(right[k])) for k, gap in gaps.items()}
     allowed = dict.fromkeys(right, tolerance)
     doubtful = [k for k in right if not errors[k] <= tolerance]
     noise = _noise(problem, sizes, right, {k: gaps[k] for k in doubtful}, other, small)
     doubtful = [k for k in doubtful if k not in noise]
-    narrow = _narrowest(problem, objective.batches[0]) if doubtful else dtype
-    if doubtful:
+    narrow = dtype
+    if problem.any(bool(doubtful)):
+        with suppress(*tolerated(problem)):  # not every model takes one sample of a batch
+            narrow = computed_in(problem, objective.batches[0])
         rounded = max(tolerance, TOLERANCES.get(narrow, tolerance))
         if dtype == torch.float32:
             rounded = max(rounded, TOLERANCES[products(problem.device)])
         if dtype == torch.float64:  # part of the model is less precise than its parameters
             allowed |= dict.fromkeys(doubtful, rounded)
             doubtful = [k for k in doubtful if not errors[k] <= rounded]
-    if doubtful and narrow != torch.float64:
-        with suppress(RefusedError, ModelError):  # not every model can be copied, or be another one
+    if problem.any(bool(doubtful)) and narrow != torch.float64:
+        with suppress(*tolerated(problem)):
             truth: Mapping[str, Tensor] = right
-            with suppress(RefusedError, ModelError):  # nor does every model run in float64
-                truth, dtype = _in_float64(problem, objective, doubtful), torch.float64
+            if problem.model_parallel is None:  # which cannot be copied
+                with suppress(*tolerated(problem)):
+                    truth, dtype = _in_float64(problem, objective, doubtful), torch.float64
             spread = _spread(problem, objective, {k: truth[k] for k in doubtful}, narrow)
             for k in doubtful:
                 size = max(sizes[k], norm(truth[k]))
-                errors[k] = _relative(norm(claim.value(k).to(truth[k]) - truth[k]), size)
+                found = compressed(problem, claim.value(k)).to(truth[k])
+                errors[k] = _relative(norm(found - truth[k]), size)
                 allowed[k] = max(rounded, _KINKS * _relative(spread[k], size))
                 if errors[k] <= allowed[k] and allowed[k] > _MOST:
                     noise.append(k)
-    told = [k for k in right if k not in noise]
-    worst = max(told, key=lambda k: _rank(errors[k], allowed[k]), default="")
+    return largest_error(errors, allowed, noise, dtype, tolerance)
+
+
+def compared_in_float64(found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> LargestError:
+    """Compare gradients by all parameters, both computed in float64, within their last digits."""
+    sizes = {name: norm(value) for name, value in found.items()}
+    gaps = {name: norm(value - right[name]) for name, value in found.items()}
+    whole = math.sqrt(sum(size**2 for size in sizes.values()))
+    digits = _LAST_DIGITS * torch.finfo(torch.float64).eps * whole
+    tolerance = TOLERANCES[torch.float64]
+    errors = {name: _relative(gap, sizes[name]) for name, gap in gaps.items()}
+    noise = [k for k, error in errors.items() if not error <= tolerance and gaps[k] <= digits]
+    allowed = dict.fromkeys(errors, tolerance)
+    return largest_error(errors, allowed, noise, torch.float64, tolerance)
+
+
+def largest_error(
+    errors: Mapping[str, float],
+    allowed: Mapping[str, float],
+    noise: Sequence[str],
+    dtype: torch.dtype,
+    tolerance: float,
+) -> LargestError:
+    """Return the relative error that is nearest to failing, of parameters that are not `noise`.
+
+    Args:
+        errors: By parameter.
+        allowed: The largest error of each that passes.
+        noise: Parameters whose gradient is no more than rounding.
+        dtype: In which the errors were found.
+        tolerance: What is allowed where nothing is left to compare.
+    """
+    proved = [k for k in errors if k not in noise]
+    worst = max(proved, key=lambda k: _rank(errors[k], allowed[k]), default="")
     return LargestError(
         error=errors.get(worst, 0.0),
         parameter=worst,
@@ -246,20 +235,13 @@ def judged(
     )
 
 
-def _narrowest(problem: Problem, batch: Batch) -> torch.dtype:
-    """Return the narrowest dtype that a model rounds to; the parameters' where one sample fails."""
-    with suppress(ModelError):  # not every model takes one sample of a batch
-        return computed_in(problem, batch)
-    return problem.precision
-
-
 def _compared(
-    claim: Claim, right: Mapping[str, Tensor]
+    problem: Problem, claim: Claim, right: Mapping[str, Tensor]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return how far each sum is from what is right, and its size."""
     gaps, sizes = {}, dict(claim.sizes)
     for name, value in right.items():
-        found = claim.value(name)
+        found = compressed(problem, claim.value(name))
         gaps[name] = norm(found - value)
         if name not in sizes:
             sizes[name] = norm(found)
@@ -276,14 +258,14 @@ def _noise(
 ) -> list[str]:
     """Return the parameters, of those with `gaps`, whose whole gradient is no more than rounding.
 
-    It is if autograd agrees with itself no better than with the claim, in other company.
+    It is if autograd agrees with itself no better than with the claim, in other batches.
     """
     whole = math.sqrt(sum(size**2 for size in sizes.values()))
     eps = torch.finfo(problem.precision).eps
     tiny = [k for k, gap in gaps.items() if gap <= min(_NOISE * eps, 0.05) * whole]
     digits = _LAST_DIGITS * eps * whole if problem.precision == torch.float64 else -1.0
     noise = [k for k in tiny if k in small or gaps[k] <= digits]
-    if other is not None and len(tiny) > len(noise):
+    if other is not None and problem.any(len(tiny) > len(noise)):
         again = other()
         noise = [k for k in tiny if k in noise or gaps[k] <= _LUCK * norm(right[k] - again[k])]
     return noise
@@ -309,7 +291,7 @@ def _spread(
     """
     spread = dict.fromkeys(truth, 0.0)
     digits = narrow if problem.precision == torch.float64 else None
-    for near in nearby(problem, TRIALS if truth else 0, digits):
+    for near in nearby(problem, _TRIALS, digits):
         found = objective.evaluated(near)[1]
         for name, value in truth.items():
             spread[name] = max(spread[name], norm(found[name].to(value) - value))
@@ -334,48 +316,33 @@ def norm(t: Tensor) -> float:
     return float(torch.linalg.vector_norm(doubled(on_host(t))))
 
 
-def sketch(t: Tensor) -> Tensor:
-    """Return sums of entries with random signs, always the same, (4093,): linear, of the same norm.
-
-    The norm is right on average, to 2 % (Alon, Matias and Szegedy, 1999; in buckets: Charikar, Chen
-    and Farach-Colton, 2002).
-    """
-    real = torch.view_as_real(t) if t.is_complex() else t
-    flat = doubled(real).flatten()
-    draw = torch.Generator(flat.device).manual_seed(0)
-    signs = torch.randint(0, 2, flat.shape, generator=draw, dtype=torch.int8, device=flat.device)
-    flat = flat * (2 * signs - 1)
-    padded = torch.nn.functional.pad(flat, (0, -len(flat) % _SKETCH))
-    return padded.view(-1, _SKETCH).sum(0)
-
-
 def require_consistent(backend: str, gradients: Gradients, chosen: Tensor) -> None:
-    """Hold what blocks say of samples at positions `chosen` against the sums of each by itself."""
+    """Compare what blocks compute of samples at positions `chosen` with sums of single samples."""
     for name, block in until_time_limit(gradients.items()):
         row = max(1, prod(block.shape) * block.dtype.itemsize)
         few = chosen[: max(1, min(_FEW, PIECE_BYTES // row))].to(block.device)
         if not len(few):
             return
         for what in _contradictions(block.select(few), gradients.squared_norms[name][few]):
-            told = f"contradicts itself: the {what} of its gradients are those of others"
-            raise wrong(backend, told, f"parameter {name!r}")
+            said = f"contradicts itself: the {what} of its gradients are those of others"
+            raise contradiction(backend, said, f"parameter {name!r}")
 
 
 def require_norms(backend: str, rows: Mapping[str, Tensor], gradients: Gradients) -> None:
-    """Hold rows (n, *shape), as they are handed out, against the norms of the gradients."""
+    """Compare the norms of rows (n, *shape) with the norms that the gradients know."""
     for name, values in rows.items():
         found = torch.linalg.vector_norm(as_rows(precise(values)), dim=1).square()
-        told = gradients.squared_norms[name].to(found)
+        claimed = gradients.squared_norms[name].to(found)
         bound = _bound(gradients[name], torch.zeros_like(found[0]))
         lost = _lost(values, bound**2, values.dtype)
-        most = 2 * _slip(values) * torch.maximum(found, told) + lost
-        if bool(((found - told).abs() > most).any()):
+        most = 2 * _slip(values) * torch.maximum(found, claimed) + lost
+        if bool(((found - claimed).abs() > most).any()):
             what = "contradicts itself: rows have other norms than it has told"
-            raise wrong(backend, what, f"parameter {name!r}")
+            raise contradiction(backend, what, f"parameter {name!r}")
 
 
 def _contradictions(few: Block, squared_norms: Tensor) -> Iterator[str]:
-    """Yield what is not that of the sums of single samples, in words."""
+    """Yield the names of shortcuts that differ from the sums of single samples."""
     alone = [few.select(slice(k, k + 1)).weighted_sum() for k in range(few.n)]
     right = as_rows(torch.stack(alone))  # (k, p)
     first, second = right[0], right[min(few.n, 2) - 1]
@@ -405,7 +372,7 @@ def _contradictions(few: Block, squared_norms: Tensor) -> Iterator[str]:
         yield "rows"
 
 
-def wrong(backend: str, what: str, where: str) -> CertificateError:
+def contradiction(backend: str, what: str, where: str) -> CertificateError:
     """Return the error for a backend whose answer is refuted."""
     remedy = "Use another backend (auto tries all); loop is the reference."
     return CertificateError(f"the {backend} backend {what}", where=where, remedy=remedy)

@@ -23,9 +23,9 @@ from gradscope.blocks import Evaluation, Gradients, Tuner
 from gradscope.core.batch import Batch, Tokens, is_empty, require_counted, tensors
 from gradscope.core.precision import double
 from gradscope.core.registry import suggestion
-from gradscope.engine.audit import Auditor, Look, drawn
-from gradscope.engine.certificate import Answer, Certificate, certify, examined, glimpsed
-from gradscope.engine.sharded import Lockstep
+from gradscope.engine.audit import Auditor, AuditPlan, drawn
+from gradscope.engine.certificate import Answer, Certificate, certify, prove, prove_samples
+from gradscope.engine.sharded import ShardedEvaluator
 from gradscope.engine.zeros import zero_notes
 from gradscope.errors import (
     CertificateError,
@@ -89,8 +89,8 @@ class Settings:
                 remedy="Use labels data and coupling refuse or frozen; or rows sample.",
             )
 
-    def require_divisible(self) -> None:
-        """Refuse what is not to be had of a model that is divided over processes."""
+    def require_for_sharded(self) -> None:
+        """Refuse settings that do not support a sharded model."""
         only = {
             "backend": (self.backend, (AUTO, "hooks")),
             "coupling": (self.coupling, ("refuse", "frozen")),
@@ -102,7 +102,7 @@ class Settings:
         for name, (word, accepted) in only.items():
             if word not in accepted:
                 raise SpecError(
-                    f"{name} {word!r} is not to be had of a model that fully_shard has divided",
+                    f"{name} {word!r} does not support models sharded by fully_shard",
                     remedy=f"Accepted: {', '.join(map(str, accepted))}; or use one process.",
                 )
 
@@ -131,7 +131,7 @@ class Session:
         zeros: Those of them about gradients that are all zero.
         tried: Chains whose reducers were tried before they are used.
         tuner: Chooses kernel variants, and remembers them.
-        lockstep: Evaluates a model that is divided over processes; None of any other.
+        sharded: Evaluates a sharded model; None if the model is whole in this process.
         predictions: What the model predicts of the samples of the last batch, if it is asked for.
 
     Raises:
@@ -158,7 +158,7 @@ class Session:
             self._fixed = FixedRandomness(settings.seed)
         if settings.rows == "token":
             self._loss = of_tokens(self._loss)
-        self.keeps_apart = False  # the last answer about tokens had none in its dense form
+        self.factored_tokens = False  # the last answer about tokens had none in its dense form
         self._positions: dict[Any, int] = {}  # t by shapes, where all positions count
         self._stack = ExitStack()
         self._compiled: Compiled | None = None
@@ -175,7 +175,7 @@ class Session:
     def _bind(self) -> None:
         """Bind the model as it is now; the next batch is proved."""
         asked = self.settings
-        self.lockstep: Lockstep | None = None
+        self.sharded: ShardedEvaluator | None = None
         self._stack.close()
         problem = Problem.of(self._model, self._loss, asked.parameters).fixed(self._fixed)
         if double(problem.device) != torch.float64:
@@ -211,9 +211,9 @@ class Session:
         self._facts = None if self.problem.model_parallel else facts(self._model)
         self.close()
         if self.problem.model_parallel is not None:
-            asked.require_divisible()
+            asked.require_for_sharded()
             self.backend = "hooks"
-            self.lockstep = Lockstep(self.problem, asked.verify, self.auditor, self._told)
+            self.sharded = ShardedEvaluator(self.problem, asked.verify, self.auditor, self._record)
 
     def rehearsal(self, verify: Verify | None) -> "Session":
         """Return a session of the same kind that leaves this one as it is; it compiles nothing."""
@@ -231,7 +231,7 @@ class Session:
     def needs_proof(self) -> bool:
         """Return whether the next batch is proved, as the first is, and what follows a change."""
         self.bound_anew()
-        due = self._due if self.lockstep is None else self.lockstep.needs_proof()
+        due = self._due if self.sharded is None else self.sharded.needs_proof()
         return due and self.settings.verify != "never"
 
     @property
@@ -282,11 +282,11 @@ class Session:
         """
         batch = self.rows_of(batch)
         now = self.bound_anew()
-        if is_empty(batch) and self.lockstep is None:
+        if is_empty(batch) and self.sharded is None:
             return no_samples(self.problem)  # which proves nothing
         require_counted(len(batch))
-        if self.lockstep is not None:
-            return self.lockstep.evaluate(batch.detached(), request, ordinal=ordinal, last=last)
+        if self.sharded is not None:
+            return self.sharded.evaluate(batch.detached(), request, ordinal=ordinal, last=last)
         batch = self.labels.of(batch).detached()
         self._note(self.labels.note)
         if self.predictions is not None:
@@ -314,8 +314,8 @@ class Session:
         if self.problem.state.mistaken:
             self._note(MISTAKEN)
         blocks = evaluation.gradients.values()
-        self.keeps_apart = isinstance(batch, Tokens) and any(b.held is None for b in blocks)
-        self._told(batch, proof)
+        self.factored_tokens = isinstance(batch, Tokens) and any(b.held is None for b in blocks)
+        self._record(batch, proof)
         if request.stored and not request.factors:
             evaluation = replace(evaluation, gradients=evaluation.gradients.formed(anyway=True))
         return evaluation
@@ -332,12 +332,12 @@ class Session:
         proof = None if self.certificate is before else self.certificate
         new = evaluation.new or self.problem.state.drew > drew
         new = new or (self._fixed is not None and self._fixed.new)
-        look = self.auditor.begin(len(batch), number, last=last, new=new, proof=proof)
+        plan = self.auditor.begin(len(batch), number, last=last, new=new, proof=proof)
         audited = self.settings.verify == "audit" and proof is None
-        audited = audited and (look.whole or look.alone > 0)
+        audited = audited and (plan.whole or plan.alone > 0)
         if audited:
-            evaluation, proof = self._audited(batch, request, number, look, evaluation)
-        self.auditor.end(look, proof, audited=audited)
+            evaluation, proof = self._audited(batch, request, number, plan, evaluation)
+        self.auditor.end(plan, proof, audited=audited)
         return evaluation, proof
 
     def bound_anew(self) -> list[Any]:
@@ -346,7 +346,7 @@ class Session:
             self.problem.model_parallel.reshard()
         now = facts(self.problem.model)
         changed = self._facts is not None and self._facts != now
-        if self.lockstep is None or not self.lockstep.attended:  # else others may attend to it
+        if self.sharded is None or not self.sharded.attended:  # else others may attend to it
             changed = self.problem.any(changed)
         if changed:
             if self.auditor.audits.batches:
@@ -354,14 +354,14 @@ class Session:
                     "the model was changed between two calls: it is bound and proved anew"
                 )
             self._bind()
-        self._facts = now if self.lockstep is not None else self._facts
+        self._facts = now if self.sharded is not None else self._facts
         return now
 
-    def _told(self, batch: Batch, proof: Certificate | None) -> None:
+    def _record(self, batch: Batch, proof: Certificate | None) -> None:
         """Take note of a batch that was answered, and of its proof if all of it was proved."""
-        if self.lockstep is not None:
-            self.certificate = self.lockstep.certificate
-            self._note_precision(self.lockstep.narrow)
+        if self.sharded is not None:
+            self.certificate = self.sharded.certificate
+            self._note_precision(self.problem.precision, self.problem.dtype.to_real())
         waits = self.settings.verify == "audit" and proof is None
         self._unaudited = batch if waits else None  # else nobody's data are held
         self._doubtful = 0 if proof is not None else self._doubtful + 1
@@ -416,13 +416,13 @@ class Session:
             self.notes[:] = [*(note for note in self.notes if note not in before), *self.zeros]
         self._due, self._trains = not proof.proves, self._trains or proof.proves
         with suppress(ModelError):  # not every model takes one sample of them
-            self._note_precision(computed_in(self.problem, batch))
+            self._note_precision(computed_in(self.problem, batch), self.problem.precision)
         return evaluation
 
-    def _note_precision(self, narrow: torch.dtype) -> None:
-        """Say that a model computes in less than its parameters' precision, if it does."""
+    def _note_precision(self, narrow: torch.dtype, own: torch.dtype) -> None:
+        """Say that a model computes in less than its parameters' `own` precision, if it does."""
         eps = torch.finfo(narrow).eps
-        if eps > torch.finfo(self.problem.precision).eps:
+        if eps > torch.finfo(own).eps:
             self._note(
                 f"part of the model computes in {str(narrow).removeprefix('torch.')}: between "
                 f"backends and batches gradients differ by its rounding, some {eps:.0e}"
@@ -447,13 +447,13 @@ class Session:
         return [*candidates(self.settings.backend, own_loss=self.settings.own_loss)]
 
     def _audited(
-        self, batch: Batch, request: Request, number: int, look: Look, evaluation: Evaluation
+        self, batch: Batch, request: Request, number: int, plan: AuditPlan, evaluation: Evaluation
     ) -> tuple[Evaluation, Certificate | None]:
         """Look at an answer once more; return it, and its proof if all of it was proved."""
         state, uncompiled = self.problem.state, evaluation
         known = state.found
         try:
-            with state.watched(again=True) if look.recorded else nullcontext():
+            with state.watched(again=True) if plan.recorded else nullcontext():
                 if evaluation.compiled and self._compiled is not None:
                     uncompiled = self._uncompiled(batch)
                     self._compiled.require_equal(evaluation, uncompiled, request)
@@ -464,20 +464,20 @@ class Session:
                     uncompiled,
                     own_loss=self.settings.own_loss,
                     seed=drawn(self.settings.seed, number),
-                    alone=look.alone,
+                    alone=plan.alone,
                     trains=self._trains,
                 )
                 proof = None
-                if look.whole:
-                    proof = examined(answer, after=self.certificate)
+                if plan.whole:
+                    proof = prove(answer, after=self.certificate)
                 else:
-                    glimpsed(answer)
+                    prove_samples(answer)
             if state.found == known:
                 return evaluation, proof
             # what the forward pass changes here is put back from now on: does it matter?
             again = self._uncompiled(batch)
             if same(again.losses, evaluation.losses, precision=self.problem.precision):
-                return self._audited(batch, request, number, look, again)
+                return self._audited(batch, request, number, plan, again)
             raise CertificateError(
                 f"the forward pass changes {state.latest}, and with it the losses",
                 where=batch.told,
@@ -517,8 +517,8 @@ class Session:
         self._waiting = self._candidates()
         if self._compiled is not None:
             self._compiled.forget()
-        if self.lockstep is not None:
-            self.lockstep.close()
+        if self.sharded is not None:
+            self.sharded.close()
 
     def __enter__(self) -> Self:
         return self

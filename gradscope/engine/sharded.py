@@ -1,20 +1,15 @@
-"""A model that fully_shard has divided over processes, evaluated by all of them in step.
+"""A model that fully_shard has sharded over processes, evaluated by all of them in step.
 
 Each process has its own samples, whose gradients it keeps as blocks: activations, and no gradient
-of a whole model. What is handed out of a parameter is divided as the parameter is. Every process
-makes the same passes, whatever its samples: where one has to look into something, all do; who has
-fewer samples repeats some, and drops what comes of them.
-
-The proof compares every parameter's gradient with ordinary autograd's as that passes by, in batches
-that are put together in another way. A later batch is audited by all as soon as one of them is to.
+of a whole model. Results are sharded as the parameters are. Every process makes the same passes,
+whatever its samples: a check that one process needs is made by all, and a process with fewer
+samples repeats some and drops their results. All processes audit a later batch as soon as one of
+them is to audit it.
 """
 
-import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,47 +18,44 @@ from gradscope.backends.base import ROWS, Evaluate, Request, backends
 from gradscope.blocks import Evaluation, Gradients, unmeasured
 from gradscope.core.batch import Batch
 from gradscope.core.precision import products
-from gradscope.engine.audit import Auditor, Look, drawn
-from gradscope.engine.certificate import Certificate, finite_samples
-from gradscope.engine.judge import (
-    TRIALS,
-    Claim,
-    Errors,
-    LargestError,
-    norm,
-    require_consistent,
-    sketch,
+from gradscope.engine.audit import Auditor, AuditPlan, drawn
+from gradscope.engine.certificate import (
+    Answer,
+    Certificate,
+    finite_samples,
+    prove,
+    prove_samples,
 )
 from gradscope.errors import CertificateError, CoupledSamplesError, SpecError, UnsupportedError
 from gradscope.model.independence import other_random_numbers
-from gradscope.model.problem import Problem, summed
+from gradscope.model.problem import Problem
 from gradscope.model.ranks import ModelParallel
-from gradscope.model.rounding import UNITS, computed_in, same
-from gradscope.process.stops import time_limit
+from gradscope.model.rounding import computed_in
 from gradscope.sources.code import load_function
-from gradscope.stages.chain import Chain
+from gradscope.stages.chain import Chain, reducer_of
+from gradscope.stages.reducers.accumulator import Accumulator
 from gradscope.stages.reducers.base import State, carried_state, joined, parts
 from gradscope.stages.transforms.base import TransformScope, transforms
 
 _EACH = 512  # samples of a process at a time
-_FIRST, _AUDIT, _GLIMPSE = "first", "audit", "glimpse"  # proofs
+_ALONE = 2  # samples that a first proof compares with a batch of one
 _REFUTED = (CertificateError, CoupledSamplesError, UnsupportedError)
 _SAMPLES = (TransformScope.ELEMENTWISE, TransformScope.FACTOR)
 
 
 @dataclass
-class Lockstep:
-    """The backend of a divided model, and its proof.
+class ShardedEvaluator:
+    """Evaluates and proves a sharded model, on all its processes together.
 
     Attributes:
         certificate: The proof of the first batch (the last proof, if every batch has one), or None.
-        attended: Whoever is through with its samples attends to those of others (`attend`).
+        attended: A process without further samples joins the evaluations of the rest (`attend`).
     """
 
     problem: Problem
     verify: str
     auditor: Auditor
-    told: Callable[[Batch, Certificate | None], None]  # of each batch, and its proof if all has one
+    record: Callable[[Batch, Certificate | None], None]  # each batch, and its proof if all has one
     certificate: Certificate | None = None
     attended: bool = False
 
@@ -75,14 +67,13 @@ class Lockstep:
         self._evaluate: Evaluate | None = None
         self._due = True  # a proof is
         self._wary = False  # this process has refused a batch: every other is proved
-        self.narrow = self.problem.precision  # the least precise that the first batch computes in
 
     def needs_proof(self) -> bool:
         """Return whether the next batch is proved, on all processes."""
         return self.sharding.any(self._due or self._wary)
 
     def close(self) -> None:
-        """Let go of what the backend holds; it can be used again afterwards."""
+        """Release what the backend holds; it can be used again afterwards."""
         self._stack.close()
         self._evaluate, self._due = None, True
 
@@ -108,7 +99,7 @@ class Lockstep:
         return self._together(batch, request, number, last=last)
 
     def attend(self, batch: Batch) -> None:
-        """Take part, with any samples of one's own, in what others have still to evaluate."""
+        """Join the evaluations that other processes still make, with any samples of one's own."""
         while self.sharding.any(False):
             self._together(batch, ROWS, None)
 
@@ -124,15 +115,17 @@ class Lockstep:
             with sharding.together(), torch.inference_mode(False), self.problem.state.kept():
                 found = self._answered(whole, request)
                 with sharding.exchange():
-                    proof = self._looked_into(whole, found, n, number, last=last)
+                    proof = self._proof(whole, found, n, number, last=last)
         except Exception as error:  # all processes have one
+            if isinstance(error, CertificateError):
+                error.remedy = "Evaluate the model in float64, or on one process."
             self._due = True
             self._wary |= isinstance(error, _REFUTED)
             raise
         finally:  # a layer that stays whole would be used as it is now, whatever is trained
             sharding.reshard()
         if number is not None:
-            self.told(batch, proof)
+            self.record(batch, proof)
         kept = found.gradients.select(slice(0, n))
         return replace(found, losses=found.losses[:n], gradients=Gradients(kept, batch.index))
 
@@ -142,35 +135,51 @@ class Lockstep:
         try:
             return self._evaluate(batch, replace(request, proved=True))
         except UnsupportedError as error:
-            error.remedy = "Of a divided model only hooks is to be had: use one process."
+            error.remedy = "A sharded model is evaluated by hooks alone: use one process."
             raise
 
-    def _looked_into(
+    def _proof(
         self, batch: Batch, found: Evaluation, n: int, number: int | None, *, last: bool
     ) -> Certificate | None:
         """Prove an answer if that is due, or audit it where any process is to.
 
-        Of the batch, the first n samples are the process's own, the others are repeated.
+        The first n samples of the batch are the process's own, and further samples repeat them.
         Returns the proof, if all of the batch was proved.
         """
-        proof, look = None, Look()
-        if self.verify != "never" and (self._due or self.verify == "always"):
-            lost = n - int(finite_samples(found)[:n].sum())
-            proof = replace(self._proved(batch, found, 0, _FIRST), samples=n, nonfinite=lost)
-            self.certificate, self._due = proof, not proof.proves
-        if number is not None:
-            look = self.auditor.begin(len(batch), number, last=last, new=found.new, proof=proof)
-        audits = self.verify == "audit" and proof is None
-        new = self.verify == "first" and proof is None and found.new
-        whole = self.sharding.any((audits and look.whole) or new)
-        alone = not whole and self.sharding.any(audits and look.alone > 0)
-        if whole or alone:
-            audit = self._proved(batch, found, number or 0, _AUDIT if whole else _GLIMPSE)
-            proof = audit if whole else None
-        if number is not None:
-            look = replace(look, whole=whole, alone=int(alone))
-            self.auditor.end(look, proof, audited=whole or alone)
+        proof, plan = None, AuditPlan()
+        answer = Answer(self.problem, "hooks", batch, found, alone=1)
+        with unmeasured(), other_random_numbers():
+            if self.verify != "never" and (self._due or self.verify == "always"):
+                self._find_precision(batch)
+                seed = drawn(self.auditor.seed, 0)
+                proof = prove(replace(answer, seed=seed, alone=_ALONE))
+                lost = n - int(finite_samples(found)[:n].sum())
+                proof = replace(proof, samples=n, nonfinite=lost)
+                self.certificate, self._due = proof, not proof.proves
+            if number is not None:
+                new = found.new
+                plan = self.auditor.begin(len(batch), number, last=last, new=new, proof=proof)
+            audits = self.verify == "audit" and proof is None
+            new = self.verify == "first" and proof is None and found.new
+            whole = self.sharding.any((audits and plan.whole) or new)
+            alone = not whole and self.sharding.any(audits and plan.alone > 0)
+            answer = replace(answer, seed=drawn(self.auditor.seed, number or 0))
+            if whole:
+                proof = prove(answer, after=self.certificate)
+            elif alone:
+                prove_samples(answer)
+            if number is not None:
+                plan = replace(plan, whole=whole, alone=int(alone))
+                self.auditor.end(plan, proof, audited=whole or alone)
         return proof
+
+    def _find_precision(self, batch: Batch) -> None:
+        """Find the narrowest dtype that the model or the device rounds to, on any process."""
+        with self.sharding.together():
+            own = computed_in(self.problem, batch)
+        own = products(self.problem.device) if own == torch.float32 else own
+        every = self.sharding.of_all(own)
+        self.sharding.rounds_to = max(every, key=lambda dtype: torch.finfo(dtype).eps)
 
     def evaluations(self, batch: Batch) -> Iterator[tuple[Batch, Evaluation, bool]]:
         """Yield a batch in parts, with their evaluations, and whether they are this process's turn.
@@ -185,7 +194,7 @@ class Lockstep:
             yield part, found, k < len(cut)
 
     def rows(self, batch: Batch) -> dict[str, Tensor]:
-        """Return {name: (N, *shape)} of all processes' samples, divided as the parameters are."""
+        """Return {name: (N, *shape)} of all processes' samples, sharded as the parameters are."""
         counts = self.sharding.of_all(len(batch))
         gradients, found = self.evaluate(batch).gradients, {}
         with torch.no_grad():
@@ -203,11 +212,11 @@ class Lockstep:
     def expectations(
         self, chains: Sequence[Chain], whole: Batch, nonfinite: str
     ) -> tuple[list[dict[str, Tensor]], int]:
-        """Return each chain's result over all processes' samples, divided as the parameters are.
+        """Return each chain's result over all processes' samples, sharded as the parameters are.
 
         And how many samples of this process were left out, which have no finite gradient.
         """
-        states: list[State | None] = [None] * len(chains)
+        total = Accumulator({k: reducer_of(chain) for k, chain in enumerate(chains)})
         skipped = 0
         with torch.no_grad():
             for part, evaluation, own in self.evaluations(whole):
@@ -215,34 +224,38 @@ class Lockstep:
                 if nonfinite != "keep":
                     chosen = finite_samples(evaluation).cpu()
                 skipped += int((~chosen).sum()) if own else 0
+                usable = chosen if bool(chosen.any()) else ~chosen
+                gradients = evaluation.gradients.select(usable)
+                count = int(chosen.sum()) if own else 0
                 for k, chain in enumerate(chains):
-                    usable = chosen if bool(chosen.any()) else ~chosen
-                    gradients = evaluation.gradients.select(usable)
-                    count = int(chosen.sum()) if own else 0
-                    states[k] = self._added(chain, states[k], gradients, count)
-            return [self._result(*pair) for pair in zip(chains, states, strict=True)], skipped
+                    for state in self._states(chain, gradients, count):
+                        total.add({k: state})
+            return [self._result(chain, total, k) for k, chain in enumerate(chains)], skipped
 
-    def _added(
-        self, chain: Chain, state: State | None, gradients: Gradients, count: int
-    ) -> State | None:
-        """Add all processes' samples of a part, of which `count` are this one's, to a state.
+    def _states(self, chain: Chain, gradients: Gradients, count: int) -> list[State]:
+        """Return the states of all processes' samples, each sharded as the parameters are.
 
         What a reducer makes of a parameter is exchanged before the next one's turn comes.
+
+        Args:
+            chain: With a reducer.
+            gradients: This process's, of at least one sample.
+            count: How many of them count: none if only other processes still have samples.
         """
-        assert chain.reducer is not None
+        reducer = reducer_of(chain)
         counts = self.sharding.of_all(count)
         with self.sharding.together():
             rows = chain.rows(gradients)
         states: list[State] = [{} for _ in counts]
         for name, block in rows.items():
             with self.sharding.together():
-                one = rows.of({name: block}).asked(chain.reducer.powers)
-                made = parts(carried_state(chain.reducer.start(one)))[name]
+                one = rows.of({name: block}).asked(reducer.powers)
+                made = parts(carried_state(reducer.start(one)))[name]
             for kind, value in made.items():
                 if value.shape != block.shape:
                     raise SpecError(
                         f"{chain.text!r} makes {tuple(value.shape)} of a parameter "
-                        f"{tuple(block.shape)}, which cannot be divided as the parameter is",
+                        f"{tuple(block.shape)}, which cannot be sharded as the parameter is",
                         where="chain",
                         remedy="Use mean, sum, second_moment, moment, var or std, or one process.",
                     )
@@ -250,187 +263,20 @@ class Lockstep:
                 for own, of_rank in zip(states, every, strict=True):
                     own |= joined(own.get("n", of_rank.new_zeros(())), {name: {kind: of_rank}})
         for n, own in zip(counts, states, strict=True):
-            if n:
-                own["n"] = torch.tensor(float(n), dtype=torch.float64, device=own["n"].device)
-                state = own if state is None else chain.reducer.merge(state, own)
-        return state
+            own["n"] = torch.tensor(float(n), dtype=torch.float64, device=own["n"].device)
+        return [own for own in states if int(own["n"])]
 
-    def _result(self, chain: Chain, state: State | None) -> dict[str, Tensor]:
-        if state is None:
+    def _result(self, chain: Chain, total: Accumulator[int], k: int) -> dict[str, Tensor]:
+        if k not in total.states:
             raise SpecError("no sample has a finite gradient, so there is no expectation")
         found = {}
-        for key, value in chain.taken_result(state).items():
+        for key, value in chain.finish(total.result(k)).items():
             name = key if key in self.problem.parameters else key.rpartition(".")[0]
             found[key] = self.sharding.wrapped(name, self._as_optimised(name, value))
         return found
 
-    def _proved(self, batch: Batch, found: Evaluation, number: int, kind: str) -> Certificate:
-        """Prove an answer, or raise; every process makes the same passes in any case.
 
-        Args:
-            batch: At least two samples, as many on every process.
-            found: What was said of them.
-            number: Of the batch; what is drawn at random depends on it.
-            kind: `_FIRST`, of two samples alone, too, and their shortcuts; `_AUDIT`; or `_GLIMPSE`,
-                of one sample alone.
-        """
-        begun = time.perf_counter()
-        found = replace(found, gradients=found.gradients.of(found.gradients))
-        n, draw = len(batch), torch.Generator().manual_seed(drawn(self.auditor.seed, number))
-        order = torch.randperm(n, generator=draw)
-        single = {_FIRST: 2, _AUDIT: 0, _GLIMPSE: 1}[kind]
-        groups = [order[k : k + 1] for k in range(single)]
-        groups += [] if kind == _GLIMPSE else [order[: n // 2], order[n // 2 :]]
-        wrong: list[Exception] = []
-        checks = []
-        finite = finite_samples(found).cpu()
-        with unmeasured(), other_random_numbers():
-            if kind == _FIRST:
-                with self.sharding.together():
-                    self.narrow = computed_in(self.problem, batch)
-            for rows in groups:
-                weights = (torch.randint(0, 2, (len(rows),), generator=draw) * 2 - 1) * (
-                    0.5 + torch.rand(len(rows), generator=draw, dtype=torch.float64)
-                )
-                usable = rows[finite[rows]]
-                own = usable if len(usable) else rows
-                losses, check = self._compared(
-                    batch, found, own, weights[: len(own)], usable=bool(len(usable))
-                )
-                if not same(found.losses[own], losses, found.losses, self._digits):
-                    wrong.append(_coupled(batch, own))
-                checks += [check] if len(usable) else []
-            if kind == _FIRST or self.sharding.any(bool(wrong)):
-                again = self._losses(batch).detach()
-                if not same(again, found.losses, precision=self._digits):
-                    wrong.insert(0, _random(batch))
-            if kind == _FIRST:
-                few = order[:2][finite[order[:2]]]
-                with time_limit(math.inf, time.perf_counter):  # only together they are out of time
-                    require_consistent("hooks", found.gradients, few)
-        failed = [check for check in checks if not check.passed]
-        if wrong or failed:
-            raise wrong[0] if wrong else _failed(failed[0], batch)
-        return self._certificate(batch, found, checks, order[:single], begun)
-
-    @property
-    def _digits(self) -> torch.dtype:
-        """What numbers are right to: the least precise of the model's and the device's."""
-        place = products(self.problem.device) if self.narrow == torch.float32 else self.narrow
-        return max(self.narrow, place, key=lambda d: torch.finfo(d).eps)
-
-    def _losses(self, batch: Batch) -> Tensor:
-        """Return the losses (n,): a process whose forward pass fails lets no other go on."""
-        with self.sharding.together():
-            return self.problem.losses(batch)
-
-    def _compared(
-        self, batch: Batch, found: Evaluation, rows: Tensor, weights: Tensor, *, usable: bool
-    ) -> tuple[Tensor, LargestError]:
-        """Return the losses of some samples (m,), and how far Σ wᵢ gᵢ is from autograd's.
-
-        Of samples that are not `usable`, nothing can be said.
-        """
-        some, samples = found.gradients.select(rows), batch.select(rows)
-        w = weights.to(next(iter(some.squared_norms.values())))
-        claim, gaps = Claim.of(some, w), dict[str, float]()
-        sizes = {**claim.sizes}
-
-        def seen(name: str, gradient: Tensor) -> None:
-            size, gap = norm(gradient), norm(claim.value(name) - gradient)
-            sizes[name], gaps[name] = max(sizes[name], size), gap
-
-        losses = self._passed(samples, w, seen)
-        errors = Errors(sizes, gaps, self._digits)
-        check = errors.largest()
-        if self._digits != torch.float64 and self.sharding.any(usable and not check.passed):
-            for spread in self._spreads(samples, w, errors.doubtful if usable else ()):
-                check = errors.largest(spread)
-                if not self.sharding.any(usable and not check.passed):
-                    break
-        return losses, check
-
-    def _passed(
-        self, samples: Batch, weights: Tensor, seen: Callable[[str, Tensor], None]
-    ) -> Tensor:
-        """Return the losses (n,); autograd's gradients of Σ wᵢ Lᵢ are `seen` as they pass by."""
-
-        def passes(name: str, gradient: Tensor) -> Tensor:
-            seen(name, gradient)
-            return gradient.new_zeros(()).expand_as(gradient)  # it is let go of
-
-        named = self.problem.parameters
-        losses = self._losses(samples)
-        handles = [p.register_hook(partial(passes, k)) for k, p in named.items()]  # type: ignore[no-untyped-call]
-        try:
-            total = summed(losses, weights.to(losses))
-            torch.autograd.grad(total, [*named.values()], allow_unused=True)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return losses.detach()
-
-    def _spreads(
-        self, samples: Batch, weights: Tensor, names: Sequence[str]
-    ) -> Iterator[dict[str, float]]:
-        """Yield how far gradients move at most with other last digits of parameters, by each trial.
-
-        Near a kink, as that of ReLU, rounding decides on which side a number is: by more digits
-        than these where sums are long, so that later trials change more of them. There is no room
-        for two gradients of a whole model: of each, `sketch` is kept.
-        """
-        spread = dict.fromkeys(names, 0.0)
-
-        def sketches() -> dict[str, Tensor]:
-            kept: dict[str, Tensor] = {}
-
-            def seen(name: str, gradient: Tensor) -> None:
-                if name in spread:
-                    kept[name] = sketch(gradient)
-
-            self._passed(samples, weights, seen)
-            return kept
-
-        first, units = sketches(), UNITS * torch.finfo(self._digits).eps
-        for trial in range(TRIALS):
-            with self.sharding.perturbing(trial, 2 ** (trial // 2) * units):
-                other = sketches()
-            for name in first.keys() & other.keys():
-                moved = norm(other[name] - first[name])
-                spread[name] = max(spread[name], moved)
-            yield spread
-
-    def _certificate(
-        self,
-        batch: Batch,
-        found: Evaluation,
-        checks: Sequence[LargestError],
-        alone: Tensor,
-        begun: float,
-    ) -> Certificate:
-        squared = found.gradients.squared_norms
-        unused = tuple(name for name, value in squared.items() if not bool(value.any()))
-        worst = max(checks, key=lambda check: check.rank, default=LargestError(0.0, "", 0.0))
-        proves = self.sharding.any(len(unused) < len(squared) and bool(checks))
-        seconds = time.perf_counter() - begun
-        return Certificate(
-            backend="hooks",
-            dtype=worst.dtype,
-            samples=len(batch),
-            positions=(int(batch.index.min()), int(batch.index.max())),
-            nonfinite=len(batch) - int(finite_samples(found).sum()),
-            completeness=worst,
-            agreement=max(checks[: len(alone)], key=lambda check: check.rank, default=worst),
-            compared=tuple(sorted({*batch.index[alone].tolist()})),
-            unused=unused,
-            unproved=tuple(sorted({name for check in checks for name in check.small})),
-            proves=proves,
-            seconds=seconds,
-            phases={"proof": seconds},
-        )
-
-
-def require_divisible(chain: Chain) -> None:
+def require_for_sharded(chain: Chain) -> None:
     """Refuse a chain that needs whole gradients, which no process has."""
     reducer = chain.reducer
     assert reducer is not None
@@ -449,29 +295,3 @@ def require_divisible(chain: Chain) -> None:
                 "Before the reducer use transforms that are elementwise or one factor a sample, "
                 "after it elementwise ones; or one process.",
             )
-
-
-def _random(batch: Batch) -> Exception:
-    return UnsupportedError(
-        "the forward pass is random, or is another one the second time",
-        where=batch.told,
-        remedy="Use mode eval, or set the dropout probabilities to zero.",
-    )
-
-
-def _coupled(batch: Batch, rows: Tensor) -> Exception:
-    return CoupledSamplesError(
-        "the losses are others in other company: they depend on other samples",
-        where=batch.select(rows).told,
-        remedy="Mode eval puts normalisation layers on their running statistics; GroupNorm and "
-        "LayerNorm never couple.",
-    )
-
-
-def _failed(check: LargestError, batch: Batch) -> Exception:
-    return CertificateError(
-        f"the hooks backend failed the proof: relative error {check.error:.2e} against autograd's "
-        f"gradient ({check.dtype}, tolerance {check.tolerance:.0e})",
-        where=f"parameter {check.parameter!r}, {batch.told}",
-        remedy="Evaluate the model in float64, or on one process.",
-    )

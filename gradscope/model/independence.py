@@ -61,9 +61,9 @@ _LOSS_REMEDY = (
 )
 
 _FEW = 3  # samples that are evaluated alone
-_OUTSTANDING = 4  # samples, at most, that are alone where others are in company
+_OUTSTANDING = 4  # most samples that are evaluated alone because they stand out
 _TRIALS, _LUCK = 4, 100.0  # other last digits, and how many times more two results may differ
-_EXACT = 2.0**-46  # relative, between losses in float64 that are computed in the same shapes
+_EXACT = 64.0  # roundings, between losses that are computed in the same shapes
 
 Calls = list[tuple[nn.Module, list[Tensor], list[Tensor]]]  # layers, their inputs and outputs
 
@@ -77,7 +77,7 @@ def coupled_remedy(where: str | None, batch: Batch) -> str:
 def require_independent(
     problem: Problem, batch: Batch, together: Tensor | None = None, seed: int = 0
 ) -> None:
-    """Compare losses (n,) with those of the same samples in other company, and alone.
+    """Compare losses (n,) with the losses of the same samples in other batches, and alone.
 
     Raises:
         UnsupportedError: The forward pass is random.
@@ -98,23 +98,27 @@ def require_independent(
 
 
 def regrouped(
-    batch: Batch, draw: torch.Generator, alone: Sequence[int] = (), parts: int = 2
+    batch: Batch,
+    draw: torch.Generator,
+    alone: Sequence[int] = (),
+    parts: int = 2,
+    outstanding: int = _OUTSTANDING,
 ) -> list[Tensor]:
-    """Return the positions of n samples in other company, and in another order.
+    """Return the positions of n samples in other batches, and in another order.
 
-    First those at positions `alone`, each by itself; then a few that stand out: what a batch does
-    to its samples it does by the longest, the shortest or the largest, or to these. The others are
-    in so many parts, by chance: two of them stay together in one of `parts` cases.
+    First those at positions `alone`, each by itself; then up to `outstanding` that stand out: what
+    a batch does to its samples it does by the longest, the shortest or the largest, or to these.
+    The others are in so many parts, by chance: two of them stay together in one of `parts` cases.
     """
-    if isinstance(batch, Tokens):  # those of a sample are no company
+    if isinstance(batch, Tokens):  # tokens of one sample stay together
         rows, groups = samples_of(batch), regrouped(batch.whole, draw, (), parts)
         left = ~torch.isin(torch.arange(len(batch)), torch.tensor([*alone], dtype=torch.int64))
         shared = [torch.cat([(left & (rows == k)).nonzero().flatten() for k in g]) for g in groups]
         return [*(torch.tensor([k]) for k in alone), *(part for part in shared if len(part))]
     n = len(batch)
     order = torch.randperm(n, generator=draw)
-    far = _outstanding(batch) if n > 1 else []
-    out = dict.fromkeys([*alone, *far[: min(_OUTSTANDING, n // 2)]])
+    far = _outstanding(batch) if n > 1 and outstanding else []
+    out = dict.fromkeys([*alone, *far[: min(outstanding, n // 2)]])
     rest = order[~torch.isin(order, torch.tensor([*out]))]
     shift = int(int(torch.randint(-(n // 9), n // 9 + 1, (), generator=draw)) / (parts - 1))
     cuts = [max(0, len(rest) * k // parts + shift) for k in range(1, parts)]
@@ -142,7 +146,7 @@ def _require_same(
     for rows in groups:
         try:
             with other_random_numbers():
-                apart = problem.losses(batch.select(rows)).detach()
+                found = problem.losses(batch.select(rows)).detach()
         except ModelError as error:
             if len(rows) > 1:
                 raise
@@ -153,23 +157,55 @@ def _require_same(
                 or coupled_remedy(None, batch),
             ) from error
         here = together[rows.to(together.device)]
-        if same(here, apart, together, problem.precision):
+        if same(here, found, together, problem.precision):
             continue
         require_deterministic(problem, batch)
-        if not _is_rounding(problem, batch, rows, here, apart):
-            worst = int((here - apart).abs().nan_to_num().argmax())
+        if not _is_rounding(problem, batch, rows, here, found):
             company = "alone" if len(rows) == 1 else f"in a batch of {len(rows)}"
-            where = mixing_layer(problem, batch, int(rows[worst]))
-            one, many = unequal(float(apart[worst]), float(here[worst]))
-            raise CoupledSamplesError(
-                f"the loss of {batch.select(rows[worst][None]).told} is {one} {company} but {many} "
-                f"in a batch of {len(batch)}: it depends on other samples",
-                where=where,
-                remedy=coupled_remedy(where, batch),
-            )
+            said = f"is {{1}} {company} but {{0}} in a batch of {len(batch)}"
+            raise _coupled(problem, batch, rows, (here, found), said)
 
 
-def _is_rounding(problem: Problem, batch: Batch, rows: Tensor, here: Tensor, apart: Tensor) -> bool:
+def require_same_losses(problem: Problem, batch: Batch, losses: Tensor, found: Tensor) -> None:
+    """Refuse losses (n,) that are not those found in other batches, but for rounding."""
+    if not same(losses, found, precision=problem.precision):
+        rows, said = torch.arange(len(batch)), "changes from {0} to {1} in another batch"
+        raise _coupled(problem, batch, rows, (losses, found), said)
+
+
+def _coupled(
+    problem: Problem,
+    batch: Batch,
+    rows: Tensor,
+    losses: tuple[Tensor, Tensor],
+    said: str,
+    tolerance: float | None = None,
+) -> CoupledSamplesError:
+    """Return the error of losses that are not the same in two evaluations.
+
+    Args:
+        problem: Model and loss.
+        batch: The samples.
+        rows: Positions (m,) in the batch of those that were evaluated.
+        losses: Theirs (m,), in the batch and in the other evaluation.
+        said: What the two are, as {0} and {1}.
+        tolerance: Relative, between what the layers compute; rounding, if it is not given.
+    """
+    here, other = losses
+    worst = int((here - other).abs().nan_to_num().argmax())
+    where = None
+    if problem.model_parallel is None:  # else all processes would have to make these passes
+        where = mixing_layer(problem, batch, int(rows[worst]), tolerance)
+    numbers = unequal(float(here[worst]), float(other[worst]))
+    return CoupledSamplesError(
+        f"the loss of {batch.select(rows[worst][None]).told} {said.format(*numbers)}: it depends "
+        "on other samples",
+        where=where,
+        remedy=coupled_remedy(where, batch),
+    )
+
+
+def _is_rounding(problem: Problem, batch: Batch, rows: Tensor, here: Tensor, found: Tensor) -> bool:
     """Whether losses (m,) that differ do so by rounding: in float64 they do not.
 
     Where the model does not run in float64, the least precise layer's rounding is accepted.
@@ -184,7 +220,7 @@ def _is_rounding(problem: Problem, batch: Batch, rows: Tensor, here: Tensor, apa
             return _is_spread(wide, chosen, torch.arange(len(chosen)), part, here)
     except (ModelError, RefusedError):
         return problem.precision == torch.float64 and same(
-            here, apart, precision=computed_in(problem, batch)
+            here, found, precision=computed_in(problem, batch)
         )
 
 
@@ -205,7 +241,9 @@ def require_unaffected(
     """Refuse if losses (n,) change when other samples of the batch are replaced by copies.
 
     Samples keep their places, so shapes and the order of sums are the same: independent samples
-    mostly have the same loss to the last bit. Where they have not, float64 decides.
+    mostly have the same loss to the last bit. Where they have not, float64 decides. A sharded model
+    cannot be copied to float64: its own rounding decides, and all processes call this together,
+    with equal numbers of samples.
 
     Args:
         problem: Model and loss.
@@ -228,12 +266,17 @@ def require_unaffected(
         try:
             found = [*_replaced(problem, batch, seed)]
         except ModelError:  # it does not take copies
+            if problem.model_parallel is not None:
+                raise
             return False
-        if _unchanged(losses, found):
+        if not problem.any(not _unchanged(losses, found)):
             return True
         # a backend may add up its losses in another order than the model by itself
-        if _unchanged(problem.losses(batch).detach(), found):
+        if not problem.any(not _unchanged(problem.losses(batch).detach(), found)):
             return True
+    if problem.model_parallel is not None:
+        _require_unaffected_exactly(problem, batch, seed)
+        return True
     if not fits_in_float64(problem):
         return False
     try:
@@ -273,10 +316,12 @@ def _replaced(problem: Problem, batch: Batch, seed: int) -> Iterator[tuple[Tenso
 
 
 def _require_unaffected_exactly(problem: Problem, batch: Batch, seed: int) -> None:
-    """Refuse losses of a problem in float64 that change by more than rounding."""
+    """Refuse losses that change by more than rounding; the problem is in float64, or sharded."""
     losses = problem.losses(batch).detach()
     for kept, found in _replaced(problem, batch, seed):
         _require_equal(problem, batch, kept, losses, found, "when other samples are replaced")
+    if problem.model_parallel is not None:
+        return  # single samples round in another way, which float64 alone tells from coupling
     draw = torch.Generator().manual_seed(seed)
     for row in torch.randperm(len(batch), generator=draw)[:_FEW, None]:
         found = problem.losses(batch.select(row)).detach()
@@ -286,20 +331,18 @@ def _require_unaffected_exactly(problem: Problem, batch: Batch, seed: int) -> No
 def _require_equal(
     problem: Problem, batch: Batch, rows: Tensor, losses: Tensor, found: Tensor, change: str
 ) -> None:
-    """Refuse rows (m,) of a batch in float64 whose losses are not `found` but for rounding."""
+    """Refuse rows (m,) of a batch whose losses are not `found` but for rounding."""
     own = losses[rows.to(losses.device)]
-    if within(own, found, _EXACT, losses) or _is_spread(problem, batch, rows, losses, found):
+    tolerance = _EXACT * torch.finfo(problem.precision).eps
+    equal = within(own, found, tolerance, losses)
+    if problem.any(not equal):
+        equal = _is_spread(problem, batch, rows, losses, found) or equal
+    if not problem.any(not equal):
         return
     require_deterministic(problem, batch)
-    worst = int((own - found).abs().nan_to_num().argmax())
-    where = mixing_layer(problem, batch, int(rows[worst]), _EXACT)
-    one, many = unequal(float(own[worst]), float(found[worst]))
-    raise CoupledSamplesError(
-        f"the loss of {batch.select(rows[worst][None]).told} changes from {one} to {many} "
-        f"{change}: it depends on other samples",
-        where=where,
-        remedy=coupled_remedy(where, batch),
-    )
+    if not equal:
+        said = f"changes from {{0}} to {{1}} {change}"
+        raise _coupled(problem, batch, rows, (own, found), said, tolerance)
 
 
 def require_own_gradients(problem: Problem, batch: Batch, seed: int = 0) -> Tensor:
@@ -363,19 +406,22 @@ def require_deterministic(problem: Problem, batch: Batch) -> None:
     Raises:
         UnsupportedError: The losses differ; the layer that draws the numbers is named.
     """
-    ways: list[Callable[[], AbstractContextManager[None]]] = [other_random_numbers]
-    if problem.state.drew:
-        ways += [partial(other_random_numbers, trial) for trial in range(2, _TRIALS + 1)]
-        ways += [partial(extreme_numbers, word) for word in ExtremeDraws.WORDS]
-    for other in ways:
+    sources: list[Callable[[], AbstractContextManager[None]]] = [other_random_numbers]
+    if problem.state.drew and problem.model_parallel is None:  # else all processes try as many
+        sources += [partial(other_random_numbers, trial) for trial in range(2, _TRIALS + 1)]
+        sources += [partial(extreme_numbers, word) for word in ExtremeDraws.WORDS]
+    for other in sources:
         once, again = (t.detach() for t in _twice(Problem.losses, problem, batch, other))
         differs = not same(once, again, precision=problem.precision)
-        if problem.state.drew and not differs and not torch.equal(once, again):
+        if len(sources) > 1 and not differs and not torch.equal(once, again):
             differs = torch.equal(once, problem.losses(batch))  # which low precision hides
         if differs:
+            where = None
+            if problem.model_parallel is None:
+                where = _first(problem, *_twice(_recorded, problem, batch, other), same)
             raise UnsupportedError(
                 "the forward pass is random: the same samples give other losses the second time",
-                where=_first(problem, *_twice(_recorded, problem, batch, other), same),
+                where=where,
                 remedy=_random_remedy(problem.model),
             )
 

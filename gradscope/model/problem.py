@@ -172,11 +172,11 @@ class Problem:
 
     @property
     def model_parallel(self) -> ModelParallel | None:
-        """How the model's parameters are divided over processes, None where they are not."""
+        """How the model's parameters are sharded over processes, None where they are not."""
         return self.ranks if isinstance(self.ranks, ModelParallel) else None
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so on any of the processes that a model is divided over."""
+        """Whether it is so on any of the processes of a sharded model."""
         return flag if self.model_parallel is None else self.model_parallel.any(flag)
 
     def fixed(self, fixed: FixedRandomness | None) -> "Problem":
@@ -195,9 +195,13 @@ class Problem:
 
     @property
     def precision(self) -> torch.dtype:
-        """The narrowest real dtype of the model's parameters: numbers are no more precise."""
+        """The narrowest real dtype of the model's parameters: numbers are no more precise.
+
+        Of a sharded model, what it was found to round to counts as well.
+        """
         every = (*self.parameters.values(), *self.model.parameters())
         found = {p.dtype.to_real() for p in every if p.is_floating_point() or p.is_complex()}
+        found |= set() if self.model_parallel is None else {self.model_parallel.rounds_to}
         return max(found, key=lambda dtype: torch.finfo(dtype).eps)
 
     @property

@@ -229,7 +229,7 @@ def lost_process(error: BaseException) -> GradscopeError:
 
 
 class ModelParallel(Ranks):
-    """The processes of a model that fully_shard has divided.
+    """The processes of a model that fully_shard has sharded.
 
     Args:
         model: The model; every process binds it at the same time.
@@ -238,6 +238,7 @@ class ModelParallel(Ranks):
     Attributes:
         sharded: The parameters as the optimiser knows them, by name: a part on each process.
         whole: The same as the forward pass uses them; their memory is there only meanwhile.
+        rounds_to: The narrowest dtype that a forward pass was found to round to.
 
     Raises:
         UnsupportedError: Tensor parallel, or several meshes.
@@ -247,6 +248,7 @@ class ModelParallel(Ranks):
         from torch.distributed.tensor import DTensor
 
         self.model, self.modules = model, list(modules)
+        self.rounds_to = torch.float64
         self.reshard()
         named = dict(model.named_parameters())
         self.sharded = {k: p for k, p in named.items() if isinstance(p, DTensor)}
@@ -348,6 +350,7 @@ class ModelParallel(Ranks):
         Activation checkpointing is off: what it saves is computed anew by whoever asks, in the
         backward pass or out of it, and a layer's parameters would have to be exchanged for that.
         """
+        self.agree()  # where one has failed, no other waits for it in this pass
         self.reshard()  # an earlier pass without a backward one leaves the outermost layer whole
         gathered: list[Any] = []
 

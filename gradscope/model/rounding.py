@@ -110,13 +110,21 @@ def computed_in(problem: Problem, batch: Batch) -> torch.dtype:
 def nearby(problem: Problem, trials: int, digits: torch.dtype | None = None) -> Iterator[Problem]:
     """Yield the problem on a copy of its model, each time with other last digits of parameters.
 
-    What differs then is what rounding alone can do to a result.
+    What differs then is what rounding alone can do to a result. Of a sharded model there is no
+    copy: its own parameters are changed meanwhile. Later trials change more digits of them, since
+    no float64 shows what is rounding.
 
     Args:
         problem: Model and loss.
         trials: How many times.
         digits: A dtype whose last digits are changed, the parameters' own if it is not given.
     """
+    if problem.model_parallel is not None:
+        eps = torch.finfo(digits or problem.precision).eps
+        for trial in range(trials):
+            with problem.model_parallel.perturbing(trial, 2 ** (trial // 2) * UNITS * eps):
+                yield problem
+        return
     near = problem.converted(None)
     originals = {name: p.detach().clone() for name, p in near.parameters.items()}
     place = on_host(next(iter(problem.parameters.values()))).device

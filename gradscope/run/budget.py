@@ -204,7 +204,7 @@ class Sizes:
                 rows, states = Run(one, chains, Path(), NullWriter(), BatchSize(n)).reduced(
                     sample, left=n
                 )
-                if one.tokens is not None and one.session.keeps_apart:
+                if one.tokens is not None and one.session.factored_tokens:
                     graph //= one.tokens.positions  # one pass for all of them
         except Exception:  # whatever it is, the run will tell
             return None

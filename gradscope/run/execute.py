@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import InitVar, asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from gradscope.errors import (
 from gradscope.model.ranks import OtherProcessError
 from gradscope.run.job import Job
 from gradscope.run.outcome import (
+    COUNTS,
     MEAN_GRADIENT,
     NONFINITE,
     RunReport,
@@ -39,9 +40,10 @@ from gradscope.run.outcome import (
     results_of,
 )
 from gradscope.run.overlap import BatchSize, RowWriter, prefetch
-from gradscope.stages.chain import Chain
+from gradscope.stages.chain import Chain, reducer_of
 from gradscope.stages.labels import mean_loss, mean_norm
-from gradscope.stages.reducers.base import State, add_in_place, carried_state, taken_over
+from gradscope.stages.reducers.accumulator import Accumulator
+from gradscope.stages.reducers.base import State
 from gradscope.stats import parameter_rows, require_consistent
 from gradscope.storage import GradientFile, Rows, open_file, writing
 
@@ -96,13 +98,15 @@ class Run:
     size: BatchSize
     begun: float = 0.0  # on the performance counter
     notes: tuple[str, ...] = ()  # before it began
-    states: dict[str, State] = field(default_factory=dict)  # of reducers, by number and owner
+    before: InitVar[Mapping[str, State] | None] = None  # states of reducers, of a stopped run
     progress: Progress = Progress()
     tuner: Tuner = field(default_factory=lambda: Tuner(measures=False))
     record: dict[str, Any] = field(default_factory=dict)  # what the file will say of the run
     done: int = 0  # samples computed
     returns: int = 0  # how often it went back to what was proved, to go on with another backend
-    _own: set[str] = field(default_factory=set)  # states that nobody else holds
+
+    def __post_init__(self, before: Mapping[str, State] | None) -> None:
+        self.total = self._accumulator(before or {})
 
     @property
     def zeros(self) -> list[str]:
@@ -140,7 +144,7 @@ class Run:
             raise error
         stopped = self.done
         self.done, kept = self.writer.go_back()
-        self.states, self._own = without_progress(kept), set()
+        self.total = self._accumulator(without_progress(kept))
         self.progress = replace(Progress.of(kept), batch_size=self.size.samples)
         self.job.session.auditor.audits = self.progress.audits(self.done)
         self.returns += 1
@@ -157,13 +161,14 @@ class Run:
         """Write the aggregates, verify the file and put it in its place."""
         seen: list[RunReport] = []
         self.writer.wait()  # it may still write what is let go of now
-        size = sum(t.nbytes for state in self.states.values() for t in state.values())
+        states = self.states
+        size = sum(t.nbytes for state in states.values() for t in state.values())
         kept = keeps_states(self.job, size)
-        norms = mean_gradient_norms(self.states, self.job.shapes)
-        if not kept and MEAN_GRADIENT in self.states:
-            self.states[MEAN_GRADIENT] = {"n": self.states[MEAN_GRADIENT]["n"]}
+        norms = mean_gradient_norms(states, self.job.shapes)
+        if not kept and MEAN_GRADIENT in states:
+            states[MEAN_GRADIENT] = {"n": states[MEAN_GRADIENT]["n"]}
         chains = dict(enumerate(self.chains))
-        results, counts, self.states = results_of(chains, self.states, kept=kept)
+        results, counts, self.total.states = results_of(chains, states, kept=kept)
         self._judge(counts)
         self.writer.finish(
             results=results,
@@ -220,10 +225,10 @@ class Run:
         """Compute and append n samples of a batch, or leave everything as it was."""
         part = batch if n == len(batch) else batch.select(slice(start, start + n))
         rows, states = self.reduced(part, left=len(self.job.rows) - self.done)
-        overflowed = states.pop(NONFINITE, {})
-        self._carry(states)
-        if overflowed:
-            self.states[NONFINITE] = overflowed
+        self.writer.wait()  # it may still write what changes now
+        self.total.add(states)
+        if self._summed in self.states:
+            self.states[MEAN_GRADIENT] = self.states[self._summed]
         choices = self.tuner.settled()  # of the first batch: it is known when a run goes on
         self.record["kernels"] = choices
         self.progress = Progress(
@@ -238,7 +243,7 @@ class Run:
         return n
 
     def reduced(self, batch: Batch, left: int) -> tuple[Rows, dict[str, State]]:
-        """Compute a batch; return its rows, and by owner its own states and all NONFINITE so far.
+        """Compute a batch; return its rows and, by owner, its states.
 
         Args:
             batch: Any samples.
@@ -250,19 +255,18 @@ class Run:
             rows = rows_of(self.job, self.chains, batch, evaluation)
             made.append((rows, self._overflowed(rows)))
 
-        n, chains = len(batch), self._reduced
-        found = fold(
+        n = len(batch)
+        found, _ = fold(
             self.job.session,
             [batch],
-            [*chains.values()],
+            self._reduced,
             sink,
             request=self.job.request(left=-(-left // n)),
             ordinal=self.done // (self.progress.batch_size or n),
             count=1 if n == left else None,
         )
         ((rows, overflowed),) = made
-        states = {k: s for k, s in zip(chains, found.states, strict=True) if s is not None}
-        return rows, states | ({NONFINITE: overflowed} if overflowed else {})
+        return rows, found.states | ({NONFINITE: overflowed} if overflowed else {})
 
     @property
     def _reduced(self) -> dict[str, Chain]:
@@ -276,40 +280,25 @@ class Run:
         chains = enumerate(self.chains)
         return next((str(k) for k, c in chains if c.text == "mean" and c.lasting), MEAN_GRADIENT)
 
-    def _carry(self, batch: dict[str, State]) -> None:
-        """Add the states of a batch to those of the batches before, sums in place.
+    def _accumulator(self, states: Mapping[str, State]) -> Accumulator[str]:
+        """Return what adds batches to the states of the batches before, by owner."""
+        reducers = {key: reducer_of(chain) for key, chain in self._reduced.items()}
+        return Accumulator({**reducers, NONFINITE: COUNTS}, states)
 
-        Whatever may run out of memory comes first: then nothing has changed.
-        """
-        self.writer.wait()  # it may still write what changes now
-        sums: dict[str, State] = {}
-        whole: dict[str, State] = {}
-        chains = self._reduced
-        for key in list(batch):
-            reducer, own, before = chains[key].reducer, {**batch.pop(key)}, self.states.get(key)
-            assert reducer is not None
-            if before is None:
-                whole[key] = taken_over(own, copy=reducer.additive)
-            elif reducer.additive and key in self._own:
-                sums[key] = own
-            else:
-                whole[key] = carried_state(reducer.merge(before, own))
-        for key, own in sums.items():
-            add_in_place(self.states[key], own)
-        self.states = self.states | whole
-        self._own |= whole.keys()
-        if self._summed in self.states:
-            self.states[MEAN_GRADIENT] = self.states[self._summed]
+    @property
+    def states(self) -> dict[str, State]:
+        """The states of reducers over all batches so far, by number and owner."""
+        return self.total.states
 
     def _overflowed(self, rows: Rows) -> State:
-        """Return, by chain, how many numbers of rows so far a stage has made infinite or NaN."""
-        found = dict(self.states.get(NONFINITE, {}))
+        """Return, by chain, how many numbers of rows a stage has made infinite or NaN."""
+        found: State = {}
         for k, (chain, made) in enumerate(zip(self.chains, rows.chains, strict=True)):
             if made is not None and chain.before and chain.text != "identity":
                 count = nonfinite_of_rows(made, rows.samples["finite"])
                 if int(count):
                     self._judge({k: int(count)})
-                    found[str(k)] = found.get(str(k), torch.tensor(0)) + count.cpu()
+                    found[str(k)] = count.cpu()
         return found
 
     def _judge(self, counts: Mapping[int, int]) -> None:

@@ -32,6 +32,7 @@ from gradscope.run.overlap import BatchSize
 from gradscope.stages.chain import Chain
 from gradscope.stages.labels import mean_loss, mean_norm
 from gradscope.stages.losses import options
+from gradscope.stages.reducers.base import carried_state
 from gradscope.storage import Layout, file_bytes
 
 if sys.platform != "win32":
@@ -350,11 +351,11 @@ def _aggregate_shapes(
     n, few, times = gradients.n, gradients.n // 2, 0.0
     every = [job.session.labels.chain(bind("mean"))]
     every += [chain for chain in chains if chain.reducer is not None]
-    states = before = [dict(chain.update(None, gradients, problem, samples)) for chain in every]
+    states = before = [carried_state(chain.start(gradients, problem, samples)) for chain in every]
     if few and job.session.labels.mode != "exact":  # which goes with sums only
         part, times = slice(0, few), (len(job.rows) - n) / (n - few)
         given = gradients.select(part), problem, samples.select(part)
-        before = [dict(chain.update(None, *given)) for chain in every]
+        before = [carried_state(chain.start(*given)) for chain in every]
     stored = [_grown(a, b, times) for a, b in zip(states, before, strict=True)]
     results = [
         _grown(chain.result(a), chain.result(b), times)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from gradscope.errors import RefusedError, ResultFileError, SpecError
 from gradscope.run.execute import ALIKE, rows_of
 from gradscope.run.job import Job, file_plan, prepare, require_one_pass, stages_digests
 from gradscope.run.outcome import (
+    COUNTS,
     MEAN_GRADIENT,
     NONFINITE,
     combined,
@@ -39,8 +40,9 @@ from gradscope.run.outcome import (
     require_written,
     results_of,
 )
-from gradscope.stages.chain import Chain
-from gradscope.stages.reducers.base import State, reducers
+from gradscope.stages.chain import Chain, reducer_of
+from gradscope.stages.reducers.accumulator import Accumulator
+from gradscope.stages.reducers.base import reducers
 from gradscope.stats import Json, Record, require_consistent, spot_check_rows, tolerances, wide
 from gradscope.storage import (
     ChainPlan,
@@ -94,26 +96,27 @@ class Merge:
     virtual: bool = False
     recomputed: int = 0  # samples
     notes: tuple[str, ...] = ()  # why no more of them were
-    states: dict[str, State] = field(default_factory=dict)  # of reducers, by number and owner
+
+    def __post_init__(self) -> None:
+        own = {str(k): reducer_of(chain) for k, chain in self.chains.items()}
+        self.total = Accumulator({**own, MEAN_GRADIENT: reducers.get("mean")(), NONFINITE: COUNTS})
 
     def add(self, part: PartialFile) -> None:
-        """Copy the rows of the next file, and merge its reducers' states with those so far."""
-        for owner, state in self.joiner.add(part).items():
-            before = self.states.get(owner)
-            self.states[owner] = state if before is None else self._merged(owner, before, state)
+        """Copy the rows of the next file, and add its reducers' states to those so far."""
+        self.total.add(self.joiner.add(part))
 
     def finish(self) -> MergeReport:
         """Write the aggregates, verify the file and put it in its place."""
-        results, _, self.states = results_of(self.chains, self.states, kept=True)
+        results, _, states = results_of(self.chains, self.total.states, kept=True)
         certificate = combined(self.parts.files, self.parts.noun)
         index = range(self.parts.start, self.parts.stop)
         kept = self.parts.run.get("spec", {}).get("compute", {}).get("nonfinite") == "keep"
         self.joiner.finish(
             results=results,
             certificate=certificate,
-            norm_attributes=mean_gradient_norms(self.states, self.parts.parameters),
-            states=self.states,
-            look=lambda file: require_written(file, index, self.chains, self.states, kept=kept),
+            norm_attributes=mean_gradient_norms(states, self.parts.parameters),
+            states=states,
+            look=lambda file: require_written(file, index, self.chains, states, kept=kept),
         )
         with writing(self.path):
             size = self.path.stat().st_size
@@ -135,14 +138,6 @@ class Merge:
             seconds=time.perf_counter() - self.begun,
             noun=self.parts.noun,
         )
-
-    def _merged(self, owner: str, a: State, b: State) -> State:
-        if owner == NONFINITE:  # counts by chain
-            return {k: sum(s[k] for s in (a, b) if k in s) + torch.tensor(0) for k in (a | b)}
-        mean = owner == MEAN_GRADIENT
-        reducer = reducers.get("mean")() if mean else self.chains[int(owner)].reducer
-        assert reducer is not None  # of reduced chains only
-        return reducer.merge(a, b)
 
 
 @contextmanager

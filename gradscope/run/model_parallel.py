@@ -145,13 +145,13 @@ def _stopped(place: Path | None, output: Path, *, overwrite: bool, complete: Any
 
 def _part(job: Job, place: Path, **how: bool) -> None:
     """Compute this process's samples, and then wait upon the others."""
-    lockstep = job.session.lockstep
-    assert lockstep is not None
-    lockstep.attended = True
+    sharded = job.session.sharded
+    assert sharded is not None
+    sharded.attended = True
     with start(job, place, **how) as run:
         for batch in run.remaining():
             run.add(batch)
-        lockstep.attend(job.load(0, 1))
+        sharded.attend(job.load(0, 1))
         run.finish()
 
 

@@ -19,13 +19,21 @@ from gradscope.blocks import Gradients
 from gradscope.blocks.base import as_rows
 from gradscope.errors import OutputError
 from gradscope.stages.chain import Chain
-from gradscope.stages.reducers.base import State, taken_result
+from gradscope.stages.reducers.base import Reducer, State, taken_result
 from gradscope.stats import Json, ParameterRow, Proof, Record
 from gradscope.storage import GradientFile, PartialFile
 
 NONFINITE = "nonfinite"  # the counts by chain, among the reducers' states
 MEAN_GRADIENT = "mean_gradient"  # kept in every run, for signal-to-noise
 _REPORT = "This is a mistake in gradscope: please report it."
+
+
+def _with_counts(a: State, b: State) -> State:
+    zero = torch.tensor(0)
+    return {key: a.get(key, zero) + b.get(key, zero) for key in a | b}
+
+
+COUNTS = Reducer(start=lambda _: {}, merge=_with_counts, result=dict)  # adds up NONFINITE's counts
 
 
 class RunReport(Record):

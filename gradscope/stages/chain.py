@@ -23,9 +23,7 @@ from gradscope.model.problem import Problem
 from gradscope.stages.reducers.base import (
     Reducer,
     State,
-    carried_state,
     reducers,
-    taken_result,
 )
 from gradscope.stages.transforms.base import (
     KnowsModel,
@@ -62,13 +60,12 @@ class Chain:
     @property
     def tells(self) -> bool:
         """Whether its sums, or the norms it reads, show that a raw gradient is not finite."""
-        assert self.reducer is not None
         norms = len(self.before) == 1 and isinstance(self.before[0], ReadsNorms)
-        return bool(self.reducer.powers) and (not self.before or norms)
+        return bool(reducer_of(self).powers) and (not self.before or norms)
 
     @property
-    def way(self) -> tuple[str, ...]:
-        """What happens to each sample, in words: chains of one way can share it."""
+    def transforms(self) -> tuple[str, ...]:
+        """The transforms of each sample as they are written: chains with the same share rows."""
         count = len(self.before)
         return (str(count), *map(str, self.stages[:count]))
 
@@ -116,38 +113,28 @@ class Chain:
         """
         return _applied(self.before, gradients, problem, batch)
 
-    def update(
-        self,
-        state: State | None,
-        gradients: Gradients,
-        problem: Problem | None = None,
-        batch: Batch | None = None,
+    def start(
+        self, gradients: Gradients, problem: Problem | None = None, batch: Batch | None = None
     ) -> State:
-        """Add a batch of raw gradients to the reducer's state (None: nothing seen yet).
-
-        Sums are in float64, as they are stored. A batch without samples changes no state.
-        """
-        assert self.reducer is not None
-        if state is not None and not gradients.n:
-            return state
-        rows = self.rows(gradients, problem, batch).asked(self.reducer.powers)
-        start = self.reducer.start(rows)
-        return carried_state(start if state is None else self.reducer.merge(state, start))
+        """Return the reducer's state of a batch of raw gradients; see `rows`."""
+        reducer = reducer_of(self)
+        return reducer.start(self.rows(gradients, problem, batch).asked(reducer.powers))
 
     def result(self, state: State) -> dict[str, Tensor]:
         """Return {name: (*shape)}: the reducer's result after the transforms that follow it."""
-        return self.taken_result({**state})
-
-    def taken_result(self, state: State) -> dict[str, Tensor]:
-        """Return `result`; what it is made of leaves the state, so that never both are whole."""
-        assert self.reducer is not None
-        return self.finish(taken_result(self.reducer, state))
+        return self.finish(reducer_of(self).result({**state}))
 
     def finish(self, aggregate: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Apply the transforms after the reducer to {name: (*shape)}."""
         one = Gradients({name: DenseBlock(value[None]) for name, value in aggregate.items()})
         done = _applied(self.after, one)
         return {name: block.dense()[0] for name, block in done.items()}
+
+
+def reducer_of(chain: Chain) -> Reducer:
+    """Return the reducer of a chain that has one."""
+    assert chain.reducer is not None
+    return chain.reducer
 
 
 def _applied(

@@ -107,7 +107,7 @@ class TrainerMonitor(_Callback):
     The Trainer tells its callbacks no batch. So `samples` samples are drawn once, by `seed`, from
     the training data, made into a batch by the Trainer's own collator, and measured every time.
     The Trainer's loader is not asked: its order stays as it is. Of a model that fully_shard has
-    divided, each process draws samples of its own.
+    sharded, each process draws samples of its own.
 
     Args:
         loss: By name, of the model's logits and the batch's labels: "causal_lm" (the labels are
@@ -125,7 +125,7 @@ class TrainerMonitor(_Callback):
 
     Attributes:
         monitor: The `Monitor`, once the training has begun; None before, and in other processes
-            than the first unless the model is divided.
+            than the first unless the model is sharded.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class TrainerMonitor(_Callback):
         ranks = ranks_of(within(known["model"]))
         share = (ranks.rank, ranks.size) if isinstance(ranks, ModelParallel) else None
         if share is None and not state.is_world_process_zero:
-            return  # of a model that is divided all processes measure
+            return  # all processes measure a sharded model
         inputs = self._given
         if inputs is None:
             loader = known["train_dataloader"]

@@ -40,7 +40,7 @@ from gradscope.model.ranks import OutOfStepError
 from gradscope.process import stops
 from gradscope.process.libc import keep_pages
 from gradscope.process.memory import synchronize
-from gradscope.scope import Held, Scope
+from gradscope.scope import Scope, UncopiedHandle
 from gradscope.stats.summary import ordered_statistics
 from gradscope.training.history import CURVES, Cost, End, Step, append
 from gradscope.training.measurement import measure
@@ -99,7 +99,7 @@ class _Progress:
     last: int | None = None  # the step with which it ends, where that is known
 
 
-class Monitor(Held):
+class Monitor(UncopiedHandle):
     """Measures per-sample gradients every so many steps of a training.
 
     The training has the same weights, bit for bit, with and without it: random generators,
@@ -111,7 +111,7 @@ class Monitor(Held):
     Args:
         model: The module that is trained. Of one that is wrapped by DDP or `torch.compile`, the
             module within. Of several processes, the first alone measures; of a model that
-            fully_shard has divided all do, each its own samples, at the same steps, and the first
+            fully_shard has sharded all do, each its own samples, at the same steps, and the first
             has the file and the trackers.
         loss: As of `Scope`: unreduced, by name or a callable.
         every: Steps between measurements, at least; other steps cost nothing.
@@ -140,7 +140,7 @@ class Monitor(Held):
     Raises:
         SpecError: An argument is out of its range.
         OutputError: The file cannot be written.
-        UnsupportedError: The model is divided over processes in a way that is not supported.
+        UnsupportedError: The model is sharded over processes in a way that is not supported.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class Monitor(Held):
             except GradscopeError as error:
                 if self._errors == "raise":
                     raise
-                _warn(_told(error))
+                _warn(_message(error))
         self.scope.close()
 
     def __enter__(self) -> Self:
@@ -438,12 +438,12 @@ class Monitor(Held):
                 if self._errors == "raise":
                     raise
                 self._trackers.remove(log)
-                _warn(f"a tracker gets nothing more: {_told(error)}")
+                _warn(f"a tracker gets nothing more: {_message(error)}")
 
     def _give_up(self, error: Exception) -> None:
         if self._errors == "raise":
             raise error
-        reason = f"measured no more: {_told(error)}"
+        reason = f"measured no more: {_message(error)}"
         if self._first:
             _warn(f"the training goes on, but is {reason}")
         with warnings.catch_warnings(action="ignore"):  # a full disk has been told
@@ -491,7 +491,7 @@ def _numbered(step: Any) -> int:
     return found
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error) if isinstance(error, GradscopeError) else f"{type(error).__name__}: {error}"
 
 

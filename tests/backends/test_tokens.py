@@ -194,7 +194,7 @@ def test_one_pass_is_enough_where_positions_do_not_meet(name: str) -> None:
     scope = Scope(factory().eval(), squares, backend="hooks", rows="token")
     gradients = scope.evaluate(Batch.of(x, y)).gradients
     weight = next(block for name, block in gradients.items() if name.endswith("weight"))
-    assert scope.session.keeps_apart == apart
+    assert scope.session.factored_tokens == apart
     assert not apart or not isinstance(weight, DenseBlock)
     if name == "linear":
         assert isinstance(weight, OuterBlock)
@@ -272,7 +272,7 @@ def test_a_loss_of_the_model(backend: str) -> None:
 def test_positions_of_a_map(backend: str) -> None:
     x, y = torch.randn(N, 4, 3, 5), torch.randn(N, 2 * 5, 6)
     scope = require_rows(Pixels(), squares, x, y, backend)
-    assert scope.session.keeps_apart == (backend == "hooks")
+    assert scope.session.factored_tokens == (backend == "hooks")
 
 
 def test_a_strided_convolution_owns_several_pixels_each() -> None:
@@ -283,7 +283,7 @@ def test_a_strided_convolution_owns_several_pixels_each() -> None:
 
     x, y = torch.randn(N, 8, D), torch.randn(N, 4, 3)
     scope = require_rows(Convolved(1, stride=2), pairs, x, y, "hooks")
-    assert scope.session.keeps_apart
+    assert scope.session.factored_tokens
 
 
 def test_a_single_sample_and_a_single_row() -> None:
@@ -315,7 +315,7 @@ def test_a_single_sample_stands_twice_only_if_it_runs_otherwise(
     model, (x, y) = factory(), data("linear")
     x, y = x[:, :t], y[:, :t]
     scope = require_rows(model, squares, x[:1], y[:1], "hooks")
-    assert scope.session.keeps_apart
+    assert scope.session.factored_tokens
     model.register_forward_pre_hook(lambda _, given: calls.append(len(given[0])))
     for k in (1, 2):
         apart = Scope(model, squares, backend="hooks", rows="token", verify="never")
@@ -334,7 +334,7 @@ def test_losses_that_cancel_in_their_sum() -> None:
         return outputs[:, 1:, 0] - outputs[:, :-1, 0]
 
     scope = require_rows(nn.Linear(D, 1), differences, *data("linear"), "hooks")
-    assert not scope.session.keeps_apart
+    assert not scope.session.factored_tokens
 
 
 def test_tokens_sum_to_the_sample() -> None:
@@ -376,7 +376,7 @@ def test_next_tokens_of_a_language_model() -> None:
     found = scope.per_sample_gradients(ids, ids)
     for name, rows in oracle(model, right, ids, ids).items():
         torch.testing.assert_close(found[name], rows)
-    assert scope.session.keeps_apart
+    assert scope.session.factored_tokens
 
 
 def test_the_proof_finds_wrong_rows(monkeypatch: pytest.MonkeyPatch) -> None:

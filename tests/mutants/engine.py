@@ -107,7 +107,8 @@ mutant(
     Asked("same_size", backend="vmap", compile=True),
     "audit",
 )
-reducer(
+mutant(
+    "stages/reducers/accumulator.py",
     "carry lost: a sum forgets the batches before the last",
     "value.add_(more[key].to(value.device))",
     "value.copy_(more[key].to(value.device))",

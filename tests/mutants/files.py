@@ -90,8 +90,8 @@ plain(
 plain(
     "run/merging.py",
     "last part for the whole: of files that are merged, aggregates are those of the last",
-    "self.states[owner] = state if before is None else",
-    "self.states[owner] = state if True else",
+    "        self.total.add(self.joiner.add(part))",
+    "        self.total.states.clear()\n        self.total.add(self.joiner.add(part))",
     scenario=Written("merged"),
 )
 plain(

@@ -4,7 +4,7 @@ And ways to run chains and reducers on them, in one batch or in several.
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -28,7 +28,8 @@ from gradscope.blocks import (
 )
 from gradscope.engine.chains import READERS, bind
 from gradscope.stages import chain as chains
-from gradscope.stages.chain import Chain
+from gradscope.stages.chain import Chain, reducer_of
+from gradscope.stages.reducers.accumulator import Accumulator
 from gradscope.stages.reducers.base import Reducer, carried_state
 from gradscope.stages.transforms.base import Vector
 
@@ -168,10 +169,17 @@ def settled(chain: Chain, gradients: Gradients, cuts: Sequence[int] = ()) -> Cha
 
 def reduced(chain: Chain, gradients: Gradients, cuts: Sequence[int] = ()) -> dict[str, Tensor]:
     """Run a reducing chain over the batches between `cuts`."""
-    chain, state = settled(chain, gradients, cuts), None
-    for a, b in pairwise([0, *cuts, gradients.n]):
-        state = chain.update(state, gradients.select(slice(a, b)))
-    return chain.result(state)
+    chain = settled(chain, gradients, cuts)
+    parts = [(gradients.select(slice(a, b)),) for a, b in pairwise([0, *cuts, gradients.n])]
+    return accumulated(chain, parts)
+
+
+def accumulated(chain: Chain, batches: Iterable[tuple[Any, ...]]) -> dict[str, Tensor]:
+    """Return a chain's result over batches of gradients, or of what `usable` gives."""
+    total = Accumulator({"all": reducer_of(chain)})
+    for batch in batches:
+        total.add({"all": chain.start(*batch)})
+    return chain.finish(total.result("all"))
 
 
 def bind_with(text: str, values: Mapping[str, Tensor]) -> Chain:

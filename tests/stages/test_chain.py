@@ -19,7 +19,7 @@ from gradscope.engine.fold import settled, usable
 from gradscope.errors import SpecError
 from gradscope.model.problem import Problem
 from tests.oracle import cross_entropy, per_sample_gradients
-from tests.stages.examples import Rows, each, flat, mean, run
+from tests.stages.examples import Rows, accumulated, each, flat, mean, run
 from tests.stages.test_transforms import (
     by_parameter,
     clipped,
@@ -120,10 +120,7 @@ def test_a_chain_equals_brute_force(
         every = [chain.rows(*used).dense() for _, used in given]
         found = {name: torch.cat([rows[name] for rows in every]) for name in every[0]}
     else:
-        state = None
-        for _, used in given:
-            state = chain.update(state, *used)
-        found = chain.result(state)
+        found = accumulated(chain, (used for _, used in given))
     wanted = TABLE[text](setting[3])
     assert set(found) == set(wanted)
     for name, value in wanted.items():

@@ -22,8 +22,9 @@ from gradscope.core.batch import Batch
 from gradscope.engine.chains import bind
 from gradscope.engine.fold import settled
 from gradscope.errors import InputError, SpecError, UnsupportedError
-from gradscope.stages.reducers.base import Reducer, depends_on_split
-from tests.stages.examples import Draw, compare, reducer, run
+from gradscope.stages.reducers.accumulator import depends_on_split
+from gradscope.stages.reducers.base import Reducer
+from tests.stages.examples import Draw, accumulated, compare, reducer, run
 
 
 class InputsFirst(nn.Module):
@@ -208,10 +209,7 @@ def test_any_batch_size(name: str) -> None:
         cuts = [slice(0, 4), slice(4, 5), slice(5, 9)]
         batches = [every.select(cut) for cut in cuts]
         (chain,) = settled(scope.session, [bind("ekfac")], lambda: batches)
-        state = None
-        for batch in batches:
-            state = chain.update(state, scope.evaluate(batch).gradients)
-        again = chain.result(state)
+        again = accumulated(chain, [(scope.evaluate(batch).gradients,) for batch in batches])
     for weight in LAYERS[name]:
         key = f"{weight}.eigenvalues"
         small = 1e-10 * whole_[key].max()

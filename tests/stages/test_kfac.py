@@ -16,7 +16,17 @@ from gradscope.core.batch import Batch
 from gradscope.engine.chains import bind
 from gradscope.errors import UnsupportedError
 from gradscope.stages.reducers import kfac as module
-from tests.stages.examples import DTYPES, MANY, compare, example, reducer, split, whole, wide
+from tests.stages.examples import (
+    DTYPES,
+    MANY,
+    accumulated,
+    compare,
+    example,
+    reducer,
+    split,
+    whole,
+    wide,
+)
 
 
 def written_out(grads: Gradients, positions: str) -> dict[str, np.ndarray]:
@@ -74,12 +84,11 @@ def test_one_sample_without_sharing_has_its_exact_block(weight: str) -> None:
 
 def test_a_last_batch_of_one_keeps_its_factors() -> None:
     model, x, y = convolved()
-    scope, every, state = gradscope.Scope(model, "mse", backend="hooks"), Batch.of(x, y), None
-    chain = bind("kfac")
-    for part in (slice(0, 7), slice(7, 8)):
-        state = chain.update(state, scope.evaluate(every.select(part)).gradients)
+    scope, every = gradscope.Scope(model, "mse", backend="hooks"), Batch.of(x, y)
+    parts = [every.select(part) for part in (slice(0, 7), slice(7, 8))]
+    found = accumulated(bind("kfac"), [(scope.evaluate(part).gradients,) for part in parts])
     for key, value in run(model, "kfac", x, y).items():
-        torch.testing.assert_close(chain.result(state)[key], value, rtol=1e-10, atol=1e-14)
+        torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-14)
 
 
 def convolved() -> tuple[nn.Module, Tensor, Tensor]:
@@ -198,18 +207,16 @@ def test_batches_padded_to_other_lengths(layer: str, chain: str) -> None:
     model, y = Padded(layer).double(), torch.tensor([0, 1, 1, 0, 1])
     x, mask = (t.double() for t in padded(7.0))
     whole = gradscope.expectation(model, "cross_entropy", chain, (x, mask), y, backend="hooks")
-    bound, state = bind(chain), None
+    bound, parts = bind(chain), []
     with gradscope.Scope(model, "cross_entropy", backend="hooks") as scope:
         if bound.first_pass is not None:
             first = scope.expectation("kfac:bias=column,full=512", (x, mask), y)
             bound = bound.given(first)
         for rows, t in ((slice(0, 3), 3), (slice(3, 4), 4), (slice(4, 5), 6)):
             cut = tuple(v.double()[rows] for v in padded(-50.0, t))
-            state = bound.update(
-                state, scope.evaluate(Batch.of(cut, y[rows]), Request(factors=True)).gradients
-            )
-    assert state is not None
-    for key, value in bound.result(state).items():
+            evaluated = scope.evaluate(Batch.of(cut, y[rows]), Request(factors=True))
+            parts.append((evaluated.gradients,))
+    for key, value in accumulated(bound, parts).items():
         if not key.endswith("vectors"):
             torch.testing.assert_close(value, whole[key], rtol=1e-10, atol=1e-14)
 

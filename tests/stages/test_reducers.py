@@ -16,12 +16,8 @@ from gradscope import Scope
 from gradscope.blocks import DenseBlock, Gradients, MappedBlock, OuterBlock, ScatterBlock
 from gradscope.errors import SpecError
 from gradscope.stages.reducers import base
-from gradscope.stages.reducers.base import (
-    carried_state,
-    depends_on_split,
-    reducers,
-    taken_result,
-)
+from gradscope.stages.reducers.accumulator import depends_on_split
+from gradscope.stages.reducers.base import carried_state, reducers, taken_result
 from tests.stages.examples import (
     DTYPES,
     MANY,

@@ -10,14 +10,13 @@ parameter is a leaf of the tree of modules, so no other parameter's name begins 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import reduce
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Block, DenseBlock, Gradients, OuterBlock
+from gradscope.blocks import Block, Gradients
 from gradscope.blocks.base import wide
 from gradscope.core.grammar import Stage
 from gradscope.core.precision import double, wider
@@ -30,8 +29,6 @@ Merge = Callable[[State, State], State]
 
 TILE_BYTES = 32 * 2**20
 _HELD = (1e-18, 1e37)  # between these, what float32 loses lies 20 decades below the largest entry
-_TRIED, _CUTS = 7, ((0, 3), (3, 4), (4, 7))  # made-up samples, and the parts that they come in
-_TOLERANCE = 1e-6  # of the largest number of its kind
 
 
 class FirstPass(NamedTuple):
@@ -161,7 +158,7 @@ def parts(state: State) -> dict[str, Part]:
 @on_one_device
 def added(a: State, b: State) -> State:
     """Merge states of which every entry is a sum over samples."""
-    return {key: _carried(value) + b[key] for key, value in a.items()}
+    return {key: carried(value) + b[key] for key, value in a.items()}
 
 
 def taken_result(reducer: Reducer, state: State) -> dict[str, Tensor]:
@@ -183,28 +180,9 @@ def taken_result(reducer: Reducer, state: State) -> dict[str, Tensor]:
     return found
 
 
-def add_in_place(state: State, more: State) -> None:
-    """Do what `added` does, to a carried state that nobody else holds: no new tensors are made."""
-    for key, value in state.items():
-        value.add_(more[key].to(value.device))
-
-
 def carried_state(state: State) -> State:
     """Return a state in the precision in which it is kept from batch to batch."""
-    return {key: _carried(value) for key, value in state.items()}
-
-
-def taken_over(state: State, *, copy: bool = True) -> State:
-    """Return `carried_state`; entries leave the state on the way, so that never both are whole.
-
-    With `copy` nobody else holds its tensors, even where the precision is that already.
-    """
-    found: State = {}
-    for key in list(state):
-        own = state.pop(key)
-        carried = _carried(own)
-        found[key] = carried.clone() if copy and carried is own else carried
-    return found
+    return {key: carried(value) for key, value in state.items()}
 
 
 def carried_bytes(state: State) -> int:
@@ -212,7 +190,8 @@ def carried_bytes(state: State) -> int:
     return sum(t.numel() * _kept(t).itemsize for t in state.values())
 
 
-def _carried(sums: Tensor) -> Tensor:
+def carried(sums: Tensor) -> Tensor:
+    """Return a tensor of a state in the precision in which it is kept from batch to batch."""
     return sums.to(_kept(sums))
 
 
@@ -239,58 +218,3 @@ def ordered(gradients: Gradients, reducer: str) -> Gradients:
                 remedy=f"Put a transform to real numbers before it: abs | {reducer}.",
             )
     return gradients
-
-
-def depends_on_split(reducer: Reducer) -> str | None:
-    """Return the name of a result that is another one when the samples come in several batches.
-
-    A few made-up gradients are reduced at once, and in three parts, which are merged, and added in
-    place where the reducer's sums are. None is returned where all results agree, and for a reducer
-    that does not take such gradients.
-    """
-    for gradients in (_made_up(), _made_up(broken=True)):
-        try:
-            if reducer.earlier is not None:
-                first = reducer.earlier.reducer
-                reducer = reducer.earlier.given(first.result(first.start(gradients)))
-            whole = reducer.result(carried_state(reducer.start(gradients)))
-            parts = [gradients.select(slice(*cut)).asked(reducer.powers) for cut in _CUTS]
-            states = [carried_state(reducer.start(some)) for some in parts]
-            split = [reduce(lambda a, b: carried_state(reducer.merge(a, b)), states)]
-            if reducer.additive:
-                split.append(taken_over({**states[0]}))
-                for state in states[1:]:
-                    add_in_place(split[-1], state)
-            results = [reducer.result(state) for state in split]
-        except Exception:  # whatever is wrong with it, a run will tell
-            return None
-        for found in results:
-            for name in (*whole, *(found.keys() - whole.keys())):
-                if name not in whole or name not in found or not _same(whole[name], found[name]):
-                    return name
-    return None
-
-
-def _made_up(*, broken: bool = False) -> Gradients:
-    """Return gradients of a layer (3, 2) with two positions a sample, and of its bias.
-
-    If `broken`, the first sample is not finite.
-    """
-    draw = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(_TRIED, *shape, generator=draw, dtype=torch.float64)
-
-    weight, bias = OuterBlock.matrix(random(2, 3), random(2, 2)), random(3)
-    if broken:
-        bias[0] = torch.inf
-    return Gradients({"weight": weight, "bias": DenseBlock(bias)}, torch.arange(_TRIED))
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if not (a.is_floating_point() or a.is_complex()):
-        return torch.equal(a, b)
-    size = float(a.nan_to_num(posinf=0.0, neginf=0.0).abs().amax()) if a.numel() else 0.0
-    return torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE * size, equal_nan=True)
