@@ -17,7 +17,14 @@ from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError, ModelError, SpecError, located
 from gradscope.model.locate import first_line
 from gradscope.model.randomness import random_numbers_kept
-from gradscope.sources.code import class_digests, code_digests, load_function, loading, user_file
+from gradscope.sources.code import (
+    class_digests,
+    code_digests,
+    import_notes,
+    load_function,
+    loading,
+    user_file,
+)
 from gradscope.sources.formats import sha256, sha256_of_list
 from gradscope.sources.weights import CheckpointReport, load_into, read
 from gradscope.sources.weights.adapters import adapted, base_of, is_adapter
@@ -70,6 +77,9 @@ def load_model(
     else:
         made, report = (_lean if lean else _whole)(model, checkpoint, dtype)
         digests = code_digests(model.factory, "model factory")
+        report = replace(
+            report, notes=(*import_notes(model.factory, "model factory"), *report.notes)
+        )
     return LoadedModel(made, report, digests, (*report.notes, *notes_on(made)))
 
 
