@@ -183,11 +183,28 @@ def build(
             remedy = f"It takes: {taken}. Correct `kwargs` under [model] in the run file."
             raise ModelError(what, where=where, remedy=remedy) from error
     with user_file(where), loading(factory, "model factory"):
-        model = function(**kwargs)
+        model = function(**{name: _with_attributes(value) for name, value in kwargs.items()})
     _require_trainable(model, where)
     with user_file(where):
         model.train(mode == "train")
     return model  # type: ignore[no-any-return]  # checked to be an nn.Module
+
+
+class Config(dict[str, Any]):
+    """A table of a factory's arguments: its entries are attributes, too, as of a config object."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an entry."""
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def _with_attributes(value: Any) -> Any:
+    if isinstance(value, dict):
+        return Config({name: _with_attributes(entry) for name, entry in value.items()})
+    return value
 
 
 def _require_trainable(model: Any, where: str) -> None:
