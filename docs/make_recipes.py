@@ -137,7 +137,8 @@ def _cabs(panels: Any, names: Names) -> None:
     left.set_ylim(0, 2.4)
     for axes in panels:
         _ticks(axes.xaxis, (0, 4000, 8000, 12000))
-    _ticks(right.yaxis, (8, 32, 128, 512))
+    right.set_ylim(6, 64)
+    _ticks(right.yaxis, (8, 16, 32, 64))
     _labelled(left, "samples read", "held-out loss")
     _labelled(right, "samples read", "batch size of CABS")
 

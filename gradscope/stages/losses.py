@@ -396,6 +396,13 @@ def nll(
     return per_sample_loss(values, per_sample, targets != ignore_index)
 
 
+def _require_probabilities(outputs: Any, targets: Any) -> None:
+    _require_tensors(outputs, targets)
+    if not targets.is_floating_point():
+        remedy = 'They are probabilities: a dataset spec says dtype = { NAME = "float32" }.'
+        raise _misfit("targets are no floating-point numbers", outputs, targets, remedy)
+
+
 @loss("bce_with_logits", _BITS)
 def bce_with_logits(
     outputs: Tensor,
@@ -409,10 +416,7 @@ def bce_with_logits(
     Targets are probabilities. The positive part is multiplied by `pos_weight`: one factor, or one
     for each entry of the last axis.
     """
-    _require_tensors(outputs, targets)
-    if not targets.is_floating_point():
-        remedy = 'They are probabilities: a dataset spec says dtype = { NAME = "float32" }.'
-        raise _misfit("targets are no floating-point numbers", outputs, targets, remedy)
+    _require_probabilities(outputs, targets)
     if outputs.shape == targets.shape and outputs.dim() == 1:
         outputs, targets = outputs[:, None], targets[:, None]
     if pos_weight is not None and len(pos_weight) == 1:
@@ -428,10 +432,7 @@ def bce(outputs: Tensor, targets: Tensor, *, per_sample: Normaliser = "mean") ->
 
     For logits use `bce_with_logits`.
     """
-    _require_tensors(outputs, targets)
-    if not targets.is_floating_point():
-        remedy = 'They are probabilities: a dataset spec says dtype = { NAME = "float32" }.'
-        raise _misfit("targets are no floating-point numbers", outputs, targets, remedy)
+    _require_probabilities(outputs, targets)
     with suppress(RuntimeError):  # vmap reads no number
         if not ((outputs >= 0) & (outputs <= 1)).all():
             low, high = float(outputs.min()), float(outputs.max())
