@@ -205,6 +205,10 @@ def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
     name = f"{_PRIVATE}{digest[:16]}"
     if name in sys.modules:
         return sys.modules[name], name
+    loaded = _loaded(path)
+    if loaded is not None:
+        with _noted(loaded):
+            return sys.modules[loaded], loaded
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # the suffix is .py
     module = importlib.util.module_from_spec(spec)
@@ -221,6 +225,15 @@ def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
         del sys.modules[name]
         raise
     return module, name
+
+
+def _loaded(path: Path) -> str | None:
+    """Return the name of the module that has run a file already, such as __main__; None if none."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and not name.startswith(_PRIVATE) and Path(file) == path:
+            return name
+    return None
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -303,3 +304,26 @@ def test_a_script_that_trains_when_it_is_imported_is_told_so(
     imports = write(tmp_path, "import library\ndef build(): pass\n", "quick.py")
     load_function(f"{imports}:build", "model factory")
     assert code.import_notes(f"{imports}:build", "model factory") == ()
+
+
+def test_the_script_that_runs_is_not_run_again(tmp_path: Path) -> None:
+    """`FILE.py:NAME` of the very script, and of a module that it has imported."""
+    write(
+        tmp_path,
+        "print('module')\ndef halved(g): return {k: v / 2 for k, v in g.items()}\n",
+        "own.py",
+    )
+    script = write(
+        tmp_path,
+        "print('script')\n"
+        "import own, sys\n"
+        "from gradscope.sources.code import code_digests, load_function\n"
+        "def doubled(g): return {k: 2 * v for k, v in g.items()}\n"
+        "here = __file__\n"
+        "assert load_function(f'{here}:doubled', 'stage') is doubled\n"
+        "assert load_function(own.__file__ + ':halved', 'stage') is own.halved\n"
+        "assert list(code_digests(own.__file__ + ':halved', 'stage')) == ['own.py']\n",
+        "train.py",
+    )
+    found = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["script", "module"]
