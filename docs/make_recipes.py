@@ -123,6 +123,26 @@ def _adapters(panels: Any, names: Names) -> None:
     _labelled(right, "test loss after training on the chosen", "")
 
 
+def _cabs(panels: Any, names: Names) -> None:
+    left, right = panels
+    for (size, seeds), colour in zip(names["runs"].items(), COLOURS, strict=False):
+        label = "CABS" if size is None else f"batch {size}"
+        for seed, history in enumerate(seeds):
+            used, _, losses = zip(*history, strict=True)
+            every = slice(None, None, max(1, len(history) // 100))
+            left.plot(used[every], losses[every], color=colour, label=label, alpha=1 - seed / 2)
+    for seed, history in enumerate(names["runs"][None]):
+        used, sizes, _ = zip(*history, strict=True)
+        right.semilogy(used, sizes, color=BLUE, alpha=1 - seed / 2)
+    left.set_ylim(0, 2.4)
+    for axes in panels:
+        _ticks(axes.xaxis, (0, 4000, 8000, 12000))
+    right.set_ylim(6, 64)
+    _ticks(right.yaxis, (8, 16, 32, 64))
+    _labelled(left, "samples read", "held-out loss")
+    _labelled(right, "samples read", "batch size of CABS")
+
+
 def _points(axes: Axes, values: dict[float, list[float]]) -> None:
     """A point for each seed, and a line through their means."""
     for x, seeds in values.items():
@@ -153,6 +173,7 @@ def _entries(axes: Axes) -> dict[str, Any]:
 FIGURES: dict[str, Callable[[Any, Names], None]] = {
     "clipping": _clipping,
     "batch_size": _batch_size,
+    "cabs": _cabs,
     "ewc": _ewc,
     "wrong_labels": _wrong_labels,
     "adapters": _adapters,

@@ -22,7 +22,7 @@ from gradscope.engine.sharded import require_for_sharded
 from gradscope.errors import CertificateError, SpecError
 from gradscope.model.problem import Problem, RowKind
 from gradscope.model.ranks import Ranks
-from gradscope.stages.chain import Chain
+from gradscope.stages.chain import Chain, Chained
 from gradscope.stages.labels import Mode
 
 _STREAMED = 512  # samples held at a time where only a summary is asked for
@@ -252,7 +252,7 @@ class Scope(UncopiedHandle):
         }
 
     def expectation(
-        self, chain: str, inputs: Any, targets: Any = None, *, index: Tensor | None = None
+        self, chain: Chained, inputs: Any, targets: Any = None, *, index: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Return E[T(g)] over the samples: {name: (*shape)}, sums in the gradients' precision.
 
@@ -262,6 +262,8 @@ class Scope(UncopiedHandle):
 
         Args:
             chain: For example "clip:max_norm=1.0 | mean"; a chain without a reducer means `mean`.
+                Or a function from the per-sample gradients {name: (n, *shape)} to such a dict, each
+                row by itself; or a list of both kinds, such as [function, "mean | abs"].
             inputs: A tensor, tuple or dict, sample axis first; worked through in parts.
             targets: Likewise, or None.
             index: (n,), which samples these are; see `per_sample_gradients`.
@@ -270,7 +272,7 @@ class Scope(UncopiedHandle):
 
     def expectations(
         self,
-        texts: Sequence[str],
+        texts: Sequence[Chained],
         inputs: Any,
         targets: Any = None,
         *,
@@ -278,7 +280,8 @@ class Scope(UncopiedHandle):
     ) -> list[dict[str, Tensor]]:
         """Return what `expectation` does for several chains, in one pass over the samples."""
         ranks, chains = self.problem.ranks, [*map(self._chain, texts)]
-        whole = self._batch(inputs, targets, index, f"expectations {list(texts)}", ranks)
+        asked = [chain.text for chain in chains]
+        whole = self._batch(inputs, targets, index, f"expectations {asked}", ranks)
         sharded, ranks = self.session.sharded, self.problem.ranks
 
         def summed() -> tuple[list[dict[str, Tensor]], int]:
@@ -357,11 +360,12 @@ class Scope(UncopiedHandle):
         """Audit the last batch, unless that was done or an error is under way, and close."""
         self.session.__exit__(kind, *rest)
 
-    def _chain(self, text: str) -> Chain:
+    def _chain(self, text: Chained) -> Chain:
         """Return a bound chain, which most are for as long as the scope lives."""
-        found = self._bound.get(text) or bind(text, reduced=True)
+        known = self._bound.get(text) if isinstance(text, str) else None
+        found = known or bind(text, reduced=True)
         if found.lasting:
-            self._bound[text] = found
+            self._bound[found.text] = found
         return found
 
     def parts(self, batch: Batch) -> list[Batch]:
@@ -410,7 +414,7 @@ def norms(
 def expectation(
     model: nn.Module,
     loss: str | Callable[..., Tensor],
-    chain: str,
+    chain: Chained,
     inputs: Any,
     targets: Any = None,
     **options: Any,

@@ -76,6 +76,7 @@ class Stage:
     arguments: dict[str, str] = field(default_factory=dict)
     chain: str = ""
     position: int = 0
+    of_function: bool = False  # a Python function stands in the chain in its place
 
     @property
     def files(self) -> dict[str, Path]:

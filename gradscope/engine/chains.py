@@ -11,7 +11,7 @@ from gradscope.model.optimizer import OptimizerState, ParameterNames
 from gradscope.sources.code import load_function
 from gradscope.sources.weights.optimizer import read_names, read_optimizer
 from gradscope.stages import chain
-from gradscope.stages.chain import Chain, Readers
+from gradscope.stages.chain import Chain, Chained, Readers
 from gradscope.stages.transforms.base import Vector
 from gradscope.storage import chain_called, open_file
 
@@ -47,7 +47,7 @@ READERS = Readers(
 )
 
 
-def bind(text: str, *, reduced: bool = False) -> Chain:
+def bind(text: Chained, *, reduced: bool = False) -> Chain:
     """Bind a chain and read the files that it names; see `gradscope.stages.chain.bind`.
 
     Raises:

@@ -14,12 +14,16 @@ import ast
 import hashlib
 import importlib
 import importlib.util
+import linecache
 import sys
+import threading
+import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from gradscope.config import split_reference
@@ -39,9 +43,12 @@ from gradscope.process.stops import is_stop
 
 _PRIVATE = "_gradscope_"  # what names of files that are imported begin with
 _IMPORTERS = {"import_module", "__import__"}
+_SLOW = 3.0  # seconds at one line of a script from which a note is made
+_POLL = 0.1  # seconds between looks at the line that is running
 
 _neighbours: dict[str, dict[str, ModuleType]] = {}  # folder: the modules found in it, by name
 _codes: dict[str, dict[str, str]] = {}  # module: the digests of its code, by file
+_slow: dict[str, str] = {}  # module: a note on the line that importing it waited for
 
 
 def load_function(reference: str, kind: str) -> Callable[..., Any]:
@@ -86,6 +93,15 @@ def code_digests(reference: str, kind: str) -> dict[str, str]:
     return dict(_codes.get(key, {}))
 
 
+def import_notes(reference: str, kind: str) -> tuple[str, ...]:
+    """Return a note on the file of a reference if importing it ran a line for seconds.
+
+    A training script that trains when it is imported does so.
+    """
+    _, key, _ = _load(reference, kind)
+    return tuple(note for name, note in _slow.items() if name == key)
+
+
 def class_digests(names: Iterable[str]) -> dict[str, str]:
     """Return the SHA-256 of the code of loaded modules that were not installed, {file: digest}."""
     found: dict[str, str] = {}
@@ -105,12 +121,14 @@ def loading(reference: str, kind: str) -> Iterator[None]:
 
 
 @contextmanager
-def user_file(what: str) -> Iterator[None]:
+def user_file(what: str, file: Path | str = "") -> Iterator[None]:
     """Turn what the user's code raises, sys.exit included, into a `ModelError` that shows it.
 
     `what` is running, such as "model factory model.py:build". What it prints goes to stderr, since
-    stdout is for results.
+    stdout is for results. `sys.argv` is `file` alone: the command's arguments are not the user's.
     """
+    arguments = sys.argv
+    sys.argv = [str(file)]
     try:
         with redirect_stdout(sys.stderr):
             yield
@@ -120,6 +138,8 @@ def user_file(what: str) -> Iterator[None]:
         if is_stop(error):
             raise
         raise _users(error).at(what) from error
+    finally:
+        sys.argv = arguments
 
 
 def blamed(error: BaseException) -> GradscopeError | None:
@@ -134,6 +154,12 @@ def blamed(error: BaseException) -> GradscopeError | None:
 
 def _users(error: BaseException) -> ModelError:
     """Return the error for what the user's code raised, with the user's part of the traceback."""
+    if isinstance(error, SystemExit) and (refused := _argparse_message(error)) is not None:
+        return ModelError(
+            f"your code parses command-line arguments, and has none here: {refused}",
+            remedy="Give the arguments defaults, or call parse_args() only under "
+            'if __name__ == "__main__".',
+        )
     last = traceback.format_exception_only(error) if isinstance(error, SyntaxError) else []
     shown = "\n".join(filter(None, (own_lines(error), "".join(last).rstrip())))
     remedy = f"It is yours to correct:\n{shown}" if shown else "Correct it there."
@@ -143,6 +169,15 @@ def _users(error: BaseException) -> ModelError:
             f"and name package.module:NAME.\n{shown}"
         )
     return ModelError(f"your code {describe_raised(error)}", remedy=remedy)
+
+
+def _argparse_message(error: SystemExit) -> str | None:
+    """Return the message with which argparse ended the user's code, None if it did not."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if code.co_name == "error" and Path(code.co_filename).stem == "argparse":
+            return str(frame.f_locals.get("message"))
+    return None
 
 
 def _load(reference: str, kind: str) -> tuple[ModuleType, str, str]:
@@ -177,17 +212,35 @@ def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
     name = f"{_PRIVATE}{digest[:16]}"
     if name in sys.modules:
         return sys.modules[name], name
+    loaded = _loaded(path)
+    if loaded is not None:
+        with _recording_code(loaded):
+            return sys.modules[loaded], loaded
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # the suffix is .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
     try:
-        with user_file(what), importable(path.parent), _recording_code(name):
+        with (
+            user_file(what, path),
+            importable(path.parent),
+            _recording_code(name),
+            _watching_slow_lines(name, path),
+        ):
             exec(compile(content, str(path), "exec", dont_inherit=True), vars(module))
     except BaseException:
         del sys.modules[name]
         raise
     return module, name
+
+
+def _loaded(path: Path) -> str | None:
+    """Return the name of the module that has run a file already, such as __main__; None if none."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and not name.startswith(_PRIVATE) and Path(file) == path:
+            return name
+    return None
 
 
 @contextmanager
@@ -202,6 +255,60 @@ def _recording_code(key: str) -> Iterator[None]:
         named = key.startswith(_PRIVATE)  # the modules beside it are looked up in its own folder
         depth = 0 if named else key.count(".") + (path.stem == "__init__")
         _codes[key] = _codes.get(key, {}) | _digests(path, path.parents[depth], fresh)
+
+
+@contextmanager
+def _watching_slow_lines(key: str, path: Path) -> Iterator[None]:
+    """Keep a note on the line of a file that the import in the body waits for, if it is slow.
+
+    Lines that import are left out. While the line runs, stderr says so once.
+    """
+    stopped, importing = threading.Event(), threading.get_ident()
+    seconds: dict[int, float] = defaultdict(float)  # by line of the module
+
+    def watch() -> None:
+        last, told = time.perf_counter(), False
+        while not stopped.wait(_POLL):
+            now = time.perf_counter()
+            line = _module_line(sys._current_frames().get(importing), path)
+            seconds[line] += now - last
+            last = now
+            if not told and seconds[line] > _SLOW and _is_slow_code(path, line):
+                told = True
+                print(f"importing {path.name}: line {line} is still running", file=sys.stderr)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    try:
+        watcher.start()
+    except RuntimeError:  # the system starts no thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        stopped.set()
+        watcher.join()
+    line, longest = max(seconds.items(), key=lambda item: item[1], default=(0, 0.0))
+    if longest > _SLOW and _is_slow_code(path, line):
+        text = linecache.getline(str(path), line).strip()
+        _slow[key] = (
+            f"Importing {path.name} ran line {line} for {longest:.1f} s: {text} If the script "
+            'trains there, put it under if __name__ == "__main__".'
+        )
+
+
+def _module_line(frame: FrameType | None, path: Path) -> int:
+    """Return the line of the module's own code that a stack of frames is at, 0 if it is in none."""
+    while frame is not None:
+        if frame.f_code.co_filename == str(path) and frame.f_code.co_name == "<module>":
+            return frame.f_lineno
+        frame = frame.f_back
+    return 0
+
+
+def _is_slow_code(path: Path, line: int) -> bool:
+    """Whether a line of a file does something else than to import."""
+    return line > 0 and "import " not in linecache.getline(str(path), line)
 
 
 @contextmanager

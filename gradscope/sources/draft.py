@@ -7,7 +7,7 @@ import ast
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from gradscope.errors import CheckpointError, DatasetError
 from gradscope.sources.data.columns import SequenceColumn, StoredColumn, TextColumn
 from gradscope.sources.data.files import open_arrays
 from gradscope.sources.data.recipes import MASK
+from gradscope.sources.scripts import FoundModel, find_models, losses_called
 from gradscope.sources.weights import read
 from gradscope.sources.weights.fit import state_dicts
 from gradscope.sources.weights.hugging_face import CONFIG
@@ -33,6 +34,9 @@ _NO_INPUTS = {"id", "ids", "idx", "index", "indices"}  # a name that is only thi
 _KEYWORDS = {"input_ids", "attention_mask", "token_type_ids", "pixel_values", "position_ids"}
 # keywords of the masks of what is padded
 _PADDING = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}
+# losses that targets suggest if nothing else is known
+_GENERAL = ("cross_entropy", "token_cross_entropy", "mse", "bce_with_logits")
+_LIKELY, _DOUBT, _OTHERS = 0.5, 0.1, 3  # of a model: the least fit; others are shown within DOUBT
 _FACTORIES = ("build", "build_model", "make_model", "create_model", "get_model", "model", "net")
 
 _TEMPLATE = """\
@@ -42,10 +46,12 @@ _TEMPLATE = """\
 version = 1
 
 [model]
-# FILE.py:FUNCTION, a function that returns the model
+# FILE.py:NAME, a class or a function that returns the model
 {model}
-# kwargs = {{ width = 64 }}          # the function's keyword arguments
 mode = "eval"                      # or "train"
+
+[model.kwargs]                     # the keyword arguments of NAME, such as width = 64
+{kwargs}
 
 [checkpoint]
 {checkpoint}
@@ -92,8 +98,10 @@ def draft(
     """
     result = Draft()
     beside = (checkpoint.absolute().parent, data.absolute().parent, Path.cwd())
-    checkpoint_lines = _checkpoint(result, checkpoint, folder)
-    model_lines = _model(result, model, checkpoint, folder, beside)
+    checkpoint_lines, stored = _checkpoint(result, checkpoint, folder)
+    files = [f for place in dict.fromkeys(beside) for f in sorted(place.glob("*.py"))]
+    files = list(filter(Path.is_file, files))
+    model_lines, argument_lines = _model(result, model, checkpoint, folder, files, stored)
     found, why = "mse", "an example"
     spec = data.suffix.lower() == ".toml"
     if spec or function_of(str(data)) is not None:  # the samples of a function are not looked at
@@ -103,12 +111,14 @@ def draft(
     else:
         held = model == FROM_CHECKPOINT if model else _description(checkpoint) is not None
         dataset_lines, found, why = _dataset(result, data, folder, keywords=held)
+        if found in _GENERAL and (called := losses_called(files)):
+            found, why = _loss_of_script(called, found, why)
         if loss is None:
             result.guessed["loss.name"] = f"{found}: {why}"
     loss_lines = [] if loss else [f"# guessed: {_comment(why)}"]
     loss_lines.append(f"name = {quoted(_anchored(loss or found, folder))}")
-    sections = (model_lines, checkpoint_lines, dataset_lines, loss_lines)
-    names = ("model", "checkpoint", "dataset", "loss")
+    sections = (model_lines, argument_lines, checkpoint_lines, dataset_lines, loss_lines)
+    names = ("model", "kwargs", "checkpoint", "dataset", "loss")
     texts = dict(zip(names, map("\n".join, sections), strict=True))
     result.text = _TEMPLATE.format(**texts)
     return result
@@ -120,31 +130,92 @@ def quoted(text: str) -> str:
     return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in plain) + '"'
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """What a checkpoint holds."""
+
+    content: Any
+    shapes: Mapping[str, tuple[int, ...]]  # of the tensors of its largest state dict
+
+
 def _model(
-    result: Draft, model: str | None, checkpoint: Path, folder: Path, beside: Iterable[Path]
-) -> list[str]:
-    """Return the lines on the factory: the one given, config.json's, or a function of a file."""
+    result: Draft,
+    model: str | None,
+    checkpoint: Path,
+    folder: Path,
+    files: Sequence[Path],
+    stored: _Stored,
+) -> tuple[list[str], list[str]]:
+    """Return the lines on the factory, and those on its arguments.
+
+    The factory is the one given, config.json's, a class or function whose parts have the names of
+    the checkpoint's tensors, or a function with a usual name.
+    """
     if model is not None:
-        return [f"factory = {quoted(_anchored(model, folder))}"]
+        file, _, name = (function_of(model) or "").rpartition(":")
+        known = find_models([Path(file)], stored.shapes, stored.content) if file else []
+        own = next((found for found in known if found.name == name), None)
+        return [f"factory = {quoted(_anchored(model, folder))}"], _arguments(result, own)
     held = _description(checkpoint)
+    found = [] if held else find_models(files, stored.shapes, stored.content)
+    likely = [each for each in found if each.fit > max(_LIKELY, found[0].fit - _DOUBT)]
+    usual = [
+        (file.name != "model.py", _FACTORIES.index(name), f"{file}:{name}")
+        for file in files
+        for name in _functions(file)
+        if name in _FACTORIES
+    ]
     if held is not None:
         value, why = FROM_CHECKPOINT, f"the folder's {held} describes it"
-    else:
-        found = [
-            (file.name != "model.py", _FACTORIES.index(name), f"{file}:{name}")
-            for place in dict.fromkeys(beside)
-            for file in sorted(filter(Path.is_file, place.glob("*.py")))
-            for name in _functions(file)
-            if name in _FACTORIES
-        ]
-        if not found:
-            result.missing.append("model.factory")
-            line = f"factory = {quoted(_anchored('model.py:build', folder))}"
-            return ["# AN EXAMPLE: nothing that looks like it was found; write your own", line]
-        value = _anchored(min(found, key=lambda each: each[:2])[2], folder)
+    elif likely:
+        value, why = _anchored(likely[0].reference, folder), likely[0].why
+    elif usual:
+        value = _anchored(min(usual, key=lambda each: each[:2])[2], folder)
         why = "the name of a function in a file beside it"
+    else:
+        result.missing.append("model.factory")
+        line = f"factory = {quoted(_anchored('model.py:build', folder))}"
+        what = "# AN EXAMPLE: nothing that looks like it was found; write your own"
+        return [what, line], _arguments(result, None)
     result.guessed["model.factory"] = f"{value}: {why}"
-    return [f"# guessed: {_comment(why)}", f"factory = {quoted(value)}"]
+    others = [
+        f"# or {_comment(_anchored(each.reference, folder))}: {_comment(each.why)}"
+        for each in likely[1:_OTHERS]
+    ]
+    lines = [f"# guessed: {_comment(why)}", *others, f"factory = {quoted(value)}"]
+    return lines, _arguments(result, likely[0] if likely and held is None else None)
+
+
+def _arguments(result: Draft, found: FoundModel | None) -> list[str]:
+    """Return the lines on the arguments of a model: those known, and those to be filled in."""
+    if found is None:
+        return []
+    lines: dict[str, list[str]] = {"": []}  # by table: of the arguments, and of each config
+    for name, argument in found.arguments.items():
+        table, _, key = name.rpartition(".")
+        line = f"{_key(key)} = {_value(argument.value)}  # guessed: {_comment(argument.why)}"
+        lines.setdefault(table, []).append(line)
+        result.guessed[f"model.kwargs.{name}"] = f"{_value(argument.value)}: {argument.why}"
+    for name in found.unknown:
+        table, _, key = name.rpartition(".")
+        lines.setdefault(table, []).append(f"# {_key(key)} =  # fill in: it was not found")
+        result.missing.append(f"model.kwargs.{name}")
+    tables = [f"\n[model.kwargs.{_key(table)}]" if table else "" for table in lines]
+    blocks = zip(tables, lines.values(), strict=True)
+    return [line for table, own in blocks for line in (*filter(None, [table]), *own)]
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else quoted(name)
+
+
+def _loss_of_script(called: Sequence[str], of_data: str, why: str) -> tuple[str, str]:
+    """Return the loss that scripts call, and why; `of_data` is what the targets alone suggest."""
+    found = called[0]
+    if found == "cross_entropy" and of_data == "token_cross_entropy":
+        return of_data, why
+    others = f"; also {listed(called[1:])}: for their sum write a function" if called[1:] else ""
+    return found, f"a script beside it calls it{others}"
 
 
 def _description(checkpoint: Path) -> str | None:
@@ -160,7 +231,8 @@ def _functions(file: Path) -> list[str]:
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
 
 
-def _checkpoint(result: Draft, checkpoint: Path, folder: Path) -> list[str]:
+def _checkpoint(result: Draft, checkpoint: Path, folder: Path) -> tuple[list[str], _Stored]:
+    """Return the lines on the checkpoint, and what it holds."""
     content, report = read(checkpoint)
     found = state_dicts(content) if isinstance(content, Mapping | nn.Module) else []
     weights = [
@@ -180,7 +252,10 @@ def _checkpoint(result: Draft, checkpoint: Path, folder: Path) -> list[str]:
     if len(largest) > 1:
         result.guessed["checkpoint.key"] = f"{keys[0]}: the first of {listed(keys)}"
         lines.append(f"key = {quoted(keys[0])}  # guessed: one of {_comment(listed(keys))}")
-    return lines
+    state = dict(found)[largest[0][0]]
+    return lines, _Stored(
+        content, {k: tuple(v.shape) for k, v in state.items() if isinstance(v, Tensor)}
+    )
 
 
 @dataclass(frozen=True)
@@ -251,7 +326,10 @@ def _dataset(
         guess("classes", {targets[0]: first}, f"the texts of the first {_READ:,} samples, sorted")
     if not targets:
         return lines, "mse", "there are no targets: name a function of your own, FILE.py:LOSS"
-    found, why = _loss(arrays[targets[0]], inputs)
+    target = arrays[targets[0]]
+    alike = [arrays[k] for k in inputs if arrays[k].sample == target.sample]
+    of_tokens = len(alike) == len(inputs) == 1 and "int" in alike[0].dtype
+    found, why = _loss(target, inputs, of_tokens=of_tokens)
     masked = "attention_mask" in masks and found == "causal_lm"
     return lines, f"{found}:mask=input_ids{MASK}" if masked else found, why
 
@@ -305,12 +383,19 @@ def _pixels(
     return [f"# scale = {scales}  # times this, as the model was trained"]
 
 
-def _loss(target: _DataArray, inputs: Collection[str]) -> tuple[str, str]:
-    """Return a loss for the targets of inputs with these names, and why."""
+def _loss(
+    target: _DataArray, inputs: Collection[str], *, of_tokens: bool = False
+) -> tuple[str, str]:
+    """Return a loss for the targets of inputs with these names, and why.
+
+    With `of_tokens` the inputs are whole numbers of the targets' shape.
+    """
     if "int" in target.dtype and "input_ids" in inputs and target.sample != ():
         if "decoder_input_ids" in inputs:
             return "token_cross_entropy", "targets are the decoder's token ids, one a position"
         return "causal_lm", "targets are token ids, one a position"
+    if "int" in target.dtype and len(target.sample or ()) == 1 and of_tokens:
+        return "token_cross_entropy", "targets are token ids, one a position of the inputs"
     if "int" in target.dtype or target.dtype == "text":
         kind = "texts" if target.dtype == "text" else "integers"
         return "cross_entropy", f"targets are {kind}, taken for classes"
@@ -353,8 +438,10 @@ def _columns(
 def _value(value: Any) -> str:
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{quoted(k)} = {_value(v)}" for k, v in value.items()) + " }"
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
     return quoted(value) if isinstance(value, str) else repr(value)
 
 

@@ -17,7 +17,14 @@ from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError, ModelError, SpecError, located
 from gradscope.model.locate import first_line
 from gradscope.model.randomness import random_numbers_kept
-from gradscope.sources.code import class_digests, code_digests, load_function, loading, user_file
+from gradscope.sources.code import (
+    class_digests,
+    code_digests,
+    import_notes,
+    load_function,
+    loading,
+    user_file,
+)
 from gradscope.sources.formats import sha256, sha256_of_list
 from gradscope.sources.weights import CheckpointReport, load_into, read
 from gradscope.sources.weights.adapters import base_of, is_adapter, with_adapter
@@ -70,6 +77,9 @@ def load_model(
     else:
         made, report = (_lean if lean else _whole)(model, checkpoint, dtype)
         digests = code_digests(model.factory, "model factory")
+        report = replace(
+            report, notes=(*import_notes(model.factory, "model factory"), *report.notes)
+        )
     return LoadedModel(made, report, digests, (*report.notes, *notes_on(made)))
 
 
@@ -173,11 +183,28 @@ def build(
             remedy = f"It takes: {taken}. Correct `kwargs` under [model] in the run file."
             raise ModelError(what, where=where, remedy=remedy) from error
     with user_file(where), loading(factory, "model factory"):
-        model = function(**kwargs)
+        model = function(**{name: _with_attributes(value) for name, value in kwargs.items()})
     _require_trainable(model, where)
     with user_file(where):
         model.train(mode == "train")
     return model  # type: ignore[no-any-return]  # checked to be an nn.Module
+
+
+class Config(dict[str, Any]):
+    """A table of a factory's arguments: its entries are attributes, too, as of a config object."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an entry."""
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def _with_attributes(value: Any) -> Any:
+    if isinstance(value, dict):
+        return Config({name: _with_attributes(entry) for name, entry in value.items()})
+    return value
 
 
 def _require_trainable(model: Any, where: str) -> None:

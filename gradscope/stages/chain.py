@@ -8,7 +8,7 @@ some reducers the result of another one (`ekfac`). Such a chain says which chain
 first (`first_pass`) and is then completed with its result (`given`).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,7 @@ from gradscope.core.batch import Batch
 from gradscope.core.grammar import Stage, StageFactory, parse
 from gradscope.core.registry import suggestion
 from gradscope.model.problem import Problem
+from gradscope.stages import declared
 from gradscope.stages.reducers.base import (
     Reducer,
     State,
@@ -160,11 +161,16 @@ class Readers:
     arguments: Mapping[type, Callable[[str], Any]]  # by the declared type of an argument
 
 
-def bind(text: str, *, reduced: bool = False, readers: Readers | None = None) -> Chain:
+StageFunction = Callable[..., Any]
+Chained = str | StageFunction | Sequence[str | StageFunction]
+
+
+def bind(chain: Chained, *, reduced: bool = False, readers: Readers | None = None) -> Chain:
     """Parse a chain and bind every name and argument in it.
 
     Args:
-        text: For example "clip:max_norm=1 | mean".
+        chain: For example "clip:max_norm=1 | mean"; or a function from the rows {name: (n, *shape)}
+            to such a dict, each row by itself; or a list of both kinds: [function, "mean"].
         reduced: Append `mean` when the chain has no reducer.
         readers: Read the files that the chain names.
 
@@ -172,12 +178,13 @@ def bind(text: str, *, reduced: bool = False, readers: Readers | None = None) ->
         SpecError: A name is unknown, an argument does not fit, or a second reducer follows.
         InputError: A file that a stage names cannot be read.
     """
-    stages = parse(text)
+    pieces = [chain] if isinstance(chain, str) or callable(chain) else list(chain)
+    written = [(stage, made) for piece in pieces for stage, made in _written(piece, readers)]
+    stages = tuple(stage for stage, _ in written)
     before: list[Step] = []
     after: list[Step] = []
     reducer: Reducer | None = None
-    for stage in stages:
-        made = _made(stage, readers)
+    for stage, made in written:
         if isinstance(made, Reducer):
             if reducer is not None:
                 raise stage.error(
@@ -197,10 +204,21 @@ def bind(text: str, *, reduced: bool = False, readers: Readers | None = None) ->
             after.append(made)
     if reducer is None and reduced:
         stages, reducer = (*stages, Stage("mean")), reducers.get("mean")()
-    files = any(".py:" in stage.name or stage.files for stage in stages)
+    files = any(".py:" in stage.name or stage.files or stage.of_function for stage in stages)
     waits = reducer is not None and reducer.earlier is not None
     lasting = not (files or waits or any(isinstance(step, NeedsMean) for step in before))
     return Chain(stages, tuple(before), reducer, tuple(after), lasting)
+
+
+def _written(piece: str | StageFunction, readers: Readers | None) -> list[tuple[Stage, Any]]:
+    """Return the stages of a piece of a chain, and what each of them makes."""
+    if isinstance(piece, str):
+        return [(stage, _made(stage, readers)) for stage in parse(piece)]
+    name = getattr(piece, "__qualname__", type(piece).__name__)
+    stage = Stage(f"{name} at {id(piece):#x}", of_function=True)
+    if isinstance(piece, StageFactory):
+        return [(stage, stage.bind(piece))]
+    return [(stage, declared.of_rows(name, piece))]
 
 
 def _made(stage: Stage, readers: Readers | None) -> Step | Reducer:

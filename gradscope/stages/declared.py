@@ -81,11 +81,19 @@ def transform(scope: str) -> Callable[[Callable[..., Any]], TransformFactory]:
     return declared
 
 
+def of_rows(name: str, function: Callable[[dict[str, Tensor]], Any]) -> Transform:
+    """Return the transform of a plain function from {name: (n, *shape)} to {name: (n, ...)}.
+
+    Each row must depend on its own sample only. The dense gradients are formed.
+    """
+    return partial(_on_rows, name, _guarded(name, function))
+
+
 def _made(name: str, scope: TransformScope, function: Callable[[Any], Any]) -> Transform:
     """Return the transform, having tried what can be tried without data."""
-    fn = _guarded(name, function)
     if scope in (TransformScope.LINEAR, TransformScope.VECTOR):
-        return partial(_on_rows, name, fn)
+        return of_rows(name, function)
+    fn = _guarded(name, function)
     probe = torch.tensor(_PROBE, dtype=torch.float64)
     try:
         if scope is TransformScope.ELEMENTWISE:

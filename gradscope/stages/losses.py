@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial, update_wrapper, wraps
-from math import inf
+from math import inf, log, pi
 from typing import Any, Literal, NewType
 
 import torch
@@ -38,6 +38,9 @@ IGNORED = -100  # torch's own word for a position that does not count
 _WORDS = {"reduction": "per_sample"}  # torch's word for it
 NO_SMOOTHING = Fraction(0.0)
 ONE = Positive(1.0)
+TWO = Positive(2.0)
+SMALL = Positive(1e-6)
+_RESHAPE = "Reshape one of them: broadcasting would mix the samples."
 _LAST = (
     " Here the classes seem to be on the last axis, as transformers has them for tokens: use the "
     "loss token_cross_entropy, for logits (n, ..., c) and classes (n, ...); or causal_lm, which "
@@ -273,7 +276,7 @@ def _entrywise(
             f"{count(len(targets), 'sample')}: give view and reshape no fixed number of samples. "
             f"{PACKED}"
             if outputs.dim() and targets.dim() and len(outputs) != len(targets)
-            else "Reshape one of them: broadcasting would mix the samples.",
+            else _RESHAPE,
         )
     return per_sample_loss(fn(outputs, targets, reduction="none", **how), per_sample)
 
@@ -307,6 +310,7 @@ _CLASSES = Predictive(lambda outputs: doubled(outputs).movedim(1, -1).softmax(-1
 _LAST_AXIS = Predictive(lambda outputs: doubled(outputs).softmax(-1), _as_classes)
 _TOKENS = Predictive(lambda outputs: doubled(outputs[:, :-1, :]).softmax(-1), _as_tokens)
 _BITS = Predictive(_two_classes, _as_floats)
+_CHANCES = Predictive(lambda outputs: torch.stack([1 - outputs, outputs], -1), _as_floats)
 
 
 @loss("cross_entropy", _CLASSES)
@@ -392,6 +396,13 @@ def nll(
     return per_sample_loss(values, per_sample, targets != ignore_index)
 
 
+def _require_probabilities(outputs: Any, targets: Any) -> None:
+    _require_tensors(outputs, targets)
+    if not targets.is_floating_point():
+        remedy = 'They are probabilities: a dataset spec says dtype = { NAME = "float32" }.'
+        raise _misfit("targets are no floating-point numbers", outputs, targets, remedy)
+
+
 @loss("bce_with_logits", _BITS)
 def bce_with_logits(
     outputs: Tensor,
@@ -405,10 +416,7 @@ def bce_with_logits(
     Targets are probabilities. The positive part is multiplied by `pos_weight`: one factor, or one
     for each entry of the last axis.
     """
-    _require_tensors(outputs, targets)
-    if not targets.is_floating_point():
-        remedy = 'They are probabilities: a dataset spec says dtype = { NAME = "float32" }.'
-        raise _misfit("targets are no floating-point numbers", outputs, targets, remedy)
+    _require_probabilities(outputs, targets)
     if outputs.shape == targets.shape and outputs.dim() == 1:
         outputs, targets = outputs[:, None], targets[:, None]
     if pos_weight is not None and len(pos_weight) == 1:
@@ -416,6 +424,129 @@ def bce_with_logits(
     factors = class_weights(pos_weight, outputs, -1)
     fn = F.binary_cross_entropy_with_logits
     return _entrywise(fn, outputs, targets, per_sample, pos_weight=factors)
+
+
+@loss("bce", _CHANCES)
+def bce(outputs: Tensor, targets: Tensor, *, per_sample: Normaliser = "mean") -> Tensor:
+    """Binary cross-entropy of probabilities, outputs and targets of one shape (n, ...).
+
+    For logits use `bce_with_logits`.
+    """
+    _require_probabilities(outputs, targets)
+    with suppress(RuntimeError):  # vmap reads no number
+        if not ((outputs >= 0) & (outputs <= 1)).all():
+            low, high = float(outputs.min()), float(outputs.max())
+            raise ModelError(
+                f"outputs are from {low:.3g} to {high:.3g}, and bce takes probabilities",
+                where="loss bce",
+                remedy="For logits use the loss bce_with_logits.",
+            )
+    return _entrywise(F.binary_cross_entropy, outputs, targets, per_sample)
+
+
+@loss("kl")
+def kl(
+    outputs: Tensor, targets: Tensor, *, log_target: bool = False, per_sample: Normaliser = "sum"
+) -> Tensor:
+    """Kullback-Leibler divergence Σ t (log t - log p) of log-probabilities log p (n, c, ...).
+
+    Targets are the probabilities t of the same shape, or their logarithms with `log_target`. The
+    sum is over all entries of a sample, as torch's `batchmean` has it.
+    """
+    return _entrywise(F.kl_div, outputs, targets, per_sample, log_target=log_target)
+
+
+@loss("gaussian_nll")
+def gaussian_nll(
+    outputs: Any,
+    targets: Tensor,
+    *,
+    log_variance: bool = False,
+    full: bool = False,
+    eps: Positive = SMALL,
+    per_sample: Normaliser = "mean",
+) -> Tensor:
+    """Negative log-likelihood ½(log v + (y - m)² / v) of a normal distribution.
+
+    The model returns (m, v), means and variances of the targets' shape (n, ...); or log v with
+    `log_variance`. Variances below `eps` count as `eps`, as torch's GaussianNLLLoss has it. `full`
+    adds ½ log 2π.
+    """
+    if not (isinstance(outputs, tuple | list) and len(outputs) == 2):
+        raise ModelError(
+            f"the model returned {type(outputs).__name__}, and gaussian_nll takes (mean, variance)",
+            where="loss gaussian_nll",
+            remedy="Return the tuple (mean, variance); with log_variance=true, (mean, log).",
+        )
+    mean, second = outputs
+    _require_tensors(second, targets)
+    variance = second.exp() if log_variance else second
+    if variance.shape != targets.shape:
+        raise _misfit("variances have another shape than targets", variance, targets, _RESHAPE)
+    with suppress(RuntimeError):  # vmap reads no number
+        if (variance < 0).any():
+            raise ModelError(
+                f"a variance is negative: {float(variance.min()):.3g}",
+                where="loss gaussian_nll",
+                remedy="Return variances, for example softplus of an output; or their logarithms, "
+                "with log_variance=true.",
+            )
+    bounded = variance + (variance.clamp(min=eps) - variance).detach()
+
+    def likelihood(mean: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        found: Tensor = (bounded.log() + (targets - mean).square() / bounded) / 2
+        return found + log(2 * pi) / 2 if full else found
+
+    return _entrywise(likelihood, mean, targets, per_sample)
+
+
+@loss("triplet")
+def triplet(
+    outputs: Any, targets: Any, *, margin: Positive = ONE, p: Positive = TWO, swap: bool = False
+) -> Tensor:
+    """Triplet loss max(0, d(a, b) - d(a, c) + margin), d the p-norm of a difference.
+
+    A sample is three inputs, and the model returns the three embeddings: the tuple (a, b, c) of
+    anchor, positive and negative (n, d), or one tensor (n, 3, d). Targets are not used. With `swap`
+    d(b, c) takes the place of d(a, c) if it is less (Balntas et al. 2016).
+    """
+    anchor, positive, negative = _embeddings(outputs, 3, "triplet")
+    return F.triplet_margin_loss(
+        anchor, positive, negative, margin=margin, p=p, swap=swap, reduction="none"
+    )
+
+
+@loss("contrastive")
+def contrastive(outputs: Any, targets: Tensor, *, margin: Positive = ONE) -> Tensor:
+    """Contrastive loss ½ y d² + ½ (1 - y) max(0, margin - d)², d the distance of two embeddings.
+
+    A sample is a pair of inputs, and the model returns the two embeddings: the tuple (a, b), (n, d)
+    each, or one tensor (n, 2, d). Targets y (n,) are 1 for a pair of one kind and 0 for others
+    (Hadsell, Chopra & LeCun 2006, where y is the other way round).
+    """
+    first, second = _embeddings(outputs, 2, "contrastive")
+    _require_tensors(first, targets)
+    if targets.shape != first.shape[:1]:
+        raise _misfit("targets are not one number a pair", first, targets, "Give y (n,), 1 or 0.")
+    distance = F.pairwise_distance(first, second)
+    alike = targets.to(distance.dtype)
+    apart = (margin - distance).clamp(min=0)
+    return (alike * distance.square() + (1 - alike) * apart.square()) / 2
+
+
+def _embeddings(outputs: Any, count: int, name: str) -> tuple[Tensor, ...]:
+    """Return the embeddings (n, d) of what a sample consists of."""
+    whole = isinstance(outputs, Tensor) and outputs.dim() == 3 and outputs.shape[1] == count
+    found = outputs.unbind(1) if whole else outputs
+    embeddings = isinstance(found, tuple | list) and len(found) == count
+    if embeddings and all(isinstance(t, Tensor) and t.dim() == 2 for t in found):
+        return tuple(found)
+    shown = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+    raise ModelError(
+        f"the model returned {shown}, and {name} takes {count} embeddings a sample",
+        where=f"loss {name}",
+        remedy=f"Return a tuple of {count} tensors (n, d), or one tensor (n, {count}, d).",
+    )
 
 
 @loss("mse", Gaussian(std=0.5**0.5))

@@ -4,13 +4,15 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from gradscope.errors import ModelError, SpecError
-from gradscope.sources.code import code_digests, load_function
+from gradscope.sources import code
+from gradscope.sources.code import code_digests, load_function, user_file
 from gradscope.sources.models import build
 from tests.cli.forked import apart
 
@@ -256,3 +258,72 @@ def build(name):
 def test_a_module_that_looks_its_names_up_by_code_of_its_own(tmp_path: Path) -> None:
     file = write(tmp_path, "def __getattr__(name):\n    raise RuntimeError('no ' + name)\n")
     assert "your code raised RuntimeError: no build" in failure(f"{file}:build")
+
+
+ARGUMENTS = """
+import argparse, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=64)
+args = parser.parse_args()
+def build(): return args.batch_size, list(sys.argv), parser.parse_args().batch_size
+"""
+
+
+def test_a_script_has_none_of_the_arguments_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["gradscope", "check", "--config", "run.toml"]
+    monkeypatch.setattr(sys, "argv", given)
+    file = write(tmp_path, ARGUMENTS)
+    build_ = load_function(f"{file}:build", "model factory")
+    with user_file("model factory"):
+        size, arguments, again = build_()
+    assert (size, again) == (64, 64)
+    assert len(arguments) == 1 and sys.argv is given
+    shown = write(tmp_path, "import sys\nseen = list(sys.argv)\ndef build(): return seen\n", "b.py")
+    assert load_function(f"{shown}:build", "model factory")() == [shown]
+
+
+def test_required_arguments_are_named(tmp_path: Path) -> None:
+    text = ARGUMENTS.replace("default=64", "required=True")
+    told = failure(write(tmp_path, text) + ":build")
+    assert "--batch-size" in told and "parse_args()" in told and "sys.exit" not in told
+
+
+def test_a_script_that_trains_when_it_is_imported_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(code, "_SLOW", 0.2)
+    trains = "import time\ndef train(): time.sleep(0.6)\ndef build(): pass\n\ntrain()\n"
+    slow = write(tmp_path, trains)
+    load_function(f"{slow}:build", "model factory")
+    (note,) = code.import_notes(f"{slow}:build", "model factory")
+    assert "line 5" in note and "train()" in note and "__main__" in note
+    assert "line 5 is still running" in capsys.readouterr().err
+    write(tmp_path, "import time\ntime.sleep(0.6)\n", "library.py")
+    imports = write(tmp_path, "import library\ndef build(): pass\n", "quick.py")
+    load_function(f"{imports}:build", "model factory")
+    assert code.import_notes(f"{imports}:build", "model factory") == ()
+
+
+def test_the_script_that_runs_is_not_run_again(tmp_path: Path) -> None:
+    """`FILE.py:NAME` of the very script, and of a module that it has imported."""
+    write(
+        tmp_path,
+        "print('module')\ndef halved(g): return {k: v / 2 for k, v in g.items()}\n",
+        "own.py",
+    )
+    script = write(
+        tmp_path,
+        "print('script')\n"
+        "import own, sys\n"
+        "from gradscope.sources.code import code_digests, load_function\n"
+        "def doubled(g): return {k: 2 * v for k, v in g.items()}\n"
+        "here = __file__\n"
+        "assert load_function(f'{here}:doubled', 'stage') is doubled\n"
+        "assert load_function(own.__file__ + ':halved', 'stage') is own.halved\n"
+        "assert list(code_digests(own.__file__ + ':halved', 'stage')) == ['own.py']\n",
+        "train.py",
+    )
+    found = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["script", "module"]

@@ -159,3 +159,37 @@ def test_chains_that_do_not_bind(text: str, words: str) -> None:
     with pytest.raises(SpecError) as caught:
         bind(text)
     assert words in str(caught.value) and "^" in str(caught.value)
+
+
+def test_a_function_is_a_stage(setting: Setting) -> None:
+    """Alone, in a list with text, and two of one name in one pass; against dense rows."""
+    model, ids, targets, rows = setting
+
+    def halved(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: g / 2 for name, g in gradients.items()}
+
+    def signed(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: g.sign() for name, g in gradients.items()}
+
+    absolute = lambda g: {k: v.abs() for k, v in g.items()}  # noqa: E731
+    negative = lambda g: {k: -v for k, v in g.items()}  # noqa: E731
+    dense = {name: torch.from_numpy(np.asarray(value)) for name, value in rows.items()}
+    with gradscope.Scope(model, "cross_entropy") as scope:
+        alone = scope.expectation(halved, ids, targets)
+        listed = scope.expectation([signed, "mean | abs"], ids, targets)
+        several = scope.expectations([absolute, [negative, "sum"]], ids, targets)
+    for name, g in dense.items():
+        torch.testing.assert_close(alone[name], g.mean(0) / 2)
+        torch.testing.assert_close(listed[name], g.sign().mean(0).abs(), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(several[0][name], g.abs().mean(0))
+        torch.testing.assert_close(several[1][name], -g.sum(0))
+
+
+def test_a_function_that_is_no_stage(setting: Setting) -> None:
+    model, ids, targets, _ = setting
+    mixed = lambda g: {k: v - v.mean(0) for k, v in g.items()}  # noqa: E731
+    with gradscope.Scope(model, "cross_entropy") as scope:
+        with pytest.raises(SpecError, match="another"):
+            scope.expectation(mixed, ids, targets)
+        with pytest.raises(SpecError, match="must return a dict"):
+            scope.expectation(lambda g: 1, ids, targets)

@@ -82,6 +82,12 @@ TABLE = [
      lambda o, t: CE(o.flatten(0, 2), t.flatten())),
     ("nll", MAPS.log_softmax(1), GRID, F.nll_loss),
     (f"nll:{WEIGHTED}", LOGITS, CLASSES, partial(F.nll_loss, weight=W, reduction="sum")),
+    ("bce", WIDE.sigmoid(), BITS, F.binary_cross_entropy),
+    ("bce:per_sample=sum", WIDE.sigmoid(), ANY.sigmoid(),
+     partial(F.binary_cross_entropy, reduction="sum")),
+    ("kl", LOGITS.log_softmax(1), SHARES, partial(F.kl_div, reduction="batchmean")),
+    ("kl:log_target=true,per_sample=mean", LOGITS.log_softmax(1), SHARES.log(),
+     lambda o, t: F.kl_div(o, t, log_target=True, reduction="none").mean()),
     ("mse", WIDE, ANY, F.mse_loss),
     ("mse:per_sample=sum", WIDE, ANY, partial(F.mse_loss, reduction="sum")),
     ("l1", WIDE, ANY, F.l1_loss),
@@ -111,6 +117,67 @@ def test_a_batch_is_its_samples_alone(name, outputs, targets, alone):
     weights = torch.arange(1.0, N + 1, dtype=torch.float64)
     found, wanted = (torch.autograd.grad((v * weights).sum(), outputs)[0] for v in (ours, right))
     torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-14)
+
+
+TRIPLES, PAIRS, ALIKE = draw(N, 3, 4), draw(N, 2, 4), torch.tensor([1, 0, 1, 0, 0])
+SPREAD = draw(N, T, 2, seed=8).exp()
+SPREAD[0, 0, 0] = 1e-9  # below eps
+
+
+def hadsell(a, b, y):
+    """½ y d² + ½ (1 - y) max(0, 2 - d)² of one pair, d as torch's pairwise_distance has it."""
+    d = (a - b + 1e-6).square().sum(-1).sqrt()
+    return 0.5 * y * d**2 + 0.5 * (1 - y) * (2 - d).relu() ** 2
+
+
+SEVERAL = [  # name, what the model returns, targets, and the loss of one sample
+    ("gaussian_nll", (WIDE, SPREAD), ANY, lambda o, y: F.gaussian_nll_loss(o[0], y, o[1])),
+    ("gaussian_nll:full=true,per_sample=sum", (WIDE, SPREAD), ANY,
+     lambda o, y: F.gaussian_nll_loss(o[0], y, o[1], full=True, reduction="sum")),
+    ("gaussian_nll:log_variance=true", (WIDE, SPREAD.log()), ANY,
+     lambda o, y: F.gaussian_nll_loss(o[0], y, o[1].exp())),
+    ("triplet:margin=2", tuple(TRIPLES.unbind(1)), ALIKE,
+     lambda o, y: F.triplet_margin_loss(*o, margin=2)),
+    ("triplet:swap=true,p=1", (TRIPLES,), ALIKE,
+     lambda o, y: F.triplet_margin_loss(*o[0].unbind(1), p=1, swap=True)),
+    ("contrastive:margin=2", tuple(PAIRS.unbind(1)), ALIKE, lambda o, y: hadsell(*o, y)),
+    ("contrastive:margin=2", (PAIRS,), ALIKE, lambda o, y: hadsell(*o[0].unbind(1), y)),
+]  # fmt: skip
+
+
+OF_SEVERAL = {name.partition(":")[0] for name, *_ in SEVERAL}
+
+
+@pytest.mark.parametrize(("name", "outputs", "targets", "alone"), SEVERAL)
+def test_losses_of_several_outputs_are_torchs(name, outputs, targets, alone):
+    outputs = tuple(t.detach().requires_grad_(True) for t in outputs)
+    ours = resolve(name)(outputs if len(outputs) > 1 else outputs[0], targets)
+    rows = range(N)
+    right = torch.stack(
+        [alone([t[k : k + 1] for t in outputs], targets[k : k + 1]).sum() for k in rows]
+    )
+    torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-14)
+    weights = torch.arange(1.0, N + 1, dtype=torch.float64)
+    found, wanted = (torch.autograd.grad((v * weights).sum(), outputs) for v in (ours, right))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("name", "outputs", "targets", "told"),
+    [
+        ("bce", LOGITS[:, 0], BITS[:, 0, 0], "use the loss bce_with_logits"),
+        ("bce", LOGITS.sigmoid(), CLASSES, "no floating-point numbers"),
+        ("gaussian_nll", WIDE, ANY, r"takes \(mean, variance\)"),
+        ("gaussian_nll", (WIDE, -SPREAD), ANY, "a variance is negative"),
+        ("gaussian_nll", (WIDE, SPREAD[:, :1]), ANY, "another shape"),
+        ("triplet", LOGITS, CLASSES, "takes 3 embeddings a sample"),
+        ("contrastive", tuple(PAIRS.unbind(1)), BITS, "not one number a pair"),
+    ],
+)
+def test_what_these_losses_do_not_take(name, outputs, targets, told):
+    with pytest.raises(ModelError, match=told):
+        resolve(name)(outputs, targets)
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "nll"])
@@ -288,7 +355,7 @@ def test_labels_that_do_not_fit():
 
 
 def test_every_loss_has_a_case():
-    tried = {name.partition(":")[0] for name, *_ in TABLE} | {"causal_lm", "ctc"}
+    tried = {name.partition(":")[0] for name, *_ in (*TABLE, *SEVERAL)} | {"causal_lm", "ctc"}
     assert tried == set(losses.names())
 
 
@@ -420,7 +487,7 @@ def test_a_label_that_is_none_is_no_number_within_vmap():
     assert values[0].item() == pytest.approx(right.item(), rel=1e-12) and values[1].isnan()
 
 
-@pytest.mark.parametrize("name", sorted(losses.names()))
+@pytest.mark.parametrize("name", sorted({*losses.names()} - OF_SEVERAL))
 def test_what_is_no_tensor(name):
     for outputs, targets, words in (({}, ANY, "no tensor"), (WIDE, None, "targets are no tensor")):
         with pytest.raises(ModelError, match=words):

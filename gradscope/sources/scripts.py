@@ -1,0 +1,830 @@
+"""What training scripts say of their model, read from their syntax trees. Nothing of them is run.
+
+A model class names its parts in its `__init__`. Those names are the beginnings of the checkpoint's
+keys, so the class whose parts explain most keys is the model of the checkpoint. The sizes of its
+tensors say what many arguments of the class were.
+"""
+
+import ast
+import re
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
+_PREFIX = re.compile(r"(?:module\.|_orig_mod\.)+")  # of DataParallel and of compiled modules
+
+# torch's layers by name: their arguments, and which axis of the weight has an argument's size
+_AXES: dict[str, dict[str, int]] = {
+    "Linear": {"in_features": 1, "out_features": 0},
+    "LazyLinear": {"out_features": 0},
+    "Embedding": {"num_embeddings": 0, "embedding_dim": 1},
+    "EmbeddingBag": {"num_embeddings": 0, "embedding_dim": 1},
+    "LayerNorm": {"normalized_shape": 0},
+    "RMSNorm": {"normalized_shape": 0},
+    "GroupNorm": {"num_groups": -1, "num_channels": 0},
+    **{f"BatchNorm{d}d": {"num_features": 0} for d in (1, 2, 3)},
+    **{f"InstanceNorm{d}d": {"num_features": 0} for d in (1, 2, 3)},
+    **{f"Conv{d}d": {"in_channels": -1, "out_channels": 0, "kernel_size": 2} for d in (1, 2, 3)},
+    **{
+        f"ConvTranspose{d}d": {"in_channels": 0, "out_channels": -1, "kernel_size": 2}
+        for d in (1, 2, 3)
+    },
+    **{
+        name: {"input_size": 1, "hidden_size": 2, "num_layers": 3}
+        for name in ("RNN", "LSTM", "GRU")
+    },
+    **{f"{name}Cell": {"input_size": 1, "hidden_size": 2} for name in ("RNN", "LSTM", "GRU")},
+    "MultiheadAttention": {"embed_dim": 1, "num_heads": -1},
+    "Bilinear": {"in1_features": 1, "in2_features": 2, "out_features": 0},
+    "PReLU": {"num_parameters": 0},
+}
+_RECURRENT = {"RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"}
+_TRANSFORMERS: dict[str, tuple[str, ...]] = {
+    "Transformer": (
+        "d_model", "nhead", "num_encoder_layers", "num_decoder_layers", "dim_feedforward",
+    ),
+    "TransformerEncoder": ("encoder_layer", "num_layers"),
+    "TransformerDecoder": ("decoder_layer", "num_layers"),
+    "TransformerEncoderLayer": ("d_model", "nhead", "dim_feedforward"),
+    "TransformerDecoderLayer": ("d_model", "nhead", "dim_feedforward"),
+}  # fmt: skip
+_NESTED = {"MultiheadAttention", *_TRANSFORMERS}
+# words in names of layers without parameters
+_PLAIN = re.compile(
+    r"ReLU\d?$|^(Dropout|AlphaDropout|Tanh|Sigmoid|Softmax|LogSoftmax|Flatten|Unflatten|Identity|"
+    r"MaxPool|AvgPool|Adaptive|Softplus|SiLU|GELU|ELU|SELU|CELU|Mish|Hard|Upsample|Pixel|Zero|"
+    r"ReflectionPad|ReplicationPad|ConstantPad|.*Loss$)"
+)
+_ARGUMENTS = ("model_args", "hyper_parameters", "hparams", "model_config", "config", "cfg", "args")
+_LOSSES = {
+    "cross_entropy": "cross_entropy", "CrossEntropyLoss": "cross_entropy",
+    "nll_loss": "nll", "NLLLoss": "nll",
+    "binary_cross_entropy": "bce", "BCELoss": "bce",
+    "binary_cross_entropy_with_logits": "bce_with_logits", "BCEWithLogitsLoss": "bce_with_logits",
+    "mse_loss": "mse", "MSELoss": "mse", "l1_loss": "l1", "L1Loss": "l1",
+    "huber_loss": "huber", "HuberLoss": "huber", "smooth_l1_loss": "huber", "SmoothL1Loss": "huber",
+    "kl_div": "kl", "KLDivLoss": "kl", "poisson_nll_loss": "poisson_nll",
+    "PoissonNLLLoss": "poisson_nll", "gaussian_nll_loss": "gaussian_nll",
+    "GaussianNLLLoss": "gaussian_nll", "triplet_margin_loss": "triplet",
+    "TripletMarginLoss": "triplet", "ctc_loss": "ctc", "CTCLoss": "ctc",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Argument:
+    """The value of an argument, and where it is from."""
+
+    value: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A class or function of a script that may build the model of a checkpoint."""
+
+    file: Path
+    name: str
+    is_class: bool
+    fit: float  # from 0 to 1: the share of the checkpoint's tensors that its parts explain
+    why: str
+    arguments: Mapping[str, Argument]  # known, by name; CONFIG.NAME within a config
+    unknown: Sequence[str]  # names of arguments that must be given
+
+    @property
+    def reference(self) -> str:
+        """FILE.py:NAME."""
+        return f"{self.file}:{self.name}"
+
+
+def find_models(files: Iterable[Path], shapes: Shapes, stored: Any = None) -> list[FoundModel]:
+    """Return the classes and functions that may build the model of a checkpoint, best first.
+
+    Args:
+        files: Python files. They are parsed, not run.
+        shapes: The shape of each tensor of the checkpoint, by its key.
+        stored: What else the checkpoint holds: its arguments may be in it.
+    """
+    scripts = [script for file in files if (script := Script.read(file)) is not None]
+    known = {_PREFIX.sub("", key): shape for key, shape in shapes.items()}
+    given = stored_arguments(stored)
+    found = [
+        model
+        for script in scripts
+        for name in (*script.classes, *script.functions)
+        if (model := _examined(Sources(script, scripts), script, name, known, given)) is not None
+    ]
+
+    def rank(model: FoundModel) -> tuple[float, bool, bool, bool]:
+        # a function without arguments gives those of its class
+        return -round(model.fit, 2), bool(model.unknown), bool(model.arguments), model.is_class
+
+    return sorted(found, key=rank)
+
+
+def stored_arguments(content: Any) -> dict[str, Any]:
+    """Return the arguments of a model that a checkpoint holds beside its weights."""
+    found: dict[str, Any] = {}
+    if isinstance(content, Mapping):
+        for name in reversed(_ARGUMENTS):
+            value = content.get(name)
+            value = vars(value) if isinstance(value, Namespace) else value
+            if isinstance(value, Mapping):
+                found |= {k: v for k, v in value.items() if isinstance(k, str)}
+    return found
+
+
+def losses_called(files: Iterable[Path]) -> list[str]:
+    """Return gradscope's names of the losses of torch that scripts call, most frequent first."""
+    counts: dict[str, int] = {}
+    for file in files:
+        script = Script.read(file)
+        for node in ast.walk(script.tree) if script is not None else ():
+            name = _LOSSES.get(_tail(node.func)) if isinstance(node, ast.Call) else None
+            if name is not None:
+                counts[name] = counts.get(name, 0) + 1
+    return sorted(counts, key=lambda name: -counts[name])
+
+
+@dataclass(frozen=True, eq=False)
+class Script:
+    """A Python file: its classes, functions, and the constants at its top level."""
+
+    file: Path
+    tree: ast.Module
+
+    @classmethod
+    def read(cls, file: Path) -> "Script | None":
+        """Return the parsed file, None if it is no Python."""
+        try:
+            return cls(file, ast.parse(file.read_bytes()))
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            return None
+
+    @property
+    def classes(self) -> dict[str, ast.ClassDef]:
+        """The classes at the top level, by name."""
+        return {node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef)}
+
+    @property
+    def functions(self) -> dict[str, ast.FunctionDef]:
+        """The functions at the top level, by name."""
+        return {node.name: node for node in self.tree.body if isinstance(node, ast.FunctionDef)}
+
+
+class Sources:
+    """A script and those beside it: classes by name, constants and options of argparse.
+
+    What the script itself defines hides what others define by the same name.
+    """
+
+    def __init__(self, own: Script, scripts: Sequence[Script]) -> None:
+        scripts = [*(other for other in scripts if other is not own), own]
+        self.classes = {name: node for script in scripts for name, node in script.classes.items()}
+        self.constants: dict[str, Any] = {}
+        self.calls: dict[str, list[ast.Call]] = {}
+        for node in (node for script in scripts for node in ast.walk(script.tree)):
+            if isinstance(node, ast.Call):
+                self.calls.setdefault(_tail(node.func), []).append(node)
+                if _tail(node.func) == "add_argument":
+                    self.constants |= _option(node)
+        for script in scripts:
+            for node in script.tree.body:
+                if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                    with suppress(ValueError):
+                        self.constants[node.targets[0].id] = ast.literal_eval(node.value)
+
+    def is_module(self, name: str, depth: int = 0) -> bool:
+        """Whether a class is a torch.nn.Module, as far as its bases tell."""
+        node = self.classes.get(name)
+        if node is None or depth > 8:
+            return False
+        bases = [_tail(base) for base in node.bases]
+        return any(
+            base in ("Module", "LightningModule", "PreTrainedModel", "Sequential")
+            or self.is_module(base, depth + 1)
+            for base in bases
+        )
+
+    def constant(self, node: ast.expr) -> Argument | None:
+        """Return the value of an expression: a literal, a constant, or the default of an option."""
+        with suppress(ValueError):
+            value = ast.literal_eval(node)
+            return Argument(value, "as the script writes it") if _is_plain(value) else None
+        value = self.constants.get(_tail(node))
+        named = isinstance(node, ast.Name | ast.Attribute) and _is_plain(value)
+        return Argument(value, "the script's default") if named else None
+
+    def fields(self, names: set[str]) -> dict[str, Argument]:
+        """Return the defaults of the class whose annotated fields are most of some names."""
+        best: dict[str, Argument] = {}
+        covered = 0
+        for name, node in self.classes.items():
+            fields = [f for f in node.body if isinstance(f, ast.AnnAssign)]
+            own = {f.target.id for f in fields if isinstance(f.target, ast.Name)}
+            if len(own & names) > covered:
+                covered, best = len(own & names), {}
+                for f in fields:
+                    value = None if f.value is None else self.constant(f.value)
+                    if value is not None and isinstance(f.target, ast.Name):
+                        best[f.target.id] = Argument(value.value, f"the default of {name}")
+        return best
+
+
+def _option(call: ast.Call) -> dict[str, Any]:
+    """Return {destination: default} of a call of add_argument."""
+    texts = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+    long = next((t for t in texts if t.startswith("--")), texts[0] if texts else "")
+    named = {k.arg: k.value for k in call.keywords}
+    name = long.lstrip("-").replace("-", "_")
+    with suppress(ValueError, KeyError):
+        return {name: ast.literal_eval(named["default"])}
+    return {}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a model as an `__init__` makes it."""
+
+    kind: str  # a layer of torch; "module", "indexed", "named", "parameter", "plain" or "unknown"
+    call: ast.Call | None = None
+    parts: Mapping[str, "Part"] = field(default_factory=dict)
+    repeated: Sequence["Part"] = ()  # what each entry of a list of any length may be
+    count: ast.expr | None = None  # how many entries it has
+    name: str = ""  # of the class
+
+
+_UNKNOWN = Part("unknown")
+
+
+@dataclass(frozen=True, eq=False)
+class ModelClass:
+    """A class of modules with the parts that its `__init__` makes."""
+
+    sources: Sources
+    name: str
+    depth: int = 0
+    given: Mapping[str, ast.expr] = field(default_factory=dict)  # arguments of its `__init__`
+
+    @cached_property
+    def _lines(self) -> tuple[list[ast.ClassDef], ast.arguments | None]:
+        """The class with its local bases, and the parameters of its `__init__`."""
+        line: list[ast.ClassDef] = []
+        waiting = [self.name]
+        while waiting:
+            node = self.sources.classes.get(waiting.pop(0))
+            if node is not None and node not in line:
+                line.append(node)
+                waiting += [_tail(base) for base in node.bases]
+        for node in line:
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+                    return line, method.args
+        return line, None
+
+    @property
+    def parameters(self) -> dict[str, ast.expr | None]:
+        """The parameters of `__init__` without self, with their defaults."""
+        arguments = self._lines[1]
+        return {} if arguments is None else _parameters(arguments, skip=1)
+
+    @cached_property
+    def names(self) -> dict[str, ast.expr]:
+        """What `__init__` assigns to its variables, and to self.NAME if that is no part."""
+        found: dict[str, ast.expr] = {}
+        for target, value in self._assignments():
+            key = target.id if isinstance(target, ast.Name) else f"self.{target.attr}"
+            if key not in self.parameters:
+                found.setdefault(key, value)
+        return found
+
+    @cached_property
+    def parts(self) -> dict[str, list[Part]]:
+        """The parts by the name of their attribute; several where branches make different ones."""
+        found: dict[str, list[Part]] = {}
+        for target, value in self._assignments():
+            if isinstance(target, ast.Attribute):
+                found.setdefault(target.attr, []).append(self.part(value))
+        return found
+
+    def _assignments(self) -> Iterator[tuple[ast.Name | ast.Attribute, ast.expr]]:
+        for node in self._lines[0]:
+            for method in node.body:
+                if not (isinstance(method, ast.FunctionDef) and method.name != "forward"):
+                    continue
+                for inner in ast.walk(method):
+                    if isinstance(inner, ast.Assign):
+                        targets, value = inner.targets, inner.value
+                    elif isinstance(inner, ast.AnnAssign) and inner.value is not None:
+                        targets, value = [inner.target], inner.value
+                    else:
+                        continue
+                    for target in targets:
+                        own = isinstance(target, ast.Attribute) and _tail(target.value) == "self"
+                        if isinstance(target, ast.Name) or own:
+                            yield target, value  # type: ignore[misc]
+
+    def part(self, node: ast.expr) -> Part:
+        """Return the part that an expression makes."""
+        if isinstance(node, ast.IfExp):
+            return self.part(node.body)
+        if not isinstance(node, ast.Call):
+            return Part("plain") if isinstance(node, ast.Constant) else _UNKNOWN
+        called = node.func
+        if isinstance(called, ast.Name):
+            called = self.given.get(called.id, called)
+        name = _tail(called)
+        local = isinstance(called, ast.Name) and self.sources.is_module(name)
+        if not local and (name in _AXES or name in _NESTED):
+            return Part(name, node)
+        if name == "Parameter":
+            return Part("parameter", node)
+        if name in ("Sequential", "ModuleList"):
+            return self._list(node)
+        if name == "ModuleDict":
+            return self._dict(node)
+        if self.sources.is_module(name) and self.depth < 8:
+            return Part("module", node, name=name)
+        method = self._method(name) if _dotted(called) == f"self.{name}" else None
+        if method is not None:
+            return self._made_by(method, node)
+        return Part("plain") if _PLAIN.search(name) else _UNKNOWN
+
+    def _method(self, name: str) -> ast.FunctionDef | None:
+        methods = (
+            m for node in self._lines[0] for m in node.body if isinstance(m, ast.FunctionDef)
+        )
+        return next((method for method in methods if method.name == name), None)
+
+    def _made_by(self, method: ast.FunctionDef, call: ast.Call) -> Part:
+        """Return the part of a method that appends modules to a list."""
+        appended = [
+            inner.args[0]
+            for inner in ast.walk(method)
+            if isinstance(inner, ast.Call) and _tail(inner.func) == "append" and inner.args
+        ]
+        passed = _bound(call, list(_parameters(method.args, skip=1)))
+        passed = {k: self.given.get(_tail(v), v) for k, v in passed.items()}
+        entries = [_Substituted(passed).visit(_copied(node)) for node in appended]
+        if not entries:
+            return _UNKNOWN
+        count = next((v for v in passed.values() if isinstance(v, ast.Subscript)), None)
+        return Part("indexed", repeated=[self.part(node) for node in entries], count=count)
+
+    def _list(self, node: ast.Call) -> Part:
+        entries = list(node.args)
+        if len(entries) == 1 and isinstance(entries[0], ast.Starred):
+            entries = [entries[0].value]
+        if len(entries) == 1 and isinstance(entries[0], ast.ListComp | ast.GeneratorExp):
+            loop = entries[0].generators[0].iter
+            counted = isinstance(loop, ast.Call) and _tail(loop.func) == "range" and loop.args
+            count = loop.args[-1] if counted and isinstance(loop, ast.Call) else None
+            return Part("indexed", repeated=[self.part(entries[0].elt)], count=count)
+        if len(entries) == 1 and isinstance(entries[0], ast.List | ast.Tuple):
+            entries = list(entries[0].elts)
+        first = entries[0] if len(entries) == 1 else None
+        if isinstance(first, ast.Call) and _tail(first.func) == "OrderedDict":
+            return self._dict(first)
+        if any(isinstance(e, ast.Starred | ast.Name | ast.BinOp) for e in entries):
+            return Part("indexed", repeated=[_UNKNOWN])
+        return Part("indexed", parts={str(k): self.part(e) for k, e in enumerate(entries)})
+
+    def _dict(self, node: ast.Call) -> Part:
+        found: dict[str, Part] = {k.arg: self.part(k.value) for k in node.keywords if k.arg}
+        for entry in node.args:
+            if isinstance(entry, ast.Call) and _tail(entry.func) in ("dict", "OrderedDict"):
+                return self._dict(entry)
+            pairs: list[tuple[ast.expr | None, ast.expr]] = []
+            if isinstance(entry, ast.Dict):
+                pairs = list(zip(entry.keys, entry.values, strict=True))
+            elif isinstance(entry, ast.List | ast.Tuple):
+                pairs = [
+                    (e.elts[0], e.elts[1])
+                    for e in entry.elts
+                    if isinstance(e, ast.Tuple) and len(e.elts) == 2
+                ]
+            for key, value in pairs:
+                if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                    found[key.value] = self.part(value)
+        return Part("named", parts=found) if found else _UNKNOWN
+
+    def below(self, part: Part) -> "ModelClass":
+        """Return the class of a part that is a module of a local class."""
+        return ModelClass(self.sources, part.name, self.depth + 1)
+
+    def explained(self, key: Sequence[str], shape: Shape, part: Part | None = None) -> float:
+        """Return how well the parts explain a key: 1, 0.5 if a part is not known, or 0."""
+        if part is None:
+            alternatives = self.parts.get(key[0], ())
+            return max((self.explained(key[1:], shape, a) for a in alternatives), default=0.0)
+        if part.kind == "unknown":
+            return 0.5
+        if part.kind == "module":
+            return self.below(part).explained(key, shape) if key else 0.0
+        if part.kind in ("indexed", "named"):
+            if not key:
+                return 0.0
+            inner = part.repeated or [part.parts[name] for name in key[:1] if name in part.parts]
+            return max((self.explained(key[1:], shape, one) for one in inner), default=0.0)
+        if part.kind == "parameter":
+            return float(not key)
+        if part.kind in _NESTED:
+            return 1.0 if key else 0.0
+        if part.kind not in _AXES or len(key) != 1:
+            return 0.0
+        return float(all(_agrees(node, size) for node, size in sizes(part, {key[0]: shape})))
+
+    def equations(self, shapes: Shapes, depth: int = 0) -> Iterator[tuple[ast.expr, int, str]]:
+        """Yield (expression of the parameters of `__init__`, its value, where it is from)."""
+        for name, alternatives in self.parts.items():
+            own = _below(shapes, name)
+
+            def fit(part: Part, own: Shapes = own) -> float:
+                return sum(self.explained(k.split("."), v, part) for k, v in own.items() if k)
+
+            part = max(alternatives, key=fit)
+            yield from (
+                (self.resolved(e), v, w) for e, v, w in self._of_part(part, own, name, depth)
+            )
+
+    def _of_part(
+        self, part: Part, shapes: Shapes, where: str, depth: int
+    ) -> Iterator[tuple[ast.expr, int, str]]:
+        if part.kind == "module" and depth < 6 and part.call is not None:
+            other = self.below(part)
+            given = _bound(part.call, list(other.parameters))
+            for expression, value, place in other.equations(shapes, depth + 1):
+                yield _Substituted(given).visit(_copied(expression)), value, f"{where}.{place}"
+        elif part.kind in ("indexed", "named"):
+            indices = {key.partition(".")[0] for key in shapes}
+            if part.count is not None and indices and all(k.isdigit() for k in indices):
+                yield part.count, max(map(int, indices)) + 1, f"{where} (its length)"
+            parts = part.parts or ({"0": part.repeated[0]} if part.repeated else {})
+            for name, inner in parts.items():
+                yield from self._of_part(inner, _below(shapes, name), f"{where}.{name}", depth)
+        else:
+            yield from ((node, size, where) for node, size in sizes(part, shapes))
+
+    def share_of_counts(self, shapes: Shapes) -> float:
+        """Return the share of lists whose number of entries in a checkpoint is the given one."""
+        found = [1.0]
+        for name, alternatives in self.parts.items():
+            indices = {key.partition(".")[0] for key in _below(shapes, name)}
+            for part in alternatives:
+                count = None if part.count is None else _entry(part.count, self.given)
+                if count is not None and indices:
+                    found.append(float(count == len(indices)))
+        return sum(found) / len(found)
+
+    def resolved(self, expression: ast.expr) -> ast.expr:
+        """Replace variables of `__init__` by what was assigned to them."""
+        found = expression
+        for _ in range(4):
+            found = _Substituted(self.names).visit(_copied(found))
+        return found
+
+    def configs(self) -> dict[str, set[str]]:
+        """Return {parameter: the attributes that are read of it, in the class or below}."""
+        return self._configs(frozenset())
+
+    def _configs(self, seen: frozenset[str]) -> dict[str, set[str]]:
+        found: dict[str, set[str]] = {}
+        parameters = set(self.parameters)
+        for node in (inner for line in self._lines[0] for inner in ast.walk(line)):
+            read = _tail(node.value) if isinstance(node, ast.Attribute) else ""
+            if read in parameters and isinstance(node, ast.Attribute):
+                found.setdefault(read, set()).add(node.attr)
+            name = _tail(node.func) if isinstance(node, ast.Call) else ""
+            if isinstance(node, ast.Call) and name not in {*seen, self.name}:
+                if not self.sources.is_module(name):
+                    continue
+                other = ModelClass(self.sources, name, self.depth + 1)
+                given = _bound(node, list(other.parameters))
+                for inner, attributes in other._configs(seen | {self.name}).items():
+                    passed = _tail(given[inner]) if inner in given else ""
+                    if passed in parameters:
+                        found.setdefault(passed, set()).update(attributes)
+        return found
+
+
+def sizes(part: Part, shapes: Shapes) -> Iterator[tuple[ast.expr, int]]:
+    """Yield (argument of a layer, its size) as the layer's tensors {name: shape} tell."""
+    if part.call is None:
+        return
+    if part.kind == "parameter" and () not in shapes.values() and "" in shapes:
+        made = next(iter(part.call.args), None)
+        if isinstance(made, ast.Call):
+            arguments = list(made.args) or [k.value for k in made.keywords if k.arg == "size"]
+            if len(arguments) == 1 and isinstance(arguments[0], ast.Tuple | ast.List):
+                arguments = list(arguments[0].elts)
+            if len(arguments) == len(shapes[""]):
+                yield from zip(arguments, shapes[""], strict=True)
+        return
+    axes = _AXES.get(part.kind, {})
+    given = _bound(part.call, list(axes) or _TRANSFORMERS.get(part.kind, ()))
+    for name, node in given.items():
+        size = _size(part.kind, axes.get(name, -1), name, shapes)
+        if size is not None:
+            yield node, size
+
+
+def _size(kind: str, axis: int, name: str, shapes: Shapes) -> int | None:
+    """Return the size that the tensors of a layer show for one of its arguments."""
+    if kind in _TRANSFORMERS:
+        return _size_of_transformer(name, shapes)
+    if kind in _RECURRENT:
+        hidden = next((s for k, s in shapes.items() if k.startswith("weight_hh")), None)
+        first = next((s for k, s in shapes.items() if k in ("weight_ih_l0", "weight_ih")), None)
+        layers = {k for k in shapes if re.fullmatch(r"weight_ih_l\d+", k)}
+        if name == "num_layers":
+            return len(layers) or None
+        if name == "hidden_size":
+            return None if hidden is None else hidden[1]
+        return None if first is None else first[1]
+    weight = shapes.get("in_proj_weight" if kind == "MultiheadAttention" else "weight")
+    if weight is None:
+        bias = shapes.get("bias")  # a bias alone shows the outputs
+        return bias[0] if bias and axis == 0 and not kind.startswith("ConvT") else None
+    return weight[axis] if 0 <= axis < len(weight) else None
+
+
+def _size_of_transformer(name: str, shapes: Shapes) -> int | None:
+    """Return the size that the tensors of torch's transformers show for one of their arguments."""
+    if name in ("d_model", "dim_feedforward"):
+        first = next((s for k, s in shapes.items() if k.endswith("linear1.weight")), None)
+        return None if first is None else first[name == "d_model"]
+    side = re.fullmatch(r"num_(?:(encoder|decoder)_)?layers", name)
+    if side is None:
+        return None
+    start = f"{side[1]}.layers." if side[1] else "layers."
+    return len({key[len(start) :].partition(".")[0] for key in shapes if key.startswith(start)})
+
+
+def _agrees(node: ast.expr, size: int) -> bool:
+    """Whether an argument may have a size: a literal of another value does not."""
+    with suppress(ValueError):
+        value = ast.literal_eval(node)
+        return not isinstance(value, int) or value == size
+    return True
+
+
+def _examined(
+    sources: Sources, script: Script, name: str, shapes: Shapes, given: Mapping[str, Any]
+) -> FoundModel | None:
+    """Return what is known of a class or function that may build the model; None if it does not."""
+    function = script.functions.get(name)
+    node = _returned(function) if function is not None else None
+    of_class = name if function is None else ("" if node is None else _tail(node.func))
+    if not sources.is_module(of_class):
+        return None
+    model = ModelClass(sources, of_class)
+    if node is not None:
+        model = ModelClass(sources, of_class, given=_bound(node, list(model.parameters)))
+    keys = {key: tuple(key.split(".")) for key in shapes}
+    explained = [model.explained(parts, shapes[key]) for key, parts in keys.items()]
+    first = {parts[0] for parts in keys.values()}
+    expected = [
+        name
+        for name, alternatives in model.parts.items()
+        if not any(part.kind in ("plain", "unknown") for part in alternatives)
+    ]
+    if not explained or not any(explained):
+        return None
+    met = sum(k in first for k in expected) / len(expected) if expected else 0.5
+    fit = sum(explained) / len(explained) * (1 + met) / 2 * model.share_of_counts(shapes)
+    whole = sum(value > 0 for value in explained)
+    why = f"its parts explain {whole} of {len(explained)} tensors of the checkpoint"
+    if function is not None:
+        arguments, unknown = _of_function(sources, function, given)
+    else:
+        arguments, unknown = _arguments(sources, model, shapes, given)
+    return FoundModel(script.file, name, function is None, fit, why, arguments, unknown)
+
+
+def _entry(node: ast.expr, given: Mapping[str, ast.expr]) -> int | None:
+    """Return NAME[K] where NAME is given as a list of whole numbers, or the number NAME."""
+    with suppress(ValueError, TypeError, IndexError, KeyError):
+        if isinstance(node, ast.Subscript):
+            found = ast.literal_eval(given[_tail(node.value)])[ast.literal_eval(node.slice)]
+        else:
+            found = ast.literal_eval(given[_tail(node)])
+        return found if isinstance(found, int) else None
+    return None
+
+
+def _returned(function: ast.FunctionDef) -> ast.Call | None:
+    """Return the call whose result a function returns, None if it is not evident."""
+    made: dict[str, ast.Call] = {}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    made.setdefault(target.id, node.value)
+    for node in ast.walk(function):
+        if isinstance(node, ast.Return):
+            value = node.value
+            if isinstance(value, ast.Name):
+                value = made.get(value.id)
+            while isinstance(value, ast.Call) and _tail(value.func) in (
+                "to",
+                "cuda",
+                "eval",
+                "double",
+            ):
+                value = value.func.value if isinstance(value.func, ast.Attribute) else None
+                value = made.get(value.id) if isinstance(value, ast.Name) else value
+            if isinstance(value, ast.Call):
+                return value
+    return None
+
+
+def _of_function(
+    sources: Sources, function: ast.FunctionDef, given: Mapping[str, Any]
+) -> tuple[dict[str, Argument], list[str]]:
+    """Return the known arguments of a function without a default, and the names of the others."""
+    found, unknown = {}, []
+    for name, default in _parameters(function.args).items():
+        if name in given and _is_plain(given[name]):
+            found[name] = Argument(given[name], "the checkpoint holds it")
+        elif default is None:
+            unknown.append(name)
+    return found, unknown
+
+
+def _arguments(
+    sources: Sources, model: ModelClass, shapes: Shapes, given: Mapping[str, Any]
+) -> tuple[dict[str, Argument], list[str]]:
+    """Return the known arguments of a class, and the names of those that must be filled in."""
+    solved = _solved(model.equations(shapes))
+    configs = model.configs()
+    called = _called(sources, model)
+    found: dict[str, Argument] = {}
+    unknown: list[str] = []
+    for name, default in model.parameters.items():
+        if configs.get(name) and default is None and name not in solved:
+            own, missing = _config(sources, name, configs[name], solved, given)
+            found |= {f"{name}.{key}": value for key, value in own.items()}
+            unknown += [f"{name}.{key}" for key in missing]
+            continue
+        value = _stored(given, name) or solved.get(name) or called.get(name)
+        if value is not None:
+            found[name] = value
+        elif default is None:
+            unknown.append(name)
+    return found, unknown
+
+
+def _config(
+    sources: Sources,
+    name: str,
+    attributes: set[str],
+    solved: Mapping[str, Argument],
+    given: Mapping[str, Any],
+) -> tuple[dict[str, Argument], list[str]]:
+    """Return the known entries of a config, and the names of those that are read and not known."""
+    defaults = sources.fields(attributes)
+    found: dict[str, Argument] = {}
+    for key in sorted(attributes | defaults.keys()):
+        value = _stored(given, key) or solved.get(f"{name}.{key}") or defaults.get(key)
+        if value is None:
+            value = sources.constant(ast.Name(key))
+        if value is not None:
+            found[key] = value
+    return found, sorted(attributes - found.keys())
+
+
+def _stored(given: Mapping[str, Any], name: str) -> Argument | None:
+    if name in given and _is_plain(given[name]):
+        return Argument(given[name], "the checkpoint holds it")
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value can be written in a run file."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, bool | int | float | str)
+
+
+def _called(sources: Sources, model: ModelClass) -> dict[str, Argument]:
+    """Return the arguments with which scripts make a model, as far as they are constants."""
+    for call in sources.calls.get(model.name, []):
+        given = _bound(call, list(model.parameters))
+        known = {name: sources.constant(node) for name, node in given.items()}
+        if known:
+            return {name: value for name, value in known.items() if value is not None}
+    return {}
+
+
+def _solved(equations: Iterable[tuple[ast.expr, int, str]]) -> dict[str, Argument]:
+    """Solve expressions for their only unknown name, NAME or NAME.ATTRIBUTE."""
+    found: dict[str, Argument] = {}
+    left = list(equations)
+    for _ in range(3):  # what one expression gives may be known in another
+        for expression, value, where in left:
+            solution = _unknown_in(expression, value, found)
+            if solution is not None:
+                name, size = solution
+                found.setdefault(name, Argument(size, f"the size of {where}"))
+    return found
+
+
+def _unknown_in(
+    node: ast.expr, value: int, known: Mapping[str, Argument]
+) -> tuple[str, int] | None:
+    """Return the only unknown name of an expression and its value, None if it is not evident."""
+    name = _dotted(node)
+    if name is not None:
+        return name, value
+    if not isinstance(node, ast.BinOp):
+        return None
+    left, right = node.left, node.right
+    factor = _value(right, known)
+    if factor is None and isinstance(node.op, ast.Mult | ast.Add):
+        left, right, factor = right, left, _value(left, known)
+    if factor is None or factor < 1:
+        return None
+    if isinstance(node.op, ast.Mult) and value % factor == 0:
+        return _unknown_in(left, value // factor, known)
+    if isinstance(node.op, ast.FloorDiv):
+        return _unknown_in(left, value * factor, known)
+    if isinstance(node.op, ast.Pow) and round(value ** (1 / factor)) ** factor == value:
+        return _unknown_in(left, round(value ** (1 / factor)), known)
+    if isinstance(node.op, ast.Add) and value > factor:
+        return _unknown_in(left, value - factor, known)
+    return None
+
+
+def _value(node: ast.expr, known: Mapping[str, Argument]) -> int | None:
+    """Return the value of a whole number or of a known name."""
+    name = _dotted(node) or ""
+    found = known[name].value if name in known else getattr(node, "value", None)
+    return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+
+def _parameters(arguments: ast.arguments, skip: int = 0) -> dict[str, ast.expr | None]:
+    """Return {parameter: default} without *these and **those."""
+    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
+    defaults: list[ast.expr | None] = [None] * (len(names) - len(arguments.defaults))
+    found = dict(zip(names, [*defaults, *arguments.defaults], strict=True))
+    found = dict(list(found.items())[skip:])
+    return found | {
+        a.arg: d for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    }
+
+
+def _bound(call: ast.Call, names: Sequence[str]) -> dict[str, ast.expr]:
+    """Return the expressions that a call gives to parameters of some names."""
+    if any(isinstance(a, ast.Starred) for a in call.args):
+        return {}
+    found = dict(zip(names, call.args, strict=False))
+    return found | {k.arg: k.value for k in call.keywords if k.arg in names and k.arg is not None}
+
+
+def _below(shapes: Shapes, name: str) -> dict[str, Shape]:
+    """Return the shapes of the keys below a name; the tensor of that very name has the key ""."""
+    start = f"{name}."
+    found = {key[len(start) :]: shape for key, shape in shapes.items() if key.startswith(start)}
+    return found | ({"": shapes[name]} if name in shapes else {})
+
+
+def _tail(node: ast.AST) -> str:
+    """Return the last name of a dotted one, "" for any other expression."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _dotted(node: ast.expr) -> str | None:
+    """Return NAME or NAME.ATTRIBUTE, None for any other expression."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return f"{node.value.id}.{node.attr}"
+    return None
+
+
+def _copied(node: ast.expr) -> ast.expr:
+    return ast.parse(ast.unparse(node), mode="eval").body
+
+
+class _Substituted(ast.NodeTransformer):
+    """Replaces names, and self.NAME, by expressions."""
+
+    def __init__(self, names: Mapping[str, ast.expr]) -> None:
+        self.names = names
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Replace a name."""
+        return self.names.get(node.id, node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        """Replace self.NAME, or the name within NAME.ATTRIBUTE."""
+        if isinstance(node.value, ast.Name) and node.value.id == "self":
+            return self.names.get(f"self.{node.attr}", node)
+        return self.generic_visit(node)
