@@ -21,7 +21,7 @@ from gradscope.comparison import compare
 from gradscope.config import load
 from gradscope.report import render, render_comparison, render_run
 from gradscope.run import Job, compute, prepare
-from gradscope.sources.opened import Opened
+from gradscope.sources.opened import ShownData
 from gradscope.stats import summarize
 from gradscope.stats.album import with_samples
 
@@ -44,7 +44,7 @@ def main(folder: Path) -> None:
         result = Path(temporary) / "digits.h5"
         report = compute(job, result)
         with gradscope.open(result) as file:
-            summary, opened = summarize(file), Opened.of(file.run)
+            summary, opened = summarize(file), ShownData.of(file.run)
     # neither the file's place nor what there was time for besides is part of the picture
     report = report.model_copy(update={"path": "build/digits.h5", "audits": None})
     facts = summary.file.model_copy(update={"path": "build/digits.h5"})

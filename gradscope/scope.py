@@ -15,9 +15,16 @@ from gradscope.core.batch import Batch, Tokens, is_empty
 from gradscope.engine.audit import Auditor
 from gradscope.engine.certificate import Certificate
 from gradscope.engine.chains import bind
-from gradscope.engine.fold import fold, merge_ranks, settled, state_of_none
+from gradscope.engine.fold import fold, merge_ranks, prepare_chains, state_of_none
 from gradscope.engine.judge import require_norms
-from gradscope.engine.session import Coupling, NonFinite, Randomness, Session, Settings, Verify
+from gradscope.engine.session import (
+    Coupling,
+    NonFinite,
+    Randomness,
+    Session,
+    SessionSettings,
+    Verify,
+)
 from gradscope.engine.sharded import require_for_sharded
 from gradscope.errors import CertificateError, SpecError
 from gradscope.model.problem import Problem, RowKind
@@ -99,7 +106,7 @@ class Scope(UncopiedHandle):
         randomness: Randomness = "refuse",
         rows: RowKind = "sample",
     ) -> None:
-        settings = Settings(
+        settings = SessionSettings(
             parameters=parameters,
             backend=backend,
             verify=verify,
@@ -310,7 +317,7 @@ class Scope(UncopiedHandle):
             states = [state_of_none(self.problem, chain) for chain in chains]
             return [c.result(state) for c, state in zip(chains, states, strict=True)], 0
         parts = self.parts(whole)
-        chains = settled(self.session, chains, lambda: self.parts(whole))
+        chains = prepare_chains(self.session, chains, lambda: self.parts(whole))
         count = len(parts) if len(parts) > 1 else None  # of several, the last is audited
         total, skipped = fold(self.session, parts, dict(enumerate(chains)), count=count)
         ranks = self.problem.ranks

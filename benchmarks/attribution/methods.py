@@ -69,7 +69,7 @@ def _kronfluence(task: Task, model: nn.Module, **factors: Any) -> np.ndarray:
     from kronfluence.arguments import FactorArguments, ScoreArguments
     from kronfluence.task import Task as TheirTask
 
-    class Asked(TheirTask):  # type: ignore[misc]
+    class ValidationSettings(TheirTask):  # type: ignore[misc]
         def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
             inputs, targets = batch
             outputs = model(inputs)
@@ -83,7 +83,7 @@ def _kronfluence(task: Task, model: nn.Module, **factors: Any) -> np.ndarray:
             return self.compute_train_loss(batch, model)
 
     damping = factors.pop("damping_factor", 1e-8)
-    asked = Asked()
+    asked = ValidationSettings()
     train, query = TensorDataset(*task.train), TensorDataset(*task.query)
     with TemporaryDirectory() as folder:
         analyzer = Analyzer(

@@ -5,9 +5,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from gradscope.attribution.methods import Damping, Method, Settings
+from gradscope.attribution.methods import AttributionSettings, Damping, Method
 from gradscope.attribution.scores import Scores, in_memory, is_scores, open_scores, writing_scores
-from gradscope.attribution.scoring import Pair, Scoring
+from gradscope.attribution.scoring import CheckpointSources, Scoring
 from gradscope.attribution.sources import (
     FileSource,
     GradientSource,
@@ -17,24 +17,24 @@ from gradscope.attribution.sources import (
     training_run,
 )
 from gradscope.attribution.summary import ScoreSummary, summarize_scores, with_samples
-from gradscope.attribution.validation import Asked, Validating, Validation, validate
+from gradscope.attribution.validation import Validation, ValidationRun, ValidationSettings, validate
 from gradscope.config import RunSpec, load
 from gradscope.errors import SpecError
 from gradscope.run import prepare, refuse_inputs
 from gradscope.storage import GradientFile, open_file, require_other, writing
 
 __all__ = [
-    "Asked",
+    "AttributionSettings",
     "ScoreSummary",
     "Scores",
     "Scoring",
-    "Settings",
-    "Validating",
     "Validation",
+    "ValidationRun",
+    "ValidationSettings",
     "attribute",
     "in_memory",
     "open_scores",
-    "opened",
+    "open_sources",
     "summarize_scores",
     "validate",
     "with_samples",
@@ -64,12 +64,12 @@ def attribute(
         train: A result file with rows (or the path of one), the path of a run file whose gradients
             are computed on the way, or (scope, inputs, targets).
         query: Likewise, of the same model; or the path of data, with the training side's run.
-        curvature: See `Settings`.
+        curvature: See `AttributionSettings`.
         damping: Relative to the mean eigenvalue of the curvature, or "auto".
         chain: Which chain of a training file, by number or text; the first with rows if None.
         checkpoints: More training sides, of other checkpoints; scores are summed over all.
         weights: Of each checkpoint; equal ones that sum to 1 if None.
-        factors: See `Settings`.
+        factors: See `AttributionSettings`.
         refine: How many of the most helpful and of the most harmful samples of each query, by
             rows of a projection, are scored again with full gradients.
         output: Where to write them; they stay in memory if None.
@@ -84,8 +84,8 @@ def attribute(
         None if output is None else Path(output),
     )
     how: Any = {"chain": chain, "checkpoints": checkpoints, "weights": weights, "output": place}
-    with opened(train, query, **how) as pairs:
-        asked = Settings(curvature, damping, factors=stored, refine=refine)
+    with open_sources(train, query, **how) as pairs:
+        asked = AttributionSettings(curvature, damping, factors=stored, refine=refine)
         scoring = Scoring(pairs, asked)
         if place is None:
             return in_memory(scoring)
@@ -96,7 +96,7 @@ def attribute(
 
 
 @contextmanager
-def opened(
+def open_sources(
     train: Source,
     query: Source,
     *,
@@ -106,7 +106,7 @@ def opened(
     samples: str | None = None,
     stream: bool = False,
     output: Path | None = None,
-) -> Iterator[list[Pair]]:
+) -> Iterator[list[CheckpointSources]]:
     """Open both sides, at each checkpoint; see `attribute`.
 
     `samples`, "A:B", says which queries, where they are computed; `stream` has the training
@@ -134,7 +134,7 @@ def opened(
             side, run = _training(source, chain, stack, output, stream=stream)
             other = _query(query, side, run, samples, stack, output)
             weight = 1 / len(sources) if weights is None else weights[k]
-            pairs.append(Pair(side, other, weight))
+            pairs.append(CheckpointSources(side, other, weight))
         yield pairs
 
 

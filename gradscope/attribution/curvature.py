@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gradscope.attribution.products import real_rows
-from gradscope.blocks import DenseBlock, Gradients, Layer, layer_of
+from gradscope.blocks import DenseBlock, Gradients, LayerWeights, layer_of
 from gradscope.blocks.base import precise
 from gradscope.errors import InputError, SpecError
 from gradscope.stages.reducers.kfac import Basis, bases_of
@@ -91,7 +91,7 @@ Apply = Callable[[Gradients, torch.dtype | None], dict[str, Tensor]]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-class Drift(NamedTuple):
+class RemainingGradient(NamedTuple):
     """What is left of the gradient at the end of the training."""
 
     mean: Aggregate  # the mean gradient of the training samples {NAME: (*shape)}
@@ -108,14 +108,16 @@ class Curvature(NamedTuple):
     relative: float  # α, λ over the mean eigenvalue
 
 
-class _Part(NamedTuple):
+class _LayerSpectrum(NamedTuple):
     """The Fisher of one layer: its eigenvalues, and where they are."""
 
     eigenvalues: Tensor  # (k, r, c) in the basis; (*shape) of the parameter where there is none
     basis: Basis | None = None
 
 
-def kfac_curvature(aggregate: Aggregate, damping: float, drift: Drift | None = None) -> Curvature:
+def kfac_curvature(
+    aggregate: Aggregate, damping: float, drift: RemainingGradient | None = None
+) -> Curvature:
     """Return the inverse of B ⊗ A + λ, taken in the eigenbasis of both factors.
 
     `aggregate` is what the chain `kfac` or `kfac:bias=column` has found: {NAME.A, NAME.B,
@@ -130,11 +132,13 @@ def kfac_curvature(aggregate: Aggregate, damping: float, drift: Drift | None = N
             (u.conj() * (aggregate[f"{name}.{side}"].reshape(u.shape) @ u)).sum(1).real.clamp_min(0)
             for side, u in zip("AB", basis, strict=True)
         )
-        parts[name] = _Part(b.unsqueeze(2) * a.unsqueeze(1), basis)
+        parts[name] = _LayerSpectrum(b.unsqueeze(2) * a.unsqueeze(1), basis)
     return _damped(parts, damping, drift)
 
 
-def ekfac_curvature(aggregate: Aggregate, damping: float, drift: Drift | None = None) -> Curvature:
+def ekfac_curvature(
+    aggregate: Aggregate, damping: float, drift: RemainingGradient | None = None
+) -> Curvature:
     """Return the inverse of the layers' second moments in their eigenbases, plus λ.
 
     George et al. 2018 (arXiv:1806.03884); for influence, Grosse et al. 2023 (arXiv:2308.03296).
@@ -148,15 +152,15 @@ def ekfac_curvature(aggregate: Aggregate, damping: float, drift: Drift | None = 
     for name, basis in bases_of(aggregate).items():
         if f"{name}.eigenvalues" not in aggregate:
             raise InputError(f"there are no eigenvalues of {name!r}: this is no result of ekfac")
-        parts[name] = _Part(aggregate[f"{name}.eigenvalues"].reshape(basis.sizes), basis)
+        parts[name] = _LayerSpectrum(aggregate[f"{name}.eigenvalues"].reshape(basis.sizes), basis)
     return _damped(parts, damping, drift)
 
 
 def diagonal_curvature(
-    second_moment: Aggregate, damping: float, drift: Drift | None = None
+    second_moment: Aggregate, damping: float, drift: RemainingGradient | None = None
 ) -> Curvature:
     """Return 1 / (E[g²] + λ), the diagonal of the Fisher inverted, from {NAME: E[g²] (*shape)}."""
-    return _damped({k: _Part(v) for k, v in second_moment.items()}, damping, drift)
+    return _damped({k: _LayerSpectrum(v) for k, v in second_moment.items()}, damping, drift)
 
 
 def adam_curvature(second_moment: Aggregate, damping: float) -> Curvature:
@@ -164,15 +168,17 @@ def adam_curvature(second_moment: Aggregate, damping: float) -> Curvature:
 
     `second_moment` {NAME: (*shape)} is the optimiser's own v̂, or E[g²].
     """
-    return _damped({k: _Part(v.sqrt()) for k, v in second_moment.items()}, damping)
+    return _damped({k: _LayerSpectrum(v.sqrt()) for k, v in second_moment.items()}, damping)
 
 
-def _diagonals(aggregate: Aggregate) -> dict[str, _Part]:
+def _diagonals(aggregate: Aggregate) -> dict[str, _LayerSpectrum]:
     end = ".diagonal"
-    return {k.removesuffix(end): _Part(v) for k, v in aggregate.items() if k.endswith(end)}
+    return {k.removesuffix(end): _LayerSpectrum(v) for k, v in aggregate.items() if k.endswith(end)}
 
 
-def _damped(parts: Mapping[str, _Part], damping: float, drift: Drift | None = None) -> Curvature:
+def _damped(
+    parts: Mapping[str, _LayerSpectrum], damping: float, drift: RemainingGradient | None = None
+) -> Curvature:
     """Return the curvature whose eigenvalues are those of all parts, each with its own λ."""
     if not 0 <= damping < inf:
         raise SpecError(f"the damping must be finite and not negative, not {damping}")
@@ -187,11 +193,11 @@ def _damped(parts: Mapping[str, _Part], damping: float, drift: Drift | None = No
     inverses, absolute = {}, {}
     for own, (values, basis) in parts.items():
         absolute[own] = damping * (float(values.double().mean()) if values.numel() else 0.0)
-        inverses[own] = _Part(_inverted(values.double(), absolute[own]), basis)
+        inverses[own] = _LayerSpectrum(_inverted(values.double(), absolute[own]), basis)
     return Curvature(partial(_applied, inverses), absolute, damping)
 
 
-def _trusted(parts: Mapping[str, _Part], least: float, drift: Drift) -> float:
+def _trusted(parts: Mapping[str, _LayerSpectrum], least: float, drift: RemainingGradient) -> float:
     """Return the damping that the mean gradient calls for, at least `least`."""
     mean = Gradients({k: DenseBlock(v.unsqueeze(0)) for k, v in drift.mean.items()})
     shapes = {name: block.shape for name, block in mean.items()}
@@ -213,7 +219,7 @@ def _inverted(eigenvalues: Tensor, damping: float) -> Tensor:
 
 
 def _applied(
-    inverses: Mapping[str, _Part], gradients: Gradients, dtype: torch.dtype | None = None
+    inverses: Mapping[str, _LayerSpectrum], gradients: Gradients, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
     """Return {name: (m, *shape)}: the rows of each layer times its inverse."""
     shapes = {name: block.shape for name, block in gradients.items()}
@@ -236,8 +242,8 @@ def _applied(
 
 
 def _coordinates(
-    name: str, part: _Part, gradients: Gradients, shapes: Shapes, dtype: torch.dtype | None
-) -> tuple[Layer | None, Tensor]:
+    name: str, part: _LayerSpectrum, gradients: Gradients, shapes: Shapes, dtype: torch.dtype | None
+) -> tuple[LayerWeights | None, Tensor]:
     """Return the layer, and its rows in the basis (m, k, r, c), or (m, *shape) without one."""
 
     def rows(own: str) -> Tensor:

@@ -13,9 +13,9 @@ from torch import Tensor
 from gradscope.attribution.curvature import (
     LEAST,
     Curvature,
-    Drift,
     Gram,
     Moments,
+    RemainingGradient,
     adam_curvature,
     along,
     diagonal_curvature,
@@ -58,7 +58,7 @@ _LONG = 3e11  # multiplications from which on products are taken in float32
 
 
 @dataclass(frozen=True)
-class Settings:
+class AttributionSettings:
     """What is asked for.
 
     Attributes:
@@ -111,7 +111,7 @@ def _as_it_is(rows: Gradients) -> Gradients:
 
 
 @dataclass(frozen=True)
-class Curved:
+class CurvatureSteps:
     """A curvature, as three steps from gradients to scores without their factor 1/N."""
 
     record: dict[str, Any]  # what was chosen
@@ -122,7 +122,7 @@ class Curved:
     own: Callable[[], Tensor] | None = None  # gᵢᵀ H⁻¹ gᵢ (N,) in float64; None where it costs much
 
 
-def curved(train: GradientSource, asked: Settings) -> Curved:
+def curved(train: GradientSource, asked: AttributionSettings) -> CurvatureSteps:
     """Return the curvature of the training side that is asked for.
 
     Raises:
@@ -135,7 +135,7 @@ def curved(train: GradientSource, asked: Settings) -> Curved:
         method = "shrunk" if _pairs_pay(train, asked.room(train)) else "ekfac"
     record: dict[str, Any] = {"curvature": method}
     if method == "identity":
-        return Curved(record, own=lambda: _squares(train))
+        return CurvatureSteps(record, own=lambda: _squares(train))
     if method in ("fisher", "blockfisher"):
         return _fisher(train, asked, record)
     if method == "shrunk":
@@ -147,7 +147,7 @@ def curved(train: GradientSource, asked: Settings) -> Curved:
             return _fisher(train, asked, {"curvature": "fisher", "without": error.head})
     found = _approximate(train, method, asked)
     record |= {"damping": found.relative, "lambda": found.damping}
-    return Curved(record, before=_applied(found))
+    return CurvatureSteps(record, before=_applied(found))
 
 
 def _pairs_pay(train: GradientSource, room: int) -> bool:
@@ -156,7 +156,9 @@ def _pairs_pay(train: GradientSource, room: int) -> bool:
     return train.n <= _LARGEST and walks == 1 and float(train.n) ** 2 * train.width <= _PAIRS
 
 
-def _fisher(train: GradientSource, asked: Settings, record: dict[str, Any]) -> Curved:
+def _fisher(
+    train: GradientSource, asked: AttributionSettings, record: dict[str, Any]
+) -> CurvatureSteps:
     """Return the Fisher of all entries or of layers: itself where rows are short, or by pairs."""
     shapes, many = train.shapes(), train.n > _LARGEST
     layers, joint = layers_of(shapes), dict.fromkeys(shapes, "")
@@ -177,8 +179,8 @@ def _widest(shapes: Mapping[str, tuple[int, ...]], groups: Groups) -> int:
 
 
 def _grams(
-    train: GradientSource, asked: Settings, record: dict[str, Any], groups: Groups
-) -> Curved:
+    train: GradientSource, asked: AttributionSettings, record: dict[str, Any], groups: Groups
+) -> CurvatureSteps:
     n, products = _gram(train, asked, groups)
 
     def spectra() -> list[Spectrum]:
@@ -190,7 +192,7 @@ def _grams(
         for group, gram in products.items()
     }
     damping = {group: gram.damping for group, gram in grams.items()}
-    return Curved(
+    return CurvatureSteps(
         {**record, "damping": relative, "lambda": damping.get("", damping)},
         groups=groups,
         after=lambda found: sum_of([gram.solved(found[k]) for k, gram in grams.items()]),
@@ -199,7 +201,11 @@ def _grams(
 
 
 def _relative(
-    asked: Settings, method: str, n: int, size: int, spectra: Callable[[], Sequence[Spectrum]]
+    asked: AttributionSettings,
+    method: str,
+    n: int,
+    size: int,
+    spectra: Callable[[], Sequence[Spectrum]],
 ) -> float:
     """Return the relative damping of Fisher matrices of n samples, none of more than `size` rows.
 
@@ -214,8 +220,8 @@ def _relative(
 
 
 def _moments(
-    train: GradientSource, asked: Settings, record: dict[str, Any], groups: Groups
-) -> Curved:
+    train: GradientSource, asked: AttributionSettings, record: dict[str, Any], groups: Groups
+) -> CurvatureSteps:
     moments = Moments(groups)
     for batch in train.batches():
         moments.add(batch.gradients)
@@ -228,14 +234,16 @@ def _moments(
     def before(rows: Gradients) -> Gradients:
         return rows.of({name: DenseBlock(values) for name, values in inverse(rows).items()})
 
-    return Curved(
+    return CurvatureSteps(
         {**record, "damping": relative, "lambda": damping.get("", damping)},
         before,
         own=(lambda: _own_products(train, before)) if solving <= _LONG else None,
     )
 
 
-def _shrunk(train: GradientSource, asked: Settings, record: dict[str, Any]) -> Curved:
+def _shrunk(
+    train: GradientSource, asked: AttributionSettings, record: dict[str, Any]
+) -> CurvatureSteps:
     """Return H = (1 − ρ) F + ρ T, with T the damped EK-FAC of F.
 
     With Woodbury's identity, q H⁻¹ Gᵀ = q T⁻¹ Gᵀ (ρ + (1 − ρ) K)⁻¹, where K = G T⁻¹ Gᵀ / N.
@@ -244,7 +252,7 @@ def _shrunk(train: GradientSource, asked: Settings, record: dict[str, Any]) -> C
     before, share = _applied(found), _SHARE
     n, products = _gram(train, asked, None, before)
     gram = Gram(products[""], n, share / (1 - share))
-    return Curved(
+    return CurvatureSteps(
         {**record, "damping": found.relative, "share": share, "lambda": found.damping},
         before,
         after=lambda rows: gram.solved(rows[""]) / (1 - share),
@@ -253,7 +261,10 @@ def _shrunk(train: GradientSource, asked: Settings, record: dict[str, Any]) -> C
 
 
 def _gram(
-    train: GradientSource, asked: Settings, groups: Groups | None, before: Before = _as_it_is
+    train: GradientSource,
+    asked: AttributionSettings,
+    groups: Groups | None,
+    before: Before = _as_it_is,
 ) -> tuple[int, dict[str, Tensor]]:
     """Return N and the Gram matrices of the training samples, by group."""
     if train.n > _LARGEST:
@@ -268,7 +279,7 @@ def _gram(
     return max(1, int(train.table()["finite"].sum())), found
 
 
-def _approximate(train: GradientSource, method: str, asked: Settings) -> Curvature:
+def _approximate(train: GradientSource, method: str, asked: AttributionSettings) -> Curvature:
     """Return the inverse of an approximate curvature."""
     if train.facts.chain != "identity":
         raise SpecError(
@@ -283,7 +294,7 @@ def _approximate(train: GradientSource, method: str, asked: Settings) -> Curvatu
     if asked.damping != "auto" or method == "adam":  # whose eigenvalues are roots, not moments
         return made(train.aggregates([chain])[0], damping)
     moments, mean = train.aggregates([chain, "mean"])
-    return made(moments, damping, Drift(mean, train.n))
+    return made(moments, damping, RemainingGradient(mean, train.n))
 
 
 def precision(train: GradientSource, rows: int) -> torch.dtype:

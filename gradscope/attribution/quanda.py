@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradscope.attribution.methods import Settings
-from gradscope.attribution.scoring import Comparing, Pair, Scoring
+from gradscope.attribution.methods import AttributionSettings
+from gradscope.attribution.scoring import CheckpointSources, Comparing, Scoring
 from gradscope.attribution.sources import scope_source
 from gradscope.errors import SpecError
 from gradscope.scope import Scope
@@ -32,12 +32,12 @@ def __getattr__(name: str) -> Any:
             where="GradscopeExplainer",
             remedy="Install it: pip install torch-gradscope[quanda].",
         ) from error
-    made = type(name, (_Explaining, Explainer), {"__doc__": _Explaining.__doc__})
+    made = type(name, (_Explainer, Explainer), {"__doc__": _Explainer.__doc__})
     globals()[name] = made
     return made
 
 
-class _Explaining(_Quanda):  # type: ignore[misc]
+class _Explainer(_Quanda):  # type: ignore[misc]
     """Scores of the training samples for test samples, s(q, i) of `gradscope.attribution`.
 
     The curvature is found once, when the first test samples are explained.
@@ -72,7 +72,7 @@ class _Explaining(_Quanda):  # type: ignore[misc]
         super().__init__(*own, **more)
         self.load_last_checkpoint()
         self.model.eval()
-        self._asked = Settings(curvature, damping)
+        self._asked = AttributionSettings(curvature, damping)
         self._scope = Scope(self.model, loss)
         loader = torch.utils.data.DataLoader(self.train_dataset, batch_size=_READ)
         inputs, targets = zip(*loader, strict=True)
@@ -82,13 +82,15 @@ class _Explaining(_Quanda):  # type: ignore[misc]
 
     @cached_property
     def _own(self) -> Comparing:
-        return Comparing(Pair(self._train, self._train), self._asked)
+        return Comparing(CheckpointSources(self._train, self._train), self._asked)
 
     def explain(self, test_data: Tensor, targets: list[int] | Tensor) -> Tensor:
         """Return the scores (m, N) of inputs (m, ...); 0 for what has no finite gradient."""
         given = torch.as_tensor(targets).to(self.device)
         query = scope_source("queries", self._scope, test_data.to(self.device), given)
-        rows = Scoring([Pair(self._train, query)], self._asked, self._own.curved).rows()
+        rows = Scoring(
+            [CheckpointSources(self._train, query)], self._asked, self._own.curved
+        ).rows()
         found = torch.cat([scores for _, scores in rows])
         return found.nan_to_num(nan=0.0).to(self.device, torch.float32)
 

@@ -24,8 +24,8 @@ from gradscope.sources.formats import sha256
 from gradscope.storage import (
     ChainPlan,
     FilePlan,
+    FinishedBatch,
     GradientFile,
-    Rows,
     Writer,
     open_file,
     open_writer,
@@ -232,7 +232,7 @@ class ScoreWriter:
             if self.scoring.refining is not None:
                 refined = (self._rows(self.scoring.refining.of(part, scores)),)
             samples = {name: table[name][part] for name in COLUMNS if name in table}
-            self._writer.append(Rows(samples, chains=(rows, None, *refined)))
+            self._writer.append(FinishedBatch(samples, chains=(rows, None, *refined)))
             yield part
 
     def _rows(self, columns: Mapping[str, torch.Tensor]) -> Gradients:
@@ -291,11 +291,14 @@ def _training(scoring: Scoring) -> Table:
 
 def _facts(scoring: Scoring) -> dict[str, Any]:
     first, *rest = scoring.pairs
-    found: dict[str, Any] = {"train": _told(first.train.facts), "query": _told(first.query.facts)}
-    return found | ({"more": [_told(pair.train.facts) for pair in rest]} if rest else {})
+    found: dict[str, Any] = {
+        "train": _source_record(first.train.facts),
+        "query": _source_record(first.query.facts),
+    }
+    return found | ({"more": [_source_record(pair.train.facts) for pair in rest]} if rest else {})
 
 
-def _told(facts: SourceFacts) -> dict[str, Any]:
+def _source_record(facts: SourceFacts) -> dict[str, Any]:
     return {
         "source": facts.name,
         "chain": facts.chain,

@@ -17,7 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradscope.attribution.methods import Curved, Settings, curved, precision, products_of, sum_of
+from gradscope.attribution.methods import (
+    AttributionSettings,
+    CurvatureSteps,
+    curved,
+    precision,
+    products_of,
+    sum_of,
+)
 from gradscope.attribution.products import Tile, tiles
 from gradscope.attribution.sources import (
     GradientSource,
@@ -40,7 +47,7 @@ UNIT = (
 _EXACT = 2**24  # scores that are kept in float64; more of them in float32
 
 
-class Pair(NamedTuple):
+class CheckpointSources(NamedTuple):
     """The two sides at one checkpoint."""
 
     train: GradientSource  # the training samples
@@ -55,7 +62,12 @@ class Comparing:
         SpecError: The sides do not fit each other, or the curvature does not fit the rows.
     """
 
-    def __init__(self, pair: Pair, asked: Settings, known: Curved | None = None) -> None:
+    def __init__(
+        self,
+        pair: CheckpointSources,
+        asked: AttributionSettings,
+        known: CurvatureSteps | None = None,
+    ) -> None:
         notes = require_same(pair.train.facts, pair.query.facts)
         self.pair, self.curved = pair, known or curved(pair.train, asked)
         if "without" in self.curved.record:
@@ -102,7 +114,12 @@ class Scoring:
         SpecError: Sides do not fit each other, or the curvature does not fit the rows.
     """
 
-    def __init__(self, pairs: Sequence[Pair], asked: Settings, known: Curved | None = None) -> None:
+    def __init__(
+        self,
+        pairs: Sequence[CheckpointSources],
+        asked: AttributionSettings,
+        known: CurvatureSteps | None = None,
+    ) -> None:
         if len({(pair.train.n, pair.query.n) for pair in pairs}) > 1:
             raise SpecError("the checkpoints are of different numbers of samples")
         self.pairs, self.asked = pairs, asked
@@ -173,7 +190,7 @@ _SAME = ("checkpoint", "model", "dataset")
 _PLACES = 2**24  # beyond, places are no float32 numbers, in which they may be stored
 
 
-def cheaply(asked: Settings) -> Settings:
+def cheaply(asked: AttributionSettings) -> AttributionSettings:
     """Return what finds the candidates, on rows of whatever chain.
 
     Raises:
@@ -199,7 +216,7 @@ class Refining:
         SpecError: A side has no run, its rows are full gradients, or its run has changed.
     """
 
-    def __init__(self, pairs: Sequence[Pair], asked: Settings) -> None:
+    def __init__(self, pairs: Sequence[CheckpointSources], asked: AttributionSettings) -> None:
         n = pairs[0].train.n
         if n > _PLACES:
             raise SpecError(f"places of {n:,} samples are not kept", where="`refine`")
@@ -228,8 +245,8 @@ class Refining:
 class _Exact:
     """One checkpoint: both runs, without what was made of the gradients."""
 
-    def __init__(self, pair: Pair, asked: Settings) -> None:
-        self._train, self._query = _opened(pair.train), _opened(pair.query)
+    def __init__(self, pair: CheckpointSources, asked: AttributionSettings) -> None:
+        self._train, self._query = _open_job(pair.train), _open_job(pair.query)
         self._whole = job_source(self._train, pair.train.facts.name)
         self._memory = asked.room(self._whole)
         self.curved = curved(self._whole, asked)
@@ -268,7 +285,7 @@ def candidates(scores: Tensor, k: int) -> Tensor:
     return found
 
 
-def _opened(source: GradientSource) -> Job:
+def _open_job(source: GradientSource) -> Job:
     """Return the run of a source, without what was made of its gradients."""
     facts = source.facts
     if facts.chain == "identity":

@@ -25,7 +25,7 @@ from gradscope.config import RunSpec, load, resolve
 from gradscope.core.batch import Batch, Tokens
 from gradscope.core.grammar import parse
 from gradscope.engine.chains import bind
-from gradscope.engine.fold import fold, settled, usable
+from gradscope.engine.fold import fold, prepare_chains, usable
 from gradscope.engine.session import Session
 from gradscope.errors import ResultFileError, SpecError
 from gradscope.model.problem import RowKind
@@ -216,7 +216,7 @@ class SessionSource(GradientSource):
     def batches(self) -> Iterator[GradientBatch]:
         session = self._session
         if self._ready is None:
-            self._ready = settled(session, [self._chain], self._walk)[0]
+            self._ready = prepare_chains(session, [self._chain], self._walk)[0]
         chain, start, self._seen = self._ready, 0, []
         for ordinal, batch in enumerate(self._walk()):
             stop = start + len(batch)
@@ -231,7 +231,7 @@ class SessionSource(GradientSource):
 
     def aggregates(self, chains: Sequence[str]) -> list[dict[str, Tensor]]:
         session = self._session
-        bound = settled(session, [bind(chain) for chain in chains], self._walk)
+        bound = prepare_chains(session, [bind(chain) for chain in chains], self._walk)
         total, _ = fold(session, self._walk(), dict(enumerate(bound)))
         found = [bound[k].finish(total.result(k)) for k in sorted(total.states)]
         if len(found) < len(chains):

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradscope.attribution.scores import Ranked, Scores
-from gradscope.sources.opened import Opened
+from gradscope.sources.opened import ShownData
 from gradscope.stats.album import Album, sample_name, target_text
 from gradscope.stats.records import Json, Plain, Record, SampleRecord, number, plain
 from gradscope.stats.sections import (
@@ -280,7 +280,7 @@ Groups = Sequence[tuple[str, str, Sequence[QueryRow | Scored]]]  # heading, data
 def with_samples(summary: ScoreSummary, scores: Scores) -> Overview:
     """Return what is shown, the first queries with who helped and harmed them as they are."""
     tables = {"query": scores.queries, "train": scores.samples}
-    datasets = {name: Opened.of(scores.record.get(name) or {}, tables[name]) for name in tables}
+    datasets = {name: ShownData.of(scores.record.get(name) or {}, tables[name]) for name in tables}
     rows = summary.rows[:QUERIES]
     train = dict.fromkeys(s.index for row in rows for s in (*row.helpful, *row.harmful))
     album = Album(datasets, {"query": [row.index for row in rows], "train": [*train]})

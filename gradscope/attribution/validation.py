@@ -55,7 +55,7 @@ Predicted = NDArray[np.float64]  # (M, S), what each query's loss goes up with
 
 
 @dataclass(frozen=True)
-class Asked:
+class ValidationSettings:
     """What is asked for."""
 
     retrainings: int = 50  # on how many random subsets, at least 3
@@ -140,7 +140,7 @@ class Validation(Record):
         return Overview(paths=[self.path], facts=facts, sections=sections, pictures=())
 
 
-class Validating:
+class ValidationRun:
     """A validation under way: retrainings one by one, then what they say.
 
     Args:
@@ -162,7 +162,7 @@ class Validating:
         self,
         path: Path,
         fit: str,
-        asked: Asked,
+        asked: ValidationSettings,
         folder: Path | None = None,
         *,
         overwrite: bool = False,
@@ -239,7 +239,7 @@ class Validating:
 def validate(
     scores: str | Path,
     fit: str,
-    asked: Asked | None = None,
+    asked: ValidationSettings | None = None,
     *,
     folder: str | Path | None = None,
     workers: int = 1,
@@ -256,12 +256,12 @@ def validate(
         workers: Processes that train at once.
     """
     place = None if folder is None else Path(folder)
-    under_way = Validating(Path(scores), fit, asked or Asked(), place)
+    under_way = ValidationRun(Path(scores), fit, asked or ValidationSettings(), place)
     list(under_way.remaining(workers))
     return under_way.finish()
 
 
-def _require_sizes(path: Path, n: int, asked: Asked) -> None:
+def _require_sizes(path: Path, n: int, asked: ValidationSettings) -> None:
     if n < 2:
         raise SpecError("there is one training sample: it has no part", where=str(path))
     if not 0 <= asked.removal < n:
@@ -343,7 +343,7 @@ class _Curve:
     steps: Sequence[int]
 
     @classmethod
-    def of(cls, scores: Scores, known: NDArray[np.int64], asked: Asked) -> "_Curve":
+    def of(cls, scores: Scores, known: NDArray[np.int64], asked: ValidationSettings) -> "_Curve":
         k = asked.removal
         places = np.unique(np.linspace(0, len(known) - 1, min(len(known), _QUERIES)).round())
         helpful = {int(q): scores.helpful(int(q), k).places for q in known[places.astype(np.int64)]}

@@ -110,11 +110,11 @@ def backend_of(name: str, rows: RowKind = "sample", *, own_loss: bool = False) -
     plain = backends.get(name)
     if rows == "sample" or name == "loop":  # it takes one row at a time anyway
         return plain
-    return token_backends.find(name) or partial(apart, plain)
+    return token_backends.find(name) or partial(one_token_a_sample, plain)
 
 
 @contextmanager
-def apart(backend: Backend, problem: Problem) -> Iterator[Evaluate]:
+def one_token_a_sample(backend: Backend, problem: Problem) -> Iterator[Evaluate]:
     """Any backend, for rows of tokens: each row is computed from a copy of its sample.
 
     Exact for every model; a sample costs as much as t samples do.

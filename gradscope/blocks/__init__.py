@@ -24,17 +24,17 @@ from gradscope.blocks.derived import (
 )
 from gradscope.blocks.gradients import Evaluation, Gradients
 from gradscope.blocks.joined import JoinedBlock, joined
-from gradscope.blocks.layers import Layer, belongs, bias_of, layer_of
+from gradscope.blocks.layers import LayerWeights, belongs, bias_of, layer_of
 from gradscope.blocks.outer import OuterBlock
 from gradscope.blocks.scatter import ScatterBlock, SparseBlock
 from gradscope.blocks.segments import SegmentBlock, segmented
 from gradscope.blocks.total import TotalBlock, total
-from gradscope.blocks.variants import Chosen, Tuner, unmeasured
+from gradscope.blocks.variants import ChosenVariant, Tuner, unmeasured
 
 __all__ = [
     "Block",
     "CenteredBlock",
-    "Chosen",
+    "ChosenVariant",
     "ConvolutionBlock",
     "DenseBlock",
     "DerivedBlock",
@@ -44,7 +44,7 @@ __all__ = [
     "Gradients",
     "JoinedBlock",
     "KroneckerBlock",
-    "Layer",
+    "LayerWeights",
     "MappedBlock",
     "OuterBlock",
     "PreconditionedBlock",

@@ -20,7 +20,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 _ROUNDINGS = 4  # of a factor and of a bias on their way here: a sum over frames, a cast
 
 
-class Layer(NamedTuple):
+class LayerWeights(NamedTuple):
     """A weight, and perhaps its bias, read as k matrices (r, c)."""
 
     weight: str  # its name
@@ -74,7 +74,7 @@ def bias_of(weight: str) -> str | None:
     return f"{path}{dot}{word.replace('weight', 'bias')}" if "weight" in word else None
 
 
-def layer_of(weight: str, sizes: tuple[int, int, int], shapes: Shapes) -> Layer | None:
+def layer_of(weight: str, sizes: tuple[int, int, int], shapes: Shapes) -> LayerWeights | None:
     """Return the layer with matrices of `sizes` (k, r, c), None where they are not this weight's.
 
     `shapes` are those of all parameters.
@@ -84,12 +84,12 @@ def layer_of(weight: str, sizes: tuple[int, int, int], shapes: Shapes) -> Layer 
     entries = prod(shape)
     length = -1 if bias is None or bias not in shapes else prod(shapes[bias])
     if k * r * c == entries:
-        return Layer(weight, None, sizes)
+        return LayerWeights(weight, None, sizes)
     beside = (k * r * (c - 1), k * r) == (entries, length)
     below = (k * (r - 1) * c, k * c) == (entries, length)
     if beside and below:  # k(r-1)c = kr(c-1): which axis comes first decides
         beside = shape[0] == k * r
-    return Layer(weight, bias, sizes, below=not beside) if beside or below else None
+    return LayerWeights(weight, bias, sizes, below=not beside) if beside or below else None
 
 
 def with_ones(factor: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenVariant:
     """The variant that was chosen for a request."""
 
     request: str  # what was asked for, of which sizes
@@ -111,7 +111,7 @@ class Tuner:
     ) -> None:
         self.measures, self.preferred = measures, preferred
         # by request, in the order chosen
-        self.chosen = {k: Chosen(k, variant, {}) for k, variant in (kept or {}).items()}
+        self.chosen = {k: ChosenVariant(k, variant, {}) for k, variant in (kept or {}).items()}
         self._used = set(self.chosen)  # others were asked for only by variants that were tried
         self._trying = False
         self._cache, self._timed = cache, timed
@@ -157,11 +157,11 @@ class Tuner:
         name = self.chosen[key].variant
         return variants[name if name in variants else likely].run()
 
-    def _choice(self, key: str, variants: Variants, device: torch.device) -> Chosen:
+    def _choice(self, key: str, variants: Variants, device: torch.device) -> ChosenVariant:
         """Choose by what was measured, or is now, or by arithmetic."""
         if not self.measures:
             predicted = {name: variant.seconds for name, variant in variants.items()}
-            return Chosen(key, default(variants), predicted, measured=False)
+            return ChosenVariant(key, default(variants), predicted, measured=False)
         cache = self._cache(device)
         known = None if cache is None else _remembered(cache, key, variants)
         if known is not None:
@@ -180,7 +180,7 @@ class Tuner:
             cache.put(key, fact, over=True)
         return known or found
 
-    def _measured(self, key: str, variants: Variants, device: torch.device) -> Chosen:
+    def _measured(self, key: str, variants: Variants, device: torch.device) -> ChosenVariant:
         """Try all variants that are not hopeless, in turn; return the fastest."""
         likely = default(variants)
         limit = _HOPELESS * variants[likely].seconds
@@ -198,8 +198,8 @@ class Tuner:
         shown = {name: min(times) for name, times in spent.items()}
         found = min(shown, key=lambda name: shown[name])
         if not sure:  # something else keeps the machine busy
-            return Chosen(key, likely, shown, measured=False)
-        return Chosen(key, found if shown[found] < FASTER * shown[likely] else likely, shown)
+            return ChosenVariant(key, likely, shown, measured=False)
+        return ChosenVariant(key, found if shown[found] < FASTER * shown[likely] else likely, shown)
 
 
 def _steady(times: list[float]) -> bool:
@@ -207,13 +207,15 @@ def _steady(times: list[float]) -> bool:
     return len(times) < 2 or sorted(times)[1] <= _ALIKE * min(times)
 
 
-def _remembered(cache: Cache, key: str, variants: Variants) -> Chosen | None:
+def _remembered(cache: Cache, key: str, variants: Variants) -> ChosenVariant | None:
     """Return what an earlier process chose, if it is one of the variants."""
     fact = cache.get(key) or {}
     way, spent = fact.get("way"), fact.get("seconds")
     if not (isinstance(way, str) and way in variants and isinstance(spent, dict)):
         return None
-    return Chosen(key, way, {str(k): float(v) for k, v in spent.items() if isinstance(v, float)})
+    return ChosenVariant(
+        key, way, {str(k): float(v) for k, v in spent.items() if isinstance(v, float)}
+    )
 
 
 @contextmanager

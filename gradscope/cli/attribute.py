@@ -15,11 +15,11 @@ from gradscope.process import stops
 @with_flags
 def attribute(options: AttributeOptions) -> None:
     """Score each training sample for each query: positive ones helped it, negative ones harmed."""
-    from gradscope.attribution import Scoring, Settings, opened
+    from gradscope.attribution import AttributionSettings, Scoring, open_sources
     from gradscope.storage import LONGEST, require_free, require_place
 
     output, memory, factors = options.output, options.memory, options.factors
-    settings = Settings(
+    settings = AttributionSettings(
         curvature=cast("Any", options.curvature),
         damping=options.damping,
         memory=None if memory is None else parse_memory(memory),
@@ -34,7 +34,7 @@ def attribute(options: AttributeOptions) -> None:
         require_free(output, overwrite=options.overwrite or options.resume)
     with (
         stops.stop_message(lambda: "stopped; go on with --resume" if output else "stopped"),
-        opened(
+        open_sources(
             options.train,
             options.query,
             chain=options.chain,
@@ -75,10 +75,10 @@ def validate(options: ValidateOptions) -> None:
 
     A stopped validation goes on where it was, and several commands may share the work.
     """
-    from gradscope.attribution import Asked, Validating
+    from gradscope.attribution import ValidationRun, ValidationSettings
     from gradscope.report import render, track
 
-    asked = Asked(
+    asked = ValidationSettings(
         retrainings=options.retrainings,
         fraction=options.fraction,
         seed=options.seed,
@@ -87,7 +87,7 @@ def validate(options: ValidateOptions) -> None:
     )
     stops.raise_on_signal()
     with stops.stop_message(lambda: "stopped; the same command goes on with what is finished"):
-        work = Validating(
+        work = ValidationRun(
             options.scores, options.train, asked, options.folder, overwrite=options.overwrite
         )
         for _ in track(

@@ -93,11 +93,11 @@ def _summarize(options: StatsOptions) -> "tuple[Found, Displayable]":
         found = summarize(first, top=top, rows=rows, **how)
         if none:
             return found, found
-        from gradscope.sources.opened import Opened
+        from gradscope.sources.opened import ShownData
         from gradscope.stats.album import with_samples
 
         largest = None if everything else _LARGE
-        return found, with_samples(found, Opened.of(first.run, first.samples, largest))
+        return found, with_samples(found, ShownData.of(first.run, first.samples, largest))
 
 
 def _require_options(options: StatsOptions, *, history: bool) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gradscope import markup
 from gradscope.backends.base import Backend, Evaluate, backend_of, backends
-from gradscope.blocks import Chosen, Tuner
+from gradscope.blocks import ChosenVariant, Tuner
 from gradscope.comparison.agreement import Oracle, ParameterAgreement, agreements
 from gradscope.core.batch import Batch, Tokens, map_tensors
 from gradscope.core.precision import dtype_name
@@ -85,7 +85,7 @@ class Comparison:
     # each other, or the model draws random numbers
     coupled: bool
     rows: tuple[BackendRow, ...]  # one a backend, then one an implementation or stored result
-    ways: tuple[Chosen, ...] = ()  # which kernel variant was chosen where there are several
+    ways: tuple[ChosenVariant, ...] = ()  # which kernel variant was chosen where there are several
     tokens: tuple[str, ...] | None = None  # SAMPLE:POSITION of each row, where these are tokens
 
     def to_json(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ Location = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _Origin:
     """Settings of one origin."""
 
     source: str  # the file, or "command line", for messages
@@ -61,7 +61,7 @@ class _Layer:
         return f"{self.source}: {dotted.removeprefix('.')}"
 
 
-Origin = dict[tuple[str, ...], _Layer]
+Origin = dict[tuple[str, ...], _Origin]
 
 
 _REQUIRED = ("model", "checkpoint", "dataset", "loss")
@@ -151,7 +151,7 @@ def combine_errors(problems: list[SpecError]) -> SpecError:
 
 def _layers(
     config: Path | None, overrides: Mapping[str, Any], problems: list[SpecError]
-) -> list[_Layer]:
+) -> list[_Origin]:
     """Return the layers, lowest first; what could not be read is added to `problems`."""
     given = {
         section: {k: v for k, v in table.items() if v is not None}
@@ -159,7 +159,7 @@ def _layers(
         else table
         for section, table in overrides.items()
     }
-    above = _Layer("command line", _with_absolute_paths(given, Path.cwd(), flags=True))
+    above = _Origin("command line", _with_absolute_paths(given, Path.cwd(), flags=True))
     below = []
     weights = _toml(above, "checkpoint")
     if config is None and weights is not None:
@@ -169,11 +169,11 @@ def _layers(
         if _names_spec(above):  # another data set: nothing of the run file's describes it
             values.pop("dataset", None)
         values = _with_absolute_paths(values, config.absolute().parent)
-        below = _with_dataset_spec(_Layer(str(config), values), problems)
+        below = _with_dataset_spec(_Origin(str(config), values), problems)
     return [*below, *_with_dataset_spec(above, problems)]
 
 
-def _merge(layers: list[_Layer]) -> tuple[dict[str, Any], Origin]:
+def _merge(layers: list[_Origin]) -> tuple[dict[str, Any], Origin]:
     """Lay the layers over each other; also return which layer each (section, key) is from.
 
     Of two settings that decide the same, the one that was given last is kept: a --batch-size takes
@@ -281,25 +281,25 @@ _ANCHORS: dict[tuple[str, str], Callable[[Any, Path], Any]] = {
 }
 
 
-def _names_spec(layer: _Layer) -> bool:
+def _names_spec(layer: _Origin) -> bool:
     table = layer.values.get("dataset")
     return isinstance(table, dict) and ("spec" in table or _toml(layer, "dataset") is not None)
 
 
-def _toml(layer: _Layer, section: str) -> Path | None:
+def _toml(layer: _Origin, section: str) -> Path | None:
     """Return the path of a section, if it ends in .toml."""
     table = layer.values.get(section)
     path = table.get("path") if isinstance(table, dict) else None
     return path if isinstance(path, Path) and path.suffix.lower() == ".toml" else None
 
 
-def _with_dataset_spec(layer: _Layer, problems: list[SpecError]) -> list[_Layer]:
+def _with_dataset_spec(layer: _Origin, problems: list[SpecError]) -> list[_Origin]:
     """Put the dataset spec that the layer names, if any, as a layer of its own below it."""
     if not _names_spec(layer):
         return [layer]
     table = dict(layer.values["dataset"])
     spec = table.pop("spec") if "spec" in table else table.pop("path")
-    rest = _Layer(layer.source, layer.values | {"dataset": table})
+    rest = _Origin(layer.source, layer.values | {"dataset": table})
     if not isinstance(spec, Path):
         where, remedy = layer.place(("dataset", "spec")), "Accepted: the path of a TOML file."
         problems.append(SpecError(f"found {short_repr(spec)}", where=where, remedy=remedy))
@@ -309,7 +309,7 @@ def _with_dataset_spec(layer: _Layer, problems: list[SpecError]) -> list[_Layer]
         problems.append(_run_file(spec))
         return [rest]
     contents = _with_absolute_paths({"dataset": values}, spec.parent)
-    return [_Layer(str(spec), contents, flat=True), rest]
+    return [_Origin(str(spec), contents, flat=True), rest]
 
 
 def _run_file(path: Path) -> SpecError:

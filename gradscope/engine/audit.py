@@ -141,10 +141,10 @@ class Auditor:
 def is_chosen(ordinal: int, seed: int) -> bool:
     """Whether a batch is proved whole in any case: the first, and one of each 64 after 64."""
     window, place = divmod(ordinal, WINDOW)
-    return ordinal == 0 or (window > 0 and drawn(seed, window) % WINDOW == place)
+    return ordinal == 0 or (window > 0 and derive_seed(seed, window) % WINDOW == place)
 
 
-def drawn(*words: int) -> int:
+def derive_seed(*words: int) -> int:
     """Return a random number that is the same for the same words."""
     digest = hashlib.sha256(" ".join(map(str, words)).encode()).digest()
     return int.from_bytes(digest[:7], "little")

@@ -582,7 +582,9 @@ def _require_scaled(answer: Answer, check: LargestError) -> None:
     with _Hooks() as hooks:
         losses = problem.losses(batch)
     hooked = hooks.registered or any(p._backward_hooks for p in problem.parameters.values())
-    if hooked or any(internals.found(node, "scale_grad_by_freq") for node in _nodes(losses)):
+    if hooked or any(
+        internals.saved_attribute(node, "scale_grad_by_freq") for node in _nodes(losses)
+    ):
         return
     raise CoupledSamplesError(
         f"the gradient of the batch by parameter {check.parameter!r} is not the sum of its "

@@ -17,7 +17,7 @@ from gradscope.engine.session import Session
 from gradscope.errors import CertificateError, DatasetError, NonFiniteError, SpecError
 from gradscope.model.problem import Problem
 from gradscope.stages.chain import Chain, reducer_of
-from gradscope.stages.labels import Expanded, chosen, over_labels, samples
+from gradscope.stages.labels import LabelledBatch, chosen, over_labels, samples
 from gradscope.stages.reducers.accumulator import Accumulator, depends_on_split
 from gradscope.stages.reducers.base import State, carried_state
 from gradscope.stages.transforms.base import NeedsProblem
@@ -90,7 +90,7 @@ def _after(
     return _started(chains, {} if skipped else evaluation.states, *kept), skipped
 
 
-def settled(
+def prepare_chains(
     session: Session,
     chains: Sequence[Chain],
     batches: Callable[[], Iterable[Batch]],
@@ -178,7 +178,7 @@ def usable(session: Session, batch: Batch, evaluation: Evaluation) -> Usable | N
     """Return what chains reduce of a batch: the samples with a finite gradient, or None."""
     labelled, asked = session.labels.of(batch), session.settings.nonfinite
     gradients = evaluation.gradients
-    if isinstance(labelled, Expanded):
+    if isinstance(labelled, LabelledBatch):
         gradients = gradients.weighted(labelled.weights)
     if asked == "keep":
         return gradients, session.problem, labelled
@@ -195,7 +195,7 @@ def usable(session: Session, batch: Batch, evaluation: Evaluation) -> Usable | N
     if not bool(finite.any()):
         return None
     kept, part = gradients.select(finite), chosen(labelled, finite.cpu())
-    if isinstance(part, Expanded):
+    if isinstance(part, LabelledBatch):
         kept = kept.weighted(part.weights)
     return kept, session.problem, part
 

@@ -23,7 +23,7 @@ from gradscope.blocks import Evaluation, Gradients, Tuner
 from gradscope.core.batch import Batch, Tokens, is_empty, require_counted, tensors
 from gradscope.core.precision import double
 from gradscope.core.registry import suggestion
-from gradscope.engine.audit import Auditor, AuditPlan, drawn
+from gradscope.engine.audit import Auditor, AuditPlan, derive_seed
 from gradscope.engine.certificate import Answer, Certificate, certify, prove, prove_samples
 from gradscope.engine.sharded import ShardedEvaluator
 from gradscope.engine.zeros import zero_notes
@@ -55,7 +55,7 @@ Randomness = Literal["refuse", "fixed"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class SessionSettings:
     """What a session is asked to do; each field is described at `gradscope.Scope`.
 
     Raises:
@@ -139,7 +139,7 @@ class Session:
     """
 
     def __init__(
-        self, model: nn.Module, loss: str | Callable[..., Tensor], settings: Settings
+        self, model: nn.Module, loss: str | Callable[..., Tensor], settings: SessionSettings
     ) -> None:
         require_module(model)
         self.settings, self.backend = settings, settings.backend
@@ -394,7 +394,7 @@ class Session:
         due = self._due or self._wary or asked.verify == "always"
         if asked.verify == "never" or not due:
             return self._evaluate(batch, request)
-        bound, seed = self._evaluate, drawn(asked.seed, 0)
+        bound, seed = self._evaluate, derive_seed(asked.seed, 0)
 
         def evaluate(batch: Batch, own: Request = ROWS, /) -> Evaluation:
             return bound(batch, replace(own, factors=request.factors))
@@ -463,7 +463,7 @@ class Session:
                     batch,
                     uncompiled,
                     own_loss=self.settings.own_loss,
-                    seed=drawn(self.settings.seed, number),
+                    seed=derive_seed(self.settings.seed, number),
                     alone=plan.alone,
                     trains=self._trains,
                 )

@@ -18,7 +18,7 @@ from gradscope.backends.base import ROWS, Evaluate, Request, backends
 from gradscope.blocks import Evaluation, Gradients, unmeasured
 from gradscope.core.batch import Batch
 from gradscope.core.precision import products
-from gradscope.engine.audit import Auditor, AuditPlan, drawn
+from gradscope.engine.audit import Auditor, AuditPlan, derive_seed
 from gradscope.engine.certificate import (
     Answer,
     Certificate,
@@ -151,7 +151,7 @@ class ShardedEvaluator:
         with unmeasured(), other_random_numbers():
             if self.verify != "never" and (self._due or self.verify == "always"):
                 self._find_precision(batch)
-                seed = drawn(self.auditor.seed, 0)
+                seed = derive_seed(self.auditor.seed, 0)
                 proof = prove(replace(answer, seed=seed, alone=_ALONE))
                 lost = n - int(finite_samples(found)[:n].sum())
                 proof = replace(proof, samples=n, nonfinite=lost)
@@ -163,7 +163,7 @@ class ShardedEvaluator:
             new = self.verify == "first" and proof is None and found.new
             whole = self.sharding.any((audits and plan.whole) or new)
             alone = not whole and self.sharding.any(audits and plan.alone > 0)
-            answer = replace(answer, seed=drawn(self.auditor.seed, number or 0))
+            answer = replace(answer, seed=derive_seed(self.auditor.seed, number or 0))
             if whole:
                 proof = prove(answer, after=self.certificate)
             elif alone:

@@ -30,7 +30,7 @@ from gradscope.stats.sections import (
 )
 
 if TYPE_CHECKING:
-    from gradscope.blocks.variants import Chosen
+    from gradscope.blocks import ChosenVariant
     from gradscope.comparison import BackendRow, Comparison
     from gradscope.run import DiskSpace, Estimate, Inspection, MergeReport, RunReport
     from gradscope.storage import Exported
@@ -102,7 +102,7 @@ def _print_wrapped(text: str, console: Console) -> None:
     console.print(Padding(safe, (0, 0, 0, 2)))
 
 
-def _render_kernels(choices: Sequence["Chosen"], console: Console) -> None:
+def _render_kernels(choices: Sequence["ChosenVariant"], console: Console) -> None:
     """Print a row a request: the kernel that was chosen, its time, and those of the others."""
     if not choices:
         return

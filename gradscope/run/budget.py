@@ -28,7 +28,7 @@ from gradscope.blocks import unmeasured
 from gradscope.config import memory_text, parse_memory
 from gradscope.core.batch import Batch
 from gradscope.core.texts import count
-from gradscope.engine.fold import settled
+from gradscope.engine.fold import prepare_chains
 from gradscope.engine.session import Verify
 from gradscope.errors import ModelError, SpecError
 from gradscope.model.independence import require_independent, require_unaffected
@@ -45,7 +45,7 @@ from gradscope.run.execute import Run
 from gradscope.run.job import Job, max_dense_samples
 from gradscope.run.overlap import BatchSize
 from gradscope.stages.reducers.base import carried_bytes
-from gradscope.storage import KEEP_BYTES, PART_BYTES, Rows, Scratch, States
+from gradscope.storage import KEEP_BYTES, PART_BYTES, FinishedBatch, Scratch, States
 
 _LARGEST = 4096  # larger batches gain nothing
 _BUSY = 2**28  # nor, on a processor, such whose graph has more bytes a thread,
@@ -200,7 +200,7 @@ class Sizes:
                 n = 1 if one.tokens is None else min(2, len(one.rows))  # do positions meet?
                 sample = one.load(0, n)
                 graph = recorded(one.session.problem, one.session.labels.of(sample))
-                chains = settled(one.session, one.chains, lambda: [sample])
+                chains = prepare_chains(one.session, one.chains, lambda: [sample])
                 rows, states = Run(one, chains, Path(), NullWriter(), BatchSize(n)).reduced(
                     sample, left=n
                 )
@@ -356,7 +356,9 @@ class NullWriter:
         self._kept: Any = None
         self._scratch = Scratch()
 
-    def append(self, rows: Rows, states: States | None = None, *, proved: bool = False) -> None:
+    def append(
+        self, rows: FinishedBatch, states: States | None = None, *, proved: bool = False
+    ) -> None:
         """Release the last rows and make these dense, a part at a time.
 
         States are copied where a writer copies them.
@@ -388,7 +390,7 @@ def rehearse(job: Job, n: int) -> bool:
     job.session.close()  # so that the first batch is proved, as a run's is
     size = BatchSize(n)
     batches = [job.load(0, n) for _ in range(2)]  # while one is computed, the next is loaded
-    chains = settled(job.session, job.chains, lambda: batches[:1])
+    chains = prepare_chains(job.session, job.chains, lambda: batches[:1])
     run = Run(job, chains, Path(), NullWriter(), size)
     for done, batch in zip((0, len(job.rows) - n), batches, strict=True):
         run.done = done  # the first batch is proved, the last one audited

@@ -45,7 +45,7 @@ from gradscope.stages.labels import mean_loss, mean_norm
 from gradscope.stages.reducers.accumulator import Accumulator
 from gradscope.stages.reducers.base import State
 from gradscope.stats import parameter_rows, require_consistent
-from gradscope.storage import GradientFile, Rows, open_file, writing
+from gradscope.storage import FinishedBatch, GradientFile, open_file, writing
 
 PROGRESS = "progress"  # beside the reducers' states of an unfinished file: see `Progress`
 ALIKE = {
@@ -242,14 +242,14 @@ class Run:
         self.done += n
         return n
 
-    def reduced(self, batch: Batch, left: int) -> tuple[Rows, dict[str, State]]:
+    def reduced(self, batch: Batch, left: int) -> tuple[FinishedBatch, dict[str, State]]:
         """Compute a batch; return its rows and, by owner, its states.
 
         Args:
             batch: Any samples.
             left: How many there are to come, these included.
         """
-        made: list[tuple[Rows, State]] = []
+        made: list[tuple[FinishedBatch, State]] = []
 
         def sink(batch: Batch, evaluation: Evaluation) -> None:
             rows = rows_of(self.job, self.chains, batch, evaluation)
@@ -290,7 +290,7 @@ class Run:
         """The states of reducers over all batches so far, by number and owner."""
         return self.total.states
 
-    def _overflowed(self, rows: Rows) -> State:
+    def _overflowed(self, rows: FinishedBatch) -> State:
         """Return, by chain, how many numbers of rows a stage has made infinite or NaN."""
         found: State = {}
         for k, (chain, made) in enumerate(zip(self.chains, rows.chains, strict=True)):
@@ -345,7 +345,9 @@ def batches(job: Job, size: BatchSize, done: int = 0) -> Iterator[Batch]:
     return prefetch(loaded(), job.session.problem.device)
 
 
-def rows_of(job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluation) -> Rows:
+def rows_of(
+    job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluation
+) -> FinishedBatch:
     """Return what is stored of a batch, not computed where a block can do it later."""
     gradients, shown = evaluation.gradients, job.session.labels.of(batch)
     rows = (
@@ -355,7 +357,7 @@ def rows_of(job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluat
     norms = {
         name: mean_norm(value.sqrt(), shown) for name, value in gradients.squared_norms.items()
     }
-    return Rows(samples_of(job, batch, evaluation), norms, tuple(rows))
+    return FinishedBatch(samples_of(job, batch, evaluation), norms, tuple(rows))
 
 
 def samples_of(job: Job, batch: Batch, evaluation: Evaluation) -> dict[str, Tensor]:
@@ -394,7 +396,7 @@ def keeps_states(job: Job, size: int) -> bool:
     return job.shard is not None or (job.spec.compute.layout == "dense" and size <= _SMALL_STATES)
 
 
-def first_of(rows: Rows) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def first_of(rows: FinishedBatch) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return losses and norms of a few samples of a run's first batch."""
     losses, norms = (rows.samples[k][:_FEW].tolist() for k in ("loss", "norm"))
     return tuple(losses), tuple(norms)

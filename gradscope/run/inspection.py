@@ -15,13 +15,13 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Chosen, Evaluation
+from gradscope.blocks import ChosenVariant, Evaluation
 from gradscope.config import memory_text
 from gradscope.core.batch import Batch
 from gradscope.core.precision import dtype_name
 from gradscope.engine.certificate import finite_samples
 from gradscope.engine.chains import bind
-from gradscope.engine.fold import settled, usable
+from gradscope.engine.fold import prepare_chains, usable
 from gradscope.errors import OutputError
 from gradscope.model.problem import slopes
 from gradscope.process.memory import timed
@@ -103,7 +103,7 @@ class Estimate:
     room: DiskSpace  # on the disk; and seconds, from the second evaluation of the first batch
     memory: int | None  # bytes at the peak, above the loaded model and data; None if unknown
     available: int | None  # bytes that there are for it; None if unknown
-    ways: tuple[Chosen, ...]  # kernel variants
+    ways: tuple[ChosenVariant, ...]  # kernel variants
     noun: str = "sample"  # what has a row: sample or token
 
     def to_json(self) -> dict[str, Any]:
@@ -277,7 +277,7 @@ def _tried(job: Job, path: Path | None, n: int) -> DiskSpace:
         return [batch]
 
     left = -(-len(job.rows) // n)
-    chains = settled(job.session, job.chains, once_more, left)
+    chains = prepare_chains(job.session, job.chains, once_more, left)
     job.session.evaluate(batch, job.request(left))
     begun = time.perf_counter()
     evaluation = job.session.evaluate(batch, job.request(left))

@@ -32,7 +32,7 @@ from gradscope.core.grammar import parse
 from gradscope.core.precision import cast, dtype_name
 from gradscope.engine.chains import bind
 from gradscope.engine.fold import request_of
-from gradscope.engine.session import Session, Settings
+from gradscope.engine.session import Session, SessionSettings
 from gradscope.errors import RefusedError, SpecError
 from gradscope.model.locate import first_line
 from gradscope.model.problem import Loss, Problem, is_model_loss
@@ -259,10 +259,12 @@ def prepare(spec: RunSpec) -> Job:
     if not is_model_loss(loss):  # which calls the model itself
         require_order(loaded.model, spec.dataset.inputs)
     whole = dataset.rows(asked.samples)
-    settings = asked.model_dump(mode="json", include={field.name for field in fields(Settings)})
+    settings = asked.model_dump(
+        mode="json", include={field.name for field in fields(SessionSettings)}
+    )
     if asked.rows == "token":
         settings["predictions"] = False  # there is one of each sample
-    session = Session(model, loss, Settings(**settings))
+    session = Session(model, loss, SessionSettings(**settings))
     tokens = None
     if asked.rows == "token":
         tokens = TokenRows.of(session, partial(read, dataset, session.problem), whole)

@@ -25,7 +25,7 @@ from gradscope.config import ComputeSpec, RunSpec, parse_compression
 from gradscope.core.grammar import Stage, parse
 from gradscope.core.precision import dtype_name
 from gradscope.core.texts import unequal
-from gradscope.engine.audit import drawn
+from gradscope.engine.audit import derive_seed
 from gradscope.engine.chains import bind
 from gradscope.errors import RefusedError, ResultFileError, SpecError
 from gradscope.run.execute import ALIKE, rows_of
@@ -277,7 +277,7 @@ class _Stored:
 
 def _looked_at(part: PartialFile) -> list[_Stored]:
     """Return what a file says of a few samples; refuse one whose numbers contradict each other."""
-    seed = drawn(part.start)
+    seed = derive_seed(part.start)
     with open_file(part.path) as file:
         require_consistent(file, seed)
         rows = spot_check_rows(file, seed)

@@ -23,7 +23,7 @@ from gradscope.errors import OutputError, RefusedError
 from gradscope.model.locate import first_line
 from gradscope.process.memory import accelerator_module, release_freed_memory
 from gradscope.process.shortage import is_shortage, thread_pool
-from gradscope.storage import Rows, States, Writer, deferred
+from gradscope.storage import FinishedBatch, States, Writer, deferred
 
 T = TypeVar("T")
 
@@ -108,7 +108,9 @@ class RowWriter(Protocol):
     def completed(self) -> int:
         """The number of rows written so far."""
 
-    def append(self, rows: Rows, states: States | None = None, *, proved: bool = False) -> None:
+    def append(
+        self, rows: FinishedBatch, states: States | None = None, *, proved: bool = False
+    ) -> None:
         """Take one batch and the reducers' states after it; `go_back` goes to one `proved`."""
 
     def wait(self) -> None:
@@ -139,7 +141,9 @@ class BackgroundWriter:
         """The number of rows in the file by now."""
         return self._writer.completed
 
-    def append(self, rows: Rows, states: States | None = None, *, proved: bool = False) -> None:
+    def append(
+        self, rows: FinishedBatch, states: States | None = None, *, proved: bool = False
+    ) -> None:
         """Wait for the batch before, and begin to write this one; `go_back` goes to one `proved`.
 
         Its rows may be made dense only now; the reducers' states do not change until it is written.
@@ -168,7 +172,7 @@ class BackgroundWriter:
         if kind is None:
             self.wait()
 
-    def _write(self, rows: Rows, states: States | None, mark: Any, proved: bool) -> None:
+    def _write(self, rows: FinishedBatch, states: States | None, mark: Any, proved: bool) -> None:
         with torch.no_grad(), self._stream.entered(mark):  # grad mode is a thread's own
             taken = rows if self._pinned is None else dense_on_host(rows, self._pinned)
             self._writer.append(taken, states, proved=proved)
@@ -283,7 +287,7 @@ class HostBlock(DerivedBlock):
         return host
 
 
-def dense_on_host(rows: Rows, pinned: PinnedBuffers) -> Rows:
+def dense_on_host(rows: FinishedBatch, pinned: PinnedBuffers) -> FinishedBatch:
     """Return rows of which a writer takes the dense form by way of `pinned`."""
 
     def moved(gradients: Gradients | None) -> Gradients | None:

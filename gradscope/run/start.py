@@ -20,7 +20,7 @@ import torch
 from gradscope.config import function_of
 from gradscope.core.grammar import parse
 from gradscope.core.texts import unequal
-from gradscope.engine.fold import settled
+from gradscope.engine.fold import prepare_chains
 from gradscope.errors import OutputError
 from gradscope.run.budget import MemoryPlan, plan
 from gradscope.run.execute import (
@@ -71,7 +71,7 @@ def start(
             ) as background,
         ):
             chains = size.fitting(
-                lambda n: settled(job.session, job.chains, lambda: batches(job, size), left),
+                lambda n: prepare_chains(job.session, job.chains, lambda: batches(job, size), left),
                 len(job.rows),
             )
             progress = replace(before, batch_size=size.samples)

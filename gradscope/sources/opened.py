@@ -31,7 +31,7 @@ Content = NDArray[Any] | str | dict[str, float]  # pixels (h, w) or (h, w, 3), a
 
 
 @dataclass(frozen=True)
-class Opened:
+class ShownData:
     """The data of a run, to be looked at."""
 
     dataset: Dataset | None
@@ -48,7 +48,7 @@ class Opened:
         run: Mapping[str, Any],
         samples: Mapping[str, NDArray[Any]] | None = None,
         most: int | None = None,
-    ) -> "Opened":
+    ) -> "ShownData":
         """Open the data set of a run as a file records it, with its spec and its digests.
 
         Args:
@@ -80,7 +80,7 @@ class Opened:
         return cls(None, "" if kept else why, spec=spec, kept=kept)
 
     @classmethod
-    def made(cls, dataset: Dataset) -> "Opened":
+    def made(cls, dataset: Dataset) -> "ShownData":
         """Return the samples of a data set that is open."""
         texts = {name: words(dataset.spec, name) for name in dataset.spec.arrays}
         known = {k: v for k, v in texts.items() if v is not None}
@@ -138,7 +138,7 @@ class Previews:
     """
 
     def __init__(self, dataset: Dataset, most: int, first: int) -> None:
-        self._opened, self._most = Opened.made(dataset), most
+        self._opened, self._most = ShownData.made(dataset), most
         (content,) = self._opened.contents([first])
         self.record: dict[str, Any] = {"kind": "text"}
         if isinstance(content, np.ndarray):

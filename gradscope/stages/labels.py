@@ -51,7 +51,7 @@ class PositionWeights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Expanded(Batch):
+class LabelledBatch(Batch):
     """Each sample once a class, the classes of a sample next to each other."""
 
     # (samples, c), the probabilities of the classes; if they are split, the weights of what is
@@ -117,8 +117,12 @@ class Labels:
     def _of_same_positions(self, start: Callable[[Gradients], State], rows: Gradients) -> State:
         """Start `kfac`, or refuse rows of a sample that are from different positions of it."""
         labelled = None if self._last is None else self._last[1]
-        split = labelled.split if isinstance(labelled, Expanded) else None
-        if split is not None and isinstance(labelled, Expanded) and labelled.weights.shape[1] > 1:
+        split = labelled.split if isinstance(labelled, LabelledBatch) else None
+        if (
+            split is not None
+            and isinstance(labelled, LabelledBatch)
+            and labelled.weights.shape[1] > 1
+        ):
             raise SpecError(
                 f"{split.labels}, and Kronecker factors with exact labels need one position a "
                 "sample",
@@ -180,9 +184,9 @@ class Labels:
         every = every.reshape(n * classes, *places)
         targets = found.targets(every, many_labels.targets, options(loss))
         weights = p.reshape(n, classes).to(outputs.device)
-        return Expanded(many_labels.inputs, targets, many_labels.index, weights)
+        return LabelledBatch(many_labels.inputs, targets, many_labels.index, weights)
 
-    def _split(self, batch: Batch, rows: positions.LabelRows, labels: str) -> Expanded:
+    def _split(self, batch: Batch, rows: positions.LabelRows, labels: str) -> LabelledBatch:
         """Return the batch once a row of each sample."""
         self.note = (
             f"labels exact: {labels}; what is linear or quadratic in the gradient has its "
@@ -192,7 +196,7 @@ class Labels:
         n, r = rows.squares.shape
         many = batch.select(torch.arange(n).repeat_interleave(r))
         split = PositionWeights(rows.linear, rows.losses, labels)
-        return Expanded(many.inputs, rows.targets, many.index, rows.squares, split)
+        return LabelledBatch(many.inputs, rows.targets, many.index, rows.squares, split)
 
 
 def require(mode: Mode, loss: Loss, chains: Iterable[Chain] = ()) -> None:
@@ -214,7 +218,7 @@ def require(mode: Mode, loss: Loss, chains: Iterable[Chain] = ()) -> None:
 
 def mean_loss(losses: Tensor, batch: Batch) -> Tensor:
     """Return the expectation (samples,) of losses (n,) over a batch's labels."""
-    if not isinstance(batch, Expanded):
+    if not isinstance(batch, LabelledBatch):
         return losses
     return _weighted(losses, batch.weights if batch.split is None else batch.split.losses)
 
@@ -224,7 +228,7 @@ def mean_norm(norms: Tensor, batch: Batch) -> Tensor:
 
     Where the rows are positions of labels it is √E‖g‖², which they tell.
     """
-    if not isinstance(batch, Expanded):
+    if not isinstance(batch, LabelledBatch):
         return norms
     if batch.split is not None:
         return _weighted(norms.square(), batch.weights).sqrt()
@@ -237,12 +241,12 @@ def _weighted(values: Tensor, weights: Tensor) -> Tensor:
 
 def samples(batch: Batch) -> int:
     """Return how many samples a batch has, however many labels each of them has."""
-    return len(batch.weights) if isinstance(batch, Expanded) else len(batch)
+    return len(batch.weights) if isinstance(batch, LabelledBatch) else len(batch)
 
 
 def over_labels(mask: Tensor, batch: Batch) -> Tensor:
     """Return the mask (n·c,) of a batch, false for every label of a sample where one is false."""
-    if not isinstance(batch, Expanded):
+    if not isinstance(batch, LabelledBatch):
         return mask
     classes = batch.weights.shape[1]
     return mask.reshape(-1, classes).all(1).repeat_interleave(classes)
@@ -251,13 +255,13 @@ def over_labels(mask: Tensor, batch: Batch) -> Tensor:
 def chosen(batch: Batch, mask: Tensor) -> Batch:
     """Return the samples of a mask (n,) that keeps the labels of a sample together."""
     part = batch.select(mask)
-    if not isinstance(batch, Expanded):
+    if not isinstance(batch, LabelledBatch):
         return part
     kept = mask.reshape(-1, batch.weights.shape[1])[:, 0].to(batch.weights.device)
     split = batch.split
     if split is not None:
         split = PositionWeights(split.linear[kept], split.losses[kept], split.labels)
-    return Expanded(part.inputs, part.targets, part.index, batch.weights[kept], split)
+    return LabelledBatch(part.inputs, part.targets, part.index, batch.weights[kept], split)
 
 
 def _predictive(loss: Loss) -> Predictive | Gaussian | None:
@@ -311,7 +315,7 @@ def _generators(index: Tensor, seed: int) -> Iterator[np.random.Generator]:
 
 
 def _expectation(text: str, degree: int | None, problem: Problem, batch: Batch) -> Transform:
-    assert isinstance(batch, Expanded)
+    assert isinstance(batch, LabelledBatch)
     weights, split = batch.weights, batch.split
     if split is not None:
         if degree is None:

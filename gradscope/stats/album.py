@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gradscope.sources.opened import Content, Opened
+from gradscope.sources.opened import Content, ShownData
 from gradscope.stats.records import Plain
 from gradscope.stats.sections import Card, Displayable, Overview, Pixels, Section, short, value_text
 
@@ -31,7 +31,7 @@ def sample_name(row: NamedSample) -> str:
     return str(row.index if row.id is None else row.id)
 
 
-def target_text(opened: Opened, target: Any) -> str:
+def target_text(opened: ShownData, target: Any) -> str:
     """Return a target, with the name that the data have for its class."""
     name = opened.class_name(target)
     return value_text(target) if name is None else f"{name} ({target})"
@@ -45,7 +45,9 @@ class Album:
         contents: A picture, a text or a row of numbers, by data set and index, where known.
     """
 
-    def __init__(self, datasets: Mapping[str, Opened], wanted: Mapping[str, Sequence[int]]) -> None:
+    def __init__(
+        self, datasets: Mapping[str, ShownData], wanted: Mapping[str, Sequence[int]]
+    ) -> None:
         self.datasets = datasets
         keys = [(name, k) for name, indexes in wanted.items() for k in indexes]
         found = [c for name, some in wanted.items() for c in datasets[name].contents(some)]
@@ -92,7 +94,7 @@ def scaled(contents: Sequence[Content | None]) -> list[Content | None]:
     return [in_bytes(c) if isinstance(c, np.ndarray) else c for c in contents]
 
 
-def with_samples(result: Displayable, opened: Opened) -> Overview:
+def with_samples(result: Displayable, opened: ShownData) -> Overview:
     """Return the overview of a result with a card for each sample that it lists.
 
     Rows of numbers are left out: they are no easier to see than the file.

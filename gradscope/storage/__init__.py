@@ -22,7 +22,7 @@ from gradscope.storage.merge import (
     open_joiner,
     require_output,
 )
-from gradscope.storage.plan import ChainPlan, FilePlan, Layout, Rows, States, differences
+from gradscope.storage.plan import ChainPlan, FilePlan, FinishedBatch, Layout, States, differences
 from gradscope.storage.read.file import (
     GradientFile,
     StoredArray,
@@ -43,11 +43,11 @@ __all__ = [
     "ChainPlan",
     "Exported",
     "FilePlan",
+    "FinishedBatch",
     "GradientFile",
     "Joiner",
     "Layout",
     "PartialFile",
-    "Rows",
     "RunFiles",
     "Scratch",
     "States",

@@ -40,7 +40,7 @@ from gradscope.storage.format.layout import (
 from gradscope.storage.format.numbers import h5_type, numpy_dtype, unescape
 from gradscope.storage.plan import FilePlan, States, differences, to_json
 from gradscope.storage.read.file import column, stored_states
-from gradscope.storage.read.opening import Opened, document, opened, opened_again
+from gradscope.storage.read.opening import OpenFile, document, open_checked, opened_again
 from gradscope.storage.write.create import Inspect, complete, lay_out
 from gradscope.storage.write.journal import LONGEST, Paths, require_not_there
 from gradscope.storage.write.region import copy_rows
@@ -97,7 +97,7 @@ def check_files(paths: Iterable[Path]) -> RunFiles:
     """Open every file, and return what they are together; refuse what is not all of one run."""
     found: RunFiles | None = None
     for path in paths:
-        with opened(path) as source, reading(str(path)):
+        with open_checked(path) as source, reading(str(path)):
             one = _parts(path, source)
         found = one if found is None else _joined(found, one)
     if found is None:
@@ -105,7 +105,7 @@ def check_files(paths: Iterable[Path]) -> RunFiles:
     return _in_order(found)
 
 
-def _parts(path: Path, source: Opened) -> RunFiles:
+def _parts(path: Path, source: OpenFile) -> RunFiles:
     """Return what one file is, as the only one of its run."""
     file = source.file
     if SOURCES in file.attrs:
@@ -345,7 +345,7 @@ class Joiner:
             self._target.flush()
         return states
 
-    def _copy(self, source: Opened, path: str, name: str, n: int) -> None:
+    def _copy(self, source: OpenFile, path: str, name: str, n: int) -> None:
         """Copy n rows of a column, or of one of its factors."""
         place = f"{path}/{name}" if name else path
         item, region = source.file[place], self._regions.by_path[place]

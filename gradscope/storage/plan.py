@@ -60,7 +60,7 @@ class FilePlan:
 
 
 @dataclass(frozen=True)
-class Rows:
+class FinishedBatch:
     """One finished batch."""
 
     # the columns of the sample table, in their order: index (position in the data set), loss, norm

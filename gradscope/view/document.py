@@ -21,7 +21,7 @@ from gradscope.attribution import Scores
 from gradscope.core.texts import visible
 from gradscope.errors import SpecError
 from gradscope.process.memory import slices
-from gradscope.sources.opened import Content, Opened
+from gradscope.sources.opened import Content, ShownData
 from gradscope.stats import Options
 from gradscope.stats.album import scaled
 from gradscope.stats.certificate import FileFacts
@@ -69,7 +69,7 @@ class View:
         self, file: GradientFile, other: GradientFile | None = None, scores: Scores | None = None
     ) -> None:
         self.file, self.other, self.scores = file, other, scores
-        self.opened = Opened.of(file.run, file.samples)
+        self.opened = ShownData.of(file.run, file.samples)
         for what, record in (("second file", self.other), ("scores", self.scores)):
             if record is not None and self.digest not in _digests(record):
                 raise SpecError(
@@ -275,7 +275,7 @@ class View:
                 ]
         used = sorted({p for lists in found.values() for one in lists for p, _ in one})
         table = scores.samples
-        side = Opened.of(scores.record.get("train") or {}, table)
+        side = ShownData.of(scores.record.get("train") or {}, table)
         known: dict[str, Any] = {
             name: packed(np.asarray(table[name][used], np.float64))
             for name in ("index", "target", "prediction")

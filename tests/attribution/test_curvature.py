@@ -10,7 +10,7 @@ from torch import Tensor
 import gradscope
 from gradscope.attribution.curvature import (
     Curvature,
-    Drift,
+    RemainingGradient,
     adam_curvature,
     diagonal_curvature,
     ekfac_curvature,
@@ -120,8 +120,8 @@ def test_the_dense_inverse(chain: str, name: str) -> None:
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_mean_gradient_far_from_zero_raises_the_damping(name: str) -> None:
     found, mean, n = aggregate(name, "ekfac"), aggregate(name, "mean"), 1000
-    assert ekfac_curvature(found, ALPHA, Drift(mean, 1)).relative == ALPHA
-    made = ekfac_curvature(found, ALPHA, Drift(mean, n))
+    assert ekfac_curvature(found, ALPHA, RemainingGradient(mean, 1)).relative == ALPHA
+    made = ekfac_curvature(found, ALPHA, RemainingGradient(mean, n))
     assert made.relative > ALPHA
     rows = Gradients({k: DenseBlock(v[None]) for k, v in mean.items()})
     step = {k: v[0] for k, v in made.apply(rows, None).items()}  # d, and so Hd = ḡ − λd

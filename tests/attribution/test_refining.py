@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 import gradscope
-from gradscope.attribution import Scoring, Settings, open_scores, opened, writing_scores
+from gradscope.attribution import (
+    AttributionSettings,
+    Scoring,
+    open_scores,
+    open_sources,
+    writing_scores,
+)
 from gradscope.errors import GradscopeError, OutputError, SpecError
 from tests.attribution.test_scoring import M, N, Place
 from tests.cli.conftest import Gradscope
@@ -72,11 +78,11 @@ def test_from_runs_and_data_and_several_checkpoints(place: Place) -> None:
 
 def test_small_tiles_and_a_selection_of_the_data_change_nothing(place: Place) -> None:
     train, query = sides(place)
-    with opened(train, query) as pairs:
-        whole = Scoring(pairs, Settings("kfac", 0.3, refine=K))
+    with open_sources(train, query) as pairs:
+        whole = Scoring(pairs, AttributionSettings("kfac", 0.3, refine=K))
         rows = dict(enumerate(scores for _, scores in whole.rows()))
         expected = whole.refining.of(slice(0, M), rows[0])  # type: ignore[union-attr]
-        little = Scoring(pairs, Settings("kfac", 0.3, memory=1, refine=K))
+        little = Scoring(pairs, AttributionSettings("kfac", 0.3, memory=1, refine=K))
         assert little.step == 1
         for part, scores in little.rows():
             found = little.refining.of(part, scores)  # type: ignore[union-attr]
@@ -107,11 +113,11 @@ def test_a_file_keeps_them_and_a_stopped_one_goes_on(place: Place) -> None:
                 (stored.harmful(q, 3), memory.harmful(q, 3)),
             ):
                 assert list(one.places) == list(another.places)
-    with opened(train, query) as pairs:
-        asked = Settings("ekfac", memory=1, refine=K)
+    with open_sources(train, query) as pairs:
+        asked = AttributionSettings("ekfac", memory=1, refine=K)
         with writing_scores(Scoring(pairs, asked), other) as writer:
             next(writer.remaining())
-        changed = Settings("ekfac", memory=1, refine=K + 1)
+        changed = AttributionSettings("ekfac", memory=1, refine=K + 1)
         with (
             pytest.raises(OutputError, match="refine"),
             writing_scores(Scoring(pairs, changed), other, resume=True),

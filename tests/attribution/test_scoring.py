@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import gradscope
-from gradscope.attribution import Scores, Scoring, Settings, opened, writing_scores
+from gradscope.attribution import AttributionSettings, Scores, Scoring, open_sources, writing_scores
 from gradscope.attribution.curvature import Moments, along, ekfac_curvature
 from gradscope.attribution.methods import Method, layers_of
 from gradscope.blocks import DenseBlock, Gradients
@@ -232,8 +232,8 @@ def test_scopes(place: Place) -> None:
 def test_tiles_change_nothing(place: Place, curvature: Any) -> None:
     train, query = place.result("train"), place.result("query")
     wanted = gradscope.attribute(train, query, curvature, LAMBDA).values
-    with opened(train, query) as pairs:
-        scoring = Scoring(pairs, Settings(curvature, LAMBDA, memory=2500))
+    with open_sources(train, query) as pairs:
+        scoring = Scoring(pairs, AttributionSettings(curvature, LAMBDA, memory=2500))
         assert 1 <= scoring.step < M
         found = torch.cat([rows for _, rows in scoring.rows()])
     close(found, wanted)
@@ -293,11 +293,11 @@ def test_what_a_file_keeps_and_ranks(place: Place) -> None:
 def test_a_stopped_attribution_goes_on_and_gives_the_same_bytes(place: Place) -> None:
     train, query = place.result("train"), place.result("query")
     paths = [place.folder / f"{name}.h5" for name in ("once", "twice")]
-    asked = Settings("fisher", LAMBDA, memory=3000)
+    asked = AttributionSettings("fisher", LAMBDA, memory=3000)
 
     def scored(path: Path, stop_after: int, *, resume: bool = False) -> None:
         with (
-            opened(train, query) as pairs,
+            open_sources(train, query) as pairs,
             writing_scores(Scoring(pairs, asked), path, resume=resume) as writer,
         ):
             for k, _ in enumerate(writer.remaining(), 1):
@@ -317,8 +317,8 @@ def test_going_on_with_tiles_of_another_size_gives_the_same_scores(place: Place)
     paths = [place.folder / f"{name}.h5" for name in ("once", "twice")]
 
     def scored(path: Path, memory: int | None, *, stop: bool = False, resume: bool = False) -> int:
-        asked = Settings("fisher", LAMBDA, memory=memory)
-        with opened(train, query) as pairs:
+        asked = AttributionSettings("fisher", LAMBDA, memory=memory)
+        with open_sources(train, query) as pairs:
             scoring = Scoring(pairs, asked)
             with writing_scores(scoring, path, resume=resume) as writer:
                 for _ in writer.remaining():

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from scipy import stats
 
 import gradscope
-from gradscope.attribution import Asked, Validating, Validation, validate
+from gradscope.attribution import Validation, ValidationRun, ValidationSettings, validate
 from gradscope.attribution.retraining import subset
 from gradscope.errors import GradscopeError, ModelError, NonFiniteError, OutputError, SpecError
 from tests.cli.conftest import Gradscope
@@ -127,8 +127,8 @@ def ridge(tmp_path: Path) -> Ridge:
     return Ridge(tmp_path)
 
 
-def asked(**more: Any) -> Asked:
-    return Asked(**{"retrainings": 12, **more})
+def asked(**more: Any) -> ValidationSettings:
+    return ValidationSettings(**{"retrainings": 12, **more})
 
 
 def test_it_is_the_rank_correlation_with_models_that_numpy_has_trained(ridge: Ridge) -> None:
@@ -202,7 +202,7 @@ def test_workers_share_the_work_and_find_the_same(
     assert len(processes) == 2 and str(os.getpid()) not in processes
     files = ridge.files()
     monkeypatch.delenv("TOGETHER")
-    alone = Validating(ridge.scores, ridge.fit, asked(), overwrite=True)
+    alone = ValidationRun(ridge.scores, ridge.fit, asked(), overwrite=True)
     assert len(list(alone.remaining())) == 12
     assert (alone.finish(), ridge.files()) == (together, files)
 
@@ -254,7 +254,7 @@ def test_a_killed_process_loses_its_current_training_only(
     assert not list((ridge.kept).glob("*.part"))
     kept, work = (
         ridge.files(),
-        Validating(ridge.scores, ridge.fit, asked(retrainings=8), overwrite=True),
+        ValidationRun(ridge.scores, ridge.fit, asked(retrainings=8), overwrite=True),
     )
     assert len(list(work.remaining())) == 8
     assert (work.finish(), ridge.files()) == (again, kept)
@@ -327,15 +327,15 @@ def test_other_scores_of_the_same_samples_take_the_retrainings_that_are_there(
     run, query = ridge.folder / "run.toml", ridge.folder / "query.npz"
     gradscope.attribute(run, query, "identity", output=other).close()
     folder = ridge.kept
-    work = Validating(other, ridge.fit, asked(), folder)
+    work = ValidationRun(other, ridge.fit, asked(), folder)
     assert len(list(work.remaining())) == len(ridge.calls) == 12
     assert work.finish().rows[1:] == first.rows[1:]
     np.savez(query, inputs=ridge.data["query"][0][:4], targets=ridge.data["query"][1][:4])
     gradscope.attribute(run, query, output=ridge.folder / "few.h5").close()
     with pytest.raises(OutputError, match=r"queries\.count is 6 there, 4 here"):
-        Validating(ridge.folder / "few.h5", ridge.fit, asked(), folder)
+        ValidationRun(ridge.folder / "few.h5", ridge.fit, asked(), folder)
     with pytest.raises(GradscopeError, match="the queries are other samples"):
-        Validating(ridge.scores, ridge.fit, asked())
+        ValidationRun(ridge.scores, ridge.fit, asked())
 
 
 def test_scores_of_models_in_memory_are_refused(ridge: Ridge) -> None:
@@ -358,11 +358,11 @@ def test_nothing_of_others_is_overwritten(ridge: Ridge) -> None:
             (mine / "plan.json").write_bytes(content)
         for overwrite in (False, True):
             with pytest.raises(OutputError, match="something else than retrainings"):
-                Validating(ridge.scores, ridge.fit, asked(), mine, overwrite=overwrite)
+                ValidationRun(ridge.scores, ridge.fit, asked(), mine, overwrite=overwrite)
     assert {path.name for path in mine.iterdir()} == {"subset-0000.npy", "weights.npy", "plan.json"}
     first = validate(ridge.scores, ridge.fit, asked(removal=2))
     (ridge.kept / "notes.txt").write_text("mine")
-    Validating(ridge.scores, ridge.fit, asked(seed=1), overwrite=True)
+    ValidationRun(ridge.scores, ridge.fit, asked(seed=1), overwrite=True)
     assert sorted(ridge.files()) == ["notes.txt", "plan.json"]
     again = validate(ridge.scores, ridge.fit, asked(seed=1), folder=ridge.kept)
     assert again.rows != first.rows

@@ -275,9 +275,9 @@ def test_texts_are_those_of_the_data(browser: Browser, files: dict[str, Path]) -
     page.locator("#list .card").first.click()
     page.wait_for_selector("#sample[open]")
     index = int(page.get_attribute("#sample", "data-index") or -1)
-    from gradscope.sources.opened import Opened
+    from gradscope.sources.opened import ShownData
 
-    content = Opened.of(run).contents([index])[0]
+    content = ShownData.of(run).contents([index])[0]
     assert isinstance(content, str)
     assert page.inner_text("#sample .excerpt").strip() == content.strip()
     assert page.locator("#sample ul[data-side=aligned] .card").count() == 6

@@ -13,7 +13,7 @@ from rich.console import Console
 import gradscope
 from gradscope.report import render, write_html
 from gradscope.run import compute, prepare
-from gradscope.sources.opened import Opened
+from gradscope.sources.opened import ShownData
 from gradscope.stats import summarize
 from gradscope.stats.album import with_samples
 from tests.attribution.test_looking import project
@@ -31,7 +31,7 @@ def result(folder: Path, values: np.ndarray, **dataset: Any) -> Path:
 
 def screen(path: Path, *, full: bool = False, **options: Any) -> str:
     with gradscope.open(path) as file:
-        shown = with_samples(summarize(file), Opened.of(file.run))
+        shown = with_samples(summarize(file), ShownData.of(file.run))
     out = io.StringIO()
     render(shown, Console(file=out, **{"width": 80, **options}), full=full)
     return out.getvalue()
@@ -95,7 +95,7 @@ def test_texts_stand_below_what_is_known_of_them(tmp_path: Path) -> None:
 def test_a_page_shows_the_samples_before_the_numbers(tmp_path: Path) -> None:
     path = result(tmp_path, np.random.default_rng(0).normal(size=(30, 8, 8)).astype(np.float32))
     with gradscope.open(path) as file:
-        write_html(with_samples(summarize(file), Opened.of(file.run)), tmp_path / "out.html")
+        write_html(with_samples(summarize(file), ShownData.of(file.run)), tmp_path / "out.html")
     titles = re.findall("<h2>([^<]*)</h2>", (tmp_path / "out.html").read_text("utf-8"))
     assert titles[:4] == ["Run", "In short", *titles[2:4]]
     assert all(title.startswith("Samples with the largest") for title in titles[2:4])

@@ -28,7 +28,7 @@ from gradscope.run.overlap import (
     prefetch,
     to_device,
 )
-from gradscope.storage import Rows
+from gradscope.storage import FinishedBatch
 from tests.run.test_pipeline import SAMPLES as MODELS
 from tests.run.test_pipeline import contents
 
@@ -40,10 +40,10 @@ def batch(k: int) -> Batch:
     return Batch.of(torch.full((2, 1), float(k)))
 
 
-def rows(k: int, n: int = 2) -> Rows:
+def rows(k: int, n: int = 2) -> FinishedBatch:
     ones = torch.ones(n)
     index = torch.full((n,), k)
-    return Rows({"index": index, "loss": ones, "norm": ones, "finite": ones.bool()})
+    return FinishedBatch({"index": index, "loss": ones, "norm": ones, "finite": ones.bool()})
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ class Recorder:
     def completed(self) -> int:
         return len(self.seen)
 
-    def append(self, rows: Rows, states: Any = None, *, proved: bool = False) -> None:
+    def append(self, rows: FinishedBatch, states: Any = None, *, proved: bool = False) -> None:
         assert self.user.acquire(blocking=False), "two at a time"
         k = int(rows.samples["index"][0])
         self.begun.append(k)

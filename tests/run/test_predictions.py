@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import gradscope
 from gradscope.config import RunSpec, resolve
 from gradscope.core.batch import Batch
-from gradscope.engine.session import Session, Settings
+from gradscope.engine.session import Session, SessionSettings
 from gradscope.errors import OutputError
 from gradscope.run import compute, prepare, start
 from gradscope.stages.losses import losses
@@ -138,7 +138,7 @@ def test_the_hooks_backend_takes_no_further_forward_pass() -> None:
     calls = []
     for asked in (False, True):
         torch.manual_seed(0)
-        session = Session(Counting(), "cross_entropy", Settings(predictions=asked))
+        session = Session(Counting(), "cross_entropy", SessionSettings(predictions=asked))
         for batch in batches():
             assert bool(session.predicted(batch, session.evaluate(batch))) == asked
         calls.append(session.problem.model.calls[0])
@@ -160,7 +160,7 @@ class OneAtATime(nn.Module):
 def test_a_model_for_single_samples_predicts_as_it_does_for_them() -> None:
     torch.manual_seed(0)
     model = OneAtATime()
-    asked = Settings(predictions=True, backend="loop", verify="never")  # or it is refused
+    asked = SessionSettings(predictions=True, backend="loop", verify="never")  # or it is refused
     session = Session(model, "cross_entropy", asked)
     batch = next(batches())
     found = session.predicted(batch, session.evaluate(batch))["prediction"]
@@ -177,7 +177,7 @@ def test_a_loss_that_writes_into_the_outputs_leaves_none_that_is_wrong() -> None
     torch.manual_seed(0)
     model, batch = nn.Linear(6, 1), next(batches())
     batch = Batch.of(batch.inputs, batch.targets.float())
-    session = Session(model, loss, Settings(predictions=True))
+    session = Session(model, loss, SessionSettings(predictions=True))
     assert not session.predicted(batch, session.evaluate(batch))
 
 

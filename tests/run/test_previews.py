@@ -12,7 +12,7 @@ from pydantic import ValidationError
 import gradscope
 from gradscope.config import RunSpec
 from gradscope.run import compute, merge, prepare
-from gradscope.sources.opened import Opened, previews_of
+from gradscope.sources.opened import ShownData, previews_of
 from gradscope.view import View
 from tests.attribution.test_looking import project
 
@@ -28,7 +28,7 @@ def shown(path: Path) -> list[Any]:
     """Return what can be shown of a file's samples when the data are gone."""
     (path.parent / "data.npz").unlink()
     with gradscope.open(path) as file:
-        opened = Opened.of(file.run, file.samples)
+        opened = ShownData.of(file.run, file.samples)
         return opened.contents(file.samples["index"].tolist())
 
 

@@ -15,7 +15,7 @@ from gradscope.backends.base import backends
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.core.batch import Batch
 from gradscope.engine.chains import bind
-from gradscope.engine.fold import settled, usable
+from gradscope.engine.fold import prepare_chains, usable
 from gradscope.errors import SpecError
 from gradscope.model.problem import Problem
 from tests.oracle import cross_entropy, per_sample_gradients
@@ -115,7 +115,7 @@ def test_a_chain_equals_brute_force(
     text: str, parts: tuple[gradscope.Scope, Parts], setting: Setting
 ) -> None:
     scope, given = parts
-    (chain,) = settled(scope.session, [bind(text)], lambda: [batch for batch, _ in given])
+    (chain,) = prepare_chains(scope.session, [bind(text)], lambda: [batch for batch, _ in given])
     if chain.reducer is None:
         every = [chain.rows(*used).dense() for _, used in given]
         found = {name: torch.cat([rows[name] for rows in every]) for name in every[0]}

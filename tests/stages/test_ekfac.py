@@ -12,7 +12,7 @@ import gradscope
 from gradscope.blocks import (
     DenseBlock,
     Gradients,
-    Layer,
+    LayerWeights,
     OuterBlock,
     belongs,
     bias_of,
@@ -20,7 +20,7 @@ from gradscope.blocks import (
 )
 from gradscope.core.batch import Batch
 from gradscope.engine.chains import bind
-from gradscope.engine.fold import settled
+from gradscope.engine.fold import prepare_chains
 from gradscope.errors import InputError, SpecError, UnsupportedError
 from gradscope.stages.reducers.accumulator import depends_on_split
 from gradscope.stages.reducers.base import Reducer
@@ -208,7 +208,7 @@ def test_any_batch_size(name: str) -> None:
     with gradscope.Scope(model, "mse", backend="hooks") as scope:
         cuts = [slice(0, 4), slice(4, 5), slice(5, 9)]
         batches = [every.select(cut) for cut in cuts]
-        (chain,) = settled(scope.session, [bind("ekfac")], lambda: batches)
+        (chain,) = prepare_chains(scope.session, [bind("ekfac")], lambda: batches)
         again = accumulated(chain, [(scope.evaluate(batch).gradients,) for batch in batches])
     for weight in LAYERS[name]:
         key = f"{weight}.eigenvalues"
@@ -365,10 +365,12 @@ def test_names_and_sizes() -> None:
     assert bias_of("a.b.weight") == "a.b.bias" and bias_of("in_proj_weight") == "in_proj_bias"
     assert bias_of("weight_ih_l0") == "bias_ih_l0" and bias_of("weights.w") is None
     shapes = {"weight": (5, 4), "bias": (5,)}
-    assert layer_of("weight", (1, 5, 5), shapes) == Layer("weight", "bias", (1, 5, 5))
+    assert layer_of("weight", (1, 5, 5), shapes) == LayerWeights("weight", "bias", (1, 5, 5))
     shapes = {"weight": (4, 5), "bias": (5,)}  # inputs first, of the same sizes
-    assert layer_of("weight", (1, 5, 5), shapes) == Layer("weight", "bias", (1, 5, 5), below=True)
-    assert layer_of("weight", (1, 4, 5), shapes) == Layer("weight", None, (1, 4, 5))
+    assert layer_of("weight", (1, 5, 5), shapes) == LayerWeights(
+        "weight", "bias", (1, 5, 5), below=True
+    )
+    assert layer_of("weight", (1, 4, 5), shapes) == LayerWeights("weight", None, (1, 4, 5))
     assert layer_of("weight", (1, 6, 5), shapes) is None
     bias, factor = DenseBlock(torch.ones(2, 3)), torch.full((2, 1, 4, 3), 0.25)
     assert belongs(bias, factor).tolist() == [True, True]

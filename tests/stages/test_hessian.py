@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import gradscope
 from gradscope.backends.base import backends
 from gradscope.core.batch import Batch
-from gradscope.engine.fold import settled
+from gradscope.engine.fold import prepare_chains
 from gradscope.errors import SpecError, UnsupportedError
 from tests.stages.examples import bind_with
 
@@ -89,7 +89,7 @@ def rows_of(
 ) -> dict[str, Tensor]:
     batch = Batch.of(inputs, targets)
     bound = bind_with(text, vector or {})
-    (chain,) = settled(scope.session, [bound], lambda: [batch])
+    (chain,) = prepare_chains(scope.session, [bound], lambda: [batch])
     return chain.rows(scope.evaluate(batch).gradients, scope.problem, batch).dense()
 
 

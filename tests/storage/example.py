@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import Block, DenseBlock, Gradients, OuterBlock, ScatterBlock
-from gradscope.storage import ChainPlan, FilePlan, GradientFile, Rows, open_file, open_writer
+from gradscope.storage import (
+    ChainPlan,
+    FilePlan,
+    FinishedBatch,
+    GradientFile,
+    open_file,
+    open_writer,
+)
 
 N, BATCH = 100, 16
 SHAPES = {"w": (7, 5), "layer.weight": (40, 30), "emb": (50, 8), "scale": ()}
@@ -62,11 +69,11 @@ def expected() -> dict[str, np.ndarray]:
     return {"w": d["w"], "layer.weight": outer, "emb": table, "scale": d["scale"]}
 
 
-def rows(start: int, stop: int, made: Gradients | None = None, **more: Tensor) -> Rows:
+def rows(start: int, stop: int, made: Gradients | None = None, **more: Tensor) -> FinishedBatch:
     found = gradients(start, stop) if made is None else made
     at = torch.arange(start, stop)
     samples = {"index": at, "loss": at / 7, "norm": found.norms, "finite": at % 5 > 0}
-    return Rows(
+    return FinishedBatch(
         samples | {"target": at % 3} | more,
         norms={k: v.sqrt() for k, v in found.squared_norms.items()},
         chains=(found, None),

@@ -11,7 +11,7 @@ import xarray
 
 from gradscope.blocks import DenseBlock, Gradients, OuterBlock
 from gradscope.errors import SpecError
-from gradscope.storage import Rows, open_file, open_writer
+from gradscope.storage import FinishedBatch, open_file, open_writer
 from gradscope.storage.format.numbers import escape, unescape
 from gradscope.storage.write.create import attach_scales
 from tests.storage.example import (
@@ -216,7 +216,7 @@ TEXTS = [f"{'ü' * (k % 4)}sample {k}" for k in range(N)]
 WIDTH = max(len(name.encode()) for name in TEXTS)
 
 
-def _named(kind: str, start: int, stop: int) -> Rows:
+def _named(kind: str, start: int, stop: int) -> FinishedBatch:
     if kind == "integers":
         return rows(start, stop, id=1000 - torch.arange(start, stop))
     padded = b"".join(name.encode().ljust(WIDTH, b"\0") for name in TEXTS[start:stop])

@@ -29,7 +29,7 @@ from gradscope.blocks import (
     ConvolutionBlock,
     DenseBlock,
     Gradients,
-    Layer,
+    LayerWeights,
     OuterBlock,
     SegmentBlock,
     belongs,
@@ -431,7 +431,9 @@ def _require_bases(state: State, marks: Mapping[str, Tensor]) -> None:
             )
 
 
-def _layers(bases: Mapping[str, Basis], gradients: Gradients, source: str) -> dict[str, Layer]:
+def _layers(
+    bases: Mapping[str, Basis], gradients: Gradients, source: str
+) -> dict[str, LayerWeights]:
     shapes = {name: block.shape for name, block in gradients.items()}
     found = {}
     for name in gradients:
@@ -447,7 +449,7 @@ def _layers(bases: Mapping[str, Basis], gradients: Gradients, source: str) -> di
     return found
 
 
-def _in_basis(gradients: Gradients, layer: Layer, basis: Basis) -> Tensor:
+def _in_basis(gradients: Gradients, layer: LayerWeights, basis: Basis) -> Tensor:
     """Return Σᵢ |U_Bᴴ Gᵢ conj(U_A)|² (k, r, c), a few samples at a time."""
     k, r, c = layer.sizes
     weight = gradients[layer.weight]
@@ -470,7 +472,7 @@ def _in_basis(gradients: Gradients, layer: Layer, basis: Basis) -> Tensor:
     return found
 
 
-def _rotated(gradients: Gradients, layer: Layer, basis: Basis, by_factors: bool) -> Block:
+def _rotated(gradients: Gradients, layer: LayerWeights, basis: Basis, by_factors: bool) -> Block:
     """Return the coordinates of some samples' gradients, (n, k, r, c)."""
     dtype = basis.a.dtype
     factors = layer.factors(gradients) if by_factors else None

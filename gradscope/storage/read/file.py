@@ -28,7 +28,7 @@ from gradscope.storage.format.files import reading
 from gradscope.storage.format.layout import AXES, KEYS, KINDS, SOURCES
 from gradscope.storage.format.numbers import as_numpy, escape, named, numpy_dtype, unescape
 from gradscope.storage.format.seal import Checks, seal_of
-from gradscope.storage.read.opening import Opened, document, opened, opened_again
+from gradscope.storage.read.opening import OpenFile, document, open_checked, opened_again
 
 T = TypeVar("T")
 Selection = int | slice | np.ndarray | list[int] | list[bool] | EllipsisType
@@ -369,7 +369,7 @@ def open_file(path: str | Path) -> GradientFile:
         ResultFileError: The file is absent, unfinished, damaged, not a result file, newer than
             this gradscope, or reaches outside itself.
     """
-    found = opened(Path(path))
+    found = open_checked(Path(path))
     try:
         with reading(str(path)):
             try:
@@ -424,7 +424,7 @@ class Sources:
 
     def __init__(self, files: tuple[SourceFile, ...]) -> None:
         self.files = files
-        self._open: OrderedDict[int, Opened] = OrderedDict()
+        self._open: OrderedDict[int, OpenFile] = OrderedDict()
         self._sound: set[int] = set()  # those that were opened before
 
     def read(self, chain: int, name: str, like: StoredArray, start: int, stop: int) -> Block:
@@ -450,13 +450,15 @@ class Sources:
         while self._open:
             self._open.popitem()[1].file.close()
 
-    def _opened(self, k: int) -> Opened:
+    def _opened(self, k: int) -> OpenFile:
         """Open a source, and close the one that was not used for longest."""
         if k not in self._open:
             source = self.files[k]
             source.require_unchanged()
             known = k in self._sound
-            self._open[k] = opened_again(source.path, source.seal) if known else opened(source.path)
+            self._open[k] = (
+                opened_again(source.path, source.seal) if known else open_checked(source.path)
+            )
             self._sound.add(k)
             if SOURCES in self._open[k].file.attrs:
                 raise _other(source, "it is a virtual file itself")

@@ -52,7 +52,7 @@ _ATTRIBUTES: dict[str, Callable[[Any], bool]] = {  # what each must be
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenFile:
     """An open result file; close it, or use it in a `with` statement."""
 
     file: h5py.File  # its structure, which was checked
@@ -66,7 +66,7 @@ class Opened:
         self.file.close()
 
 
-def opened(path: Path) -> Opened:
+def open_checked(path: Path) -> OpenFile:
     """Open a result file and check everything but its rows."""
     try:
         with reading(str(path)):
@@ -80,7 +80,7 @@ def opened(path: Path) -> Opened:
         raise error if error.where else error.at(str(path)) from error.__cause__
 
 
-def opened_again(path: Path, digest: bytes) -> Opened:
+def opened_again(path: Path, digest: bytes) -> OpenFile:
     """Open a file whose structure was checked when it had this seal."""
     with reading(str(path)):
         seal = seal_of(path) if os.path.isfile(path) else None  # noqa: PTH113
@@ -91,7 +91,7 @@ def opened_again(path: Path, digest: bytes) -> Opened:
                 remedy="Wait until nobody changes it, and try again.",
             )
         file = h5py.File(path, "r", locking=False)
-        return Opened(file, Checks(file.id.get_vfd_handle, seal.table), digest)
+        return OpenFile(file, Checks(file.id.get_vfd_handle, seal.table), digest)
 
 
 def document(texts: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _file(path: Path) -> tuple[h5py.File, Seal | None]:
         ) from error
 
 
-def _checked(file: h5py.File, size: int, seal: Seal | None) -> Opened:
+def _checked(file: h5py.File, size: int, seal: Seal | None) -> OpenFile:
     """Check the structure of a file of `size` bytes."""
     _attributes(file, size)
     found = file.attrs.get("format")
@@ -159,7 +159,7 @@ def _checked(file: h5py.File, size: int, seal: Seal | None) -> Opened:
             "its seal is missing: it was cut short, or changed after it was written", remedy=REMEDY
         )
     _require_contents(file, dict(_group(file, "", size, seen=set(), depth=0)))
-    return Opened(file, Checks(file.id.get_vfd_handle, seal.table), seal.digest)
+    return OpenFile(file, Checks(file.id.get_vfd_handle, seal.table), seal.digest)
 
 
 @dataclass(frozen=True)

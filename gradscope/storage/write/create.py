@@ -35,7 +35,7 @@ from gradscope.storage.format.layout import (
 )
 from gradscope.storage.format.numbers import escape
 from gradscope.storage.format.seal import write_seal
-from gradscope.storage.plan import FilePlan, Rows, States, to_json
+from gradscope.storage.plan import FilePlan, FinishedBatch, States, to_json
 from gradscope.storage.read.file import GradientFile, open_file
 from gradscope.storage.write.journal import Paths, require_intact
 from gradscope.storage.write.region import ASIDE, Region, Regions
@@ -92,7 +92,7 @@ def lay_out(
     return regions
 
 
-def forms_of(plan: FilePlan, rows: Rows) -> dict[str, Form]:
+def forms_of(plan: FilePlan, rows: FinishedBatch) -> dict[str, Form]:
     """Return in what form each column of tables and chains will be stored, by its path."""
     tables = {f"/samples/{name}": column for name, column in rows.samples.items()}
     tables |= {f"/norms/{escape(name)}": column for name, column in rows.norms.items()}
@@ -247,7 +247,7 @@ def _axes(path: str, shape: Shape, reduced: set[str]) -> Iterator[str]:
 
 
 def file_bytes(
-    plan: FilePlan, rows: Rows, results: Sequence[Shapes], states: Sequence[Shapes] = ()
+    plan: FilePlan, rows: FinishedBatch, results: Sequence[Shapes], states: Sequence[Shapes] = ()
 ) -> tuple[int, int]:
     """Return the bytes of a file: of its numbers, exactly; and of its structure, about.
 

@@ -30,7 +30,7 @@ from gradscope.storage.format.layout import (
 )
 from gradscope.storage.format.numbers import as_bytes, escape, format_of, unescape
 from gradscope.storage.format.seal import NO_RECORDS, Checks
-from gradscope.storage.plan import Rows
+from gradscope.storage.plan import FinishedBatch
 from gradscope.storage.write.target import Target
 
 PART_BYTES = 2**23  # of dense rows made at a time: they are written while they are in the caches
@@ -281,7 +281,7 @@ class Regions:
         table = np.concatenate([NO_RECORDS, *found])
         return table[np.argsort(table[:, 0])]
 
-    def misfits(self, rows: Rows) -> list[str]:
+    def misfits(self, rows: FinishedBatch) -> list[str]:
         """Return the paths of columns that cannot hold their blocks."""
         return [
             f"/chains/{k}/{escape(name)}"
@@ -290,7 +290,7 @@ class Regions:
             if not self.chains[k][name].fits(block)
         ]
 
-    def add(self, rows: Rows, target: Target) -> None:
+    def add(self, rows: FinishedBatch, target: Target) -> None:
         """Write one batch, and return when it is written."""
         for table, columns in zip(self.tables, (rows.samples, rows.norms), strict=True):
             if set(table) != set(columns):

@@ -19,7 +19,7 @@ from gradscope.storage.format.files import (
 )
 from gradscope.storage.format.layout import create_columns, stored_form
 from gradscope.storage.format.seal import Checks
-from gradscope.storage.plan import FilePlan, Rows, States
+from gradscope.storage.plan import FilePlan, FinishedBatch, States
 from gradscope.storage.read.file import open_file
 from gradscope.storage.write.create import Inspect, complete, forms_of, lay_out
 from gradscope.storage.write.journal import (
@@ -97,7 +97,9 @@ class Writer:
         self._regions: Regions | None = None
         self._structure = found.structure if found else None
 
-    def append(self, rows: Rows, states: States | None = None, *, proved: bool = False) -> None:
+    def append(
+        self, rows: FinishedBatch, states: States | None = None, *, proved: bool = False
+    ) -> None:
         """Write one batch, whose rows follow those that are complete, and the states after it.
 
         States may be changed in place later: what is to be kept is copied or written before this
@@ -199,7 +201,7 @@ class Writer:
                 self._paths.progress.unlink(missing_ok=True)
                 self._paths.part.unlink(missing_ok=True)
 
-    def _ready(self, rows: Rows | None) -> Regions:
+    def _ready(self, rows: FinishedBatch | None) -> Regions:
         """Return where everything goes; the first batch lays it out."""
         if self._regions is not None:
             return self._regions

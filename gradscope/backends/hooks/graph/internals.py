@@ -83,7 +83,7 @@ def saved(node: Node, name: str) -> Any:
     return value.detach() if isinstance(value, Tensor) else _signed(value)
 
 
-def found(node: Node, name: str) -> Any:
+def saved_attribute(node: Node, name: str) -> Any:
     """Return what the operation saved under `name`, or None if it saved no such thing."""
     return saved(node, name) if hasattr(type(node), f"_saved_{name}") else None
 
@@ -188,7 +188,7 @@ def probe() -> None:
             "_saved_alpha": (constant(node, "_saved_alpha"), 1),
             "_saved_padding_idx": (saved(table, "padding_idx"), -1),
             "the attributes _saved_*": ("_saved_beta" in constants(node), True),
-            "what is not saved": (found(node, "nothing"), None),
+            "what is not saved": (saved_attribute(node, "nothing"), None),
             "the gradient by a GradientEdge": (gradient.shape, out.shape),
             "a Node's call": ([g is not None for g in pull(node, (ones,))], [True] * 3),
             "a Function's saved_tensors": ([t.shape for t in saved_tensors(custom)], [out.shape]),

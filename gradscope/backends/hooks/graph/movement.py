@@ -128,7 +128,7 @@ def _way(
             name=named(first.kinds[node]),
             saved=partial(internals.saved, first.nodes[node]),
             again=partial(internals.saved, second.nodes[node]),
-            axes=tuple(internals.found(first.nodes[node], name) for name in _AXES),
+            axes=tuple(internals.saved_attribute(first.nodes[node], name) for name in _AXES),
             slot=slot,
             rank=len(first.shapes[source][output]),
             axis=known[0][0],
@@ -295,7 +295,7 @@ Owners = Tensor | OwnersKnown  # (entries of the axis,) int64, -1 for those that
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class OperationInput:
     """One operation in one batch, seen from one of its inputs."""
 
     saved: Callable[[str], Any]  # reads what the operation saved, by name
@@ -357,7 +357,7 @@ class OwnerTracker:
         if listed is None:
             return OwnersKnown.NOTHING
         name = named(self.batch.kinds[node])
-        step = Step(
+        step = OperationInput(
             saved=partial(internals.saved, self.batch.nodes[node]),
             slot=slot,
             shape=given,
@@ -408,7 +408,7 @@ def _compatible(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.shape == b.shape and bool(((a == b) | (a < 0) | (b < 0)).all()))
 
 
-def _viewed(step: Step, owners: Tensor) -> Tensor | None:
+def _viewed(step: OperationInput, owners: Tensor) -> Tensor | None:
     """The same entries in the same order, in another shape."""
     (before, length, after), (o_before, o_length, o_after) = (
         (prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :]))
@@ -421,7 +421,7 @@ def _viewed(step: Step, owners: Tensor) -> Tensor | None:
     return one if _compatible(found, one.unsqueeze(1).expand_as(found)) else None
 
 
-def _indexed(step: Step, owners: Tensor) -> Tensor | None:
+def _indexed(step: OperationInput, owners: Tensor) -> Tensor | None:
     """`input[..., index, ...]`: each output entry came from the place that the index says."""
     found = _places(step.saved("indices"), step.axis)
     if found is None:  # other axes are indexed
@@ -434,7 +434,7 @@ def _indexed(step: Step, owners: Tensor) -> Tensor | None:
     return _returned(places.flatten(), along.flatten(), step.length)
 
 
-def _put(step: Step, owners: Tensor) -> Tensor | None:
+def _put(step: OperationInput, owners: Tensor) -> Tensor | None:
     """`input[..., index, ...] = values`, or added to what is there."""
     if step.slot == 0:
         return owners
@@ -463,17 +463,17 @@ def _places(indices: tuple[Tensor | None, ...], axis: int) -> tuple[Tensor, int]
     return every[axis].expand(shape), min(every) if side_by_side else 0
 
 
-def _selected(step: Step, owners: Tensor) -> Tensor | None:
+def _selected(step: OperationInput, owners: Tensor) -> Tensor | None:
     """`index_select` along the samples' axis."""
     return _returned(step.saved("index").flatten(), owners, step.length)
 
 
-def _gathered(step: Step, owners: Tensor) -> Tensor | None:
+def _gathered(step: OperationInput, owners: Tensor) -> Tensor | None:
     index = _column(step)
     return None if index is None else _returned(index, owners, step.length)
 
 
-def _added(step: Step, owners: Tensor) -> Tensor | None:
+def _added(step: OperationInput, owners: Tensor) -> Tensor | None:
     """`index_add`, `index_copy` and `scatter` of the slot 1 into the slot 0."""
     index = _column(step)
     if step.slot == 0 or index is None:
@@ -483,7 +483,7 @@ def _added(step: Step, owners: Tensor) -> Tensor | None:
     return torch.cat([given, rest]) if len(rest) else given
 
 
-def _column(step: Step) -> Tensor | None:
+def _column(step: OperationInput) -> Tensor | None:
     """Return the index (m,) along the samples' axis where it is the same along all others."""
     index: Tensor = step.saved("index")
     for axis in reversed(range(index.dim())):
@@ -503,7 +503,7 @@ def _returned(places: Tensor, owners: Tensor, length: int) -> Tensor | None:
     return found if torch.equal(found[places], owners) else None
 
 
-_MOVES: Mapping[str, Callable[[Step, Tensor], Tensor | None]] = {
+_MOVES: Mapping[str, Callable[[OperationInput, Tensor], Tensor | None]] = {
     "Index": _indexed,
     "IndexSelect": _selected,
     "Gather": _gathered,
