@@ -267,7 +267,7 @@ def _coordinates(
     return layer, part.basis.coordinates(matrices)
 
 
-Rows = dict[str, Tensor]  # {name: (m, entries)}, real
+NamedRows = dict[str, Tensor]  # {name: (m, entries)}, real
 
 
 @dataclass
@@ -301,8 +301,8 @@ class Moments:
         self._names: dict[str, list[str]] = {}
         for name, group in groups.items():
             self._names.setdefault(group, []).append(name)
-        self.sums: Rows = {}  # N times the blocks, in float64
-        self._totals: Rows = {}  # Σ of the rows (w,), likewise
+        self.sums: NamedRows = {}  # N times the blocks, in float64
+        self._totals: NamedRows = {}  # Σ of the rows (w,), likewise
         self.n = 0
 
     def add(self, gradients: Gradients) -> None:
@@ -336,12 +336,12 @@ class Moments:
             found.append((values.clamp_(min=0.0), along.square()))
         return found
 
-    def inverted(self, damping: Mapping[str, float]) -> Callable[[Gradients], Rows]:
+    def inverted(self, damping: Mapping[str, float]) -> Callable[[Gradients], NamedRows]:
         """Return what multiplies rows by (F + λ)⁻¹, with λ of each group."""
         roots = {g: damped_root(s / self.n, damping[g]) for g, s in self.sums.items()}
 
-        def apply(gradients: Gradients) -> Rows:
-            found: Rows = {}
+        def apply(gradients: Gradients) -> NamedRows:
+            found: NamedRows = {}
             for group, root in roots.items():
                 rows = self._rows(gradients, group, torch.float64)
                 solved = torch.cholesky_solve(rows.mT, root).mT.contiguous()

@@ -119,14 +119,14 @@ def one_token_a_sample(backend: Backend, problem: Problem) -> Iterator[Evaluate]
 
     Exact for every model; a sample costs as much as t samples do.
     """
-    with backend(problem.apart) as evaluate:
+    with backend(problem.of_single_tokens) as evaluate:
 
         def evaluate_rows(batch: Batch, request: Request = ROWS, /) -> Evaluation:
             assert isinstance(batch, Tokens)
 
             def some(batch: Batch) -> LossesAndRows:
                 assert isinstance(batch, Tokens)
-                found = evaluate(batch.apart(), Request(proved=request.proved))
+                found = evaluate(batch.as_samples(), Request(proved=request.proved))
                 return found.losses, found.gradients.dense()
 
             each = max(_ROWS, len(batch.whole))  # so many samples fit into memory

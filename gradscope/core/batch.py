@@ -315,8 +315,8 @@ class Tokens(Batch):
         pairs = zip(self.samples.tolist(), self.position.tolist(), strict=True)
         return [f"{sample}:{position}" for sample, position in pairs]
 
-    def apart(self) -> Batch:
-        """Return m samples, one a row, for `Problem.apart`: targets (targets, position (m,))."""
+    def as_samples(self) -> Batch:
+        """Return m samples, one a row, for `Problem.of_single_tokens`: targets (targets, position (m,))."""
         many = self.whole.select(self.sample)
         return Batch(many.inputs, (many.targets, self.position), many.index)
 

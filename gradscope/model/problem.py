@@ -210,8 +210,8 @@ class Problem:
         return next(iter(self.parameters.values())).device
 
     @property
-    def apart(self) -> "Problem":
-        """What gives a token's row as an ordinary sample's, of batches `Tokens.apart`."""
+    def of_single_tokens(self) -> "Problem":
+        """What gives a token's row as an ordinary sample's, of batches `Tokens.as_samples`."""
         return replace(self, loss=_at_position(self.loss), rows="sample")
 
     def losses(self, batch: Batch, *, graph: bool = True) -> Tensor:

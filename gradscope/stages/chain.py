@@ -31,7 +31,7 @@ from gradscope.stages.transforms.base import (
     NeedsMean,
     NeedsProblem,
     ReadsNorms,
-    Step,
+    TransformStep,
     transforms,
 )
 
@@ -41,9 +41,9 @@ class Chain:
     """A bound chain."""
 
     stages: tuple[Stage, ...]  # as they are written
-    before: tuple[Step, ...]  # transforms of each sample
+    before: tuple[TransformStep, ...]  # transforms of each sample
     reducer: Reducer | None  # what takes the expectation, or None when rows are kept
-    after: tuple[Step, ...] = ()  # transforms of the aggregate
+    after: tuple[TransformStep, ...] = ()  # transforms of the aggregate
     lasting: bool = False  # it is the same whenever its text is bound: it reads no file
 
     @cached_property
@@ -139,7 +139,7 @@ def reducer_of(chain: Chain) -> Reducer:
 
 
 def _applied(
-    steps: Iterable[Step],
+    steps: Iterable[TransformStep],
     gradients: Gradients,
     problem: Problem | None = None,
     batch: Batch | None = None,
@@ -181,8 +181,8 @@ def bind(chain: Chained, *, reduced: bool = False, readers: Readers | None = Non
     pieces = [chain] if isinstance(chain, str) or callable(chain) else list(chain)
     written = [(stage, made) for piece in pieces for stage, made in _written(piece, readers)]
     stages = tuple(stage for stage, _ in written)
-    before: list[Step] = []
-    after: list[Step] = []
+    before: list[TransformStep] = []
+    after: list[TransformStep] = []
     reducer: Reducer | None = None
     for stage, made in written:
         if isinstance(made, Reducer):
@@ -221,7 +221,7 @@ def _written(piece: str | StageFunction, readers: Readers | None) -> list[tuple[
     return [(stage, declared.of_rows(name, piece))]
 
 
-def _made(stage: Stage, readers: Readers | None) -> Step | Reducer:
+def _made(stage: Stage, readers: Readers | None) -> TransformStep | Reducer:
     if readers is None and (stage.files or ".py:" in stage.name):
         raise stage.error(f"{stage.name!r} names a file, and files are not read here")
     if readers is not None and ".py:" in stage.name:
@@ -242,5 +242,5 @@ def _made(stage: Stage, readers: Readers | None) -> Step | Reducer:
         hint = suggestion(stage.name, known)
         raise stage.error(f"unknown transform or reducer {stage.name!r}", hint)
     converters = {} if readers is None else readers.arguments
-    made: Step | Reducer = stage.bind(factory, converters)
+    made: TransformStep | Reducer = stage.bind(factory, converters)
     return made

@@ -228,7 +228,7 @@ def _audits(proof: Proof, audits: str | None, noun: str) -> list[Line]:
     return lines
 
 
-Rows = NDArray[np.intp]
+RowPositions = NDArray[np.intp]
 
 _FEW = 4  # samples of a file
 _MOST = 64  # parameters whose rows are read: of a file with thousands, that takes its time
@@ -239,7 +239,7 @@ _PRECISIONS = {"float16": _HALF, "bfloat16": _HALF, "float64": _DOUBLE, "complex
 _PIECE = 2**20  # entries that are squared at a time
 
 
-def spot_check_rows(file: Source, seed: int) -> Rows:
+def spot_check_rows(file: Source, seed: int) -> RowPositions:
     """Return the rows of up to four finite samples: the last, and others drawn by seed."""
     finite = np.flatnonzero(finite_samples(file))
     draw = np.random.default_rng(seed)

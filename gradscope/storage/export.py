@@ -26,7 +26,7 @@ from gradscope.core.texts import printable
 from gradscope.errors import OutputError, SpecError
 from gradscope.storage.format.files import (
     DRAFT,
-    Known,
+    HeadTest,
     Write,
     excess,
     reporting_errors,
@@ -48,7 +48,7 @@ from gradscope.storage.read.file import (
 FORMATS = (".npy", ".safetensors", ".parquet", ".csv")
 
 _TABLES = (".parquet", ".csv")
-_KNOWN: dict[str, Known] = {  # whether a file that begins so is of the format; a table, of ours
+_KNOWN: dict[str, HeadTest] = {  # whether a file that begins so is of the format; a table, of ours
     ".npy": lambda head: head.startswith(b"\x93NUMPY"),
     ".safetensors": lambda head: head[8:10] == b'{"',
     ".parquet": lambda head: head.startswith(b"PAR1"),

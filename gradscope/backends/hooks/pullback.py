@@ -15,7 +15,7 @@ from gradscope.backends.hooks.graph.trace import Output, Trace
 from gradscope.backends.hooks.rules import scatter
 from gradscope.blocks import Block, DenseBlock, OuterBlock, SegmentBlock, total
 
-Step = Callable[[Trace, int, Block], Block | None]
+PullbackRule = Callable[[Trace, int, Block], Block | None]
 
 
 def pull_back(
@@ -112,7 +112,7 @@ def _stacked(trace: Trace, node: int, block: Block) -> Block | None:
     return block.within(internals.saved(operation, "index") % shape[0], shape[0])
 
 
-_STEPS: dict[str, Step] = {
+_STEPS: dict[str, PullbackRule] = {
     **dict.fromkeys(("TBackward0", "TransposeBackward0"), _transposed),
     **dict.fromkeys(
         (

@@ -100,13 +100,13 @@ def on_one_device(merge: Merge) -> Merge:
     return apply
 
 
-Part = dict[str, Tensor]  # what a state holds of one parameter, by kind
+ParameterState = dict[str, Tensor]  # what a state holds of one parameter, by kind
 
 
 def for_each_parameter(
-    start: Callable[[Block], Part],
-    merge: Callable[[Part, Part, Tensor, Tensor], Part] | None,
-    result: Callable[[Part, Tensor], dict[str, Tensor]],
+    start: Callable[[Block], ParameterState],
+    merge: Callable[[ParameterState, ParameterState, Tensor, Tensor], ParameterState] | None,
+    result: Callable[[ParameterState, Tensor], dict[str, Tensor]],
     ordered_for: str = "",
 ) -> Reducer:
     """Return the reducer that treats each parameter by itself.
@@ -140,14 +140,14 @@ def for_each_parameter(
     return Reducer(start_all, merge_all, result_all, additive=merge is None, separate=True)
 
 
-def joined(n: Tensor, every: dict[str, Part]) -> State:
+def joined(n: Tensor, every: dict[str, ParameterState]) -> State:
     """Return the state of n () samples, from what it holds of each parameter."""
     return {"n": n} | {f"{kind}:{name}": t for name, p in every.items() for kind, t in p.items()}
 
 
-def parts(state: State) -> dict[str, Part]:
+def parts(state: State) -> dict[str, ParameterState]:
     """Return what a state holds of each parameter, whatever order its entries are in."""
-    found: dict[str, Part] = {}
+    found: dict[str, ParameterState] = {}
     for key, value in state.items():
         kind, colon, name = key.partition(":")
         if colon:

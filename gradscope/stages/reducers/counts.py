@@ -18,7 +18,13 @@ from torch import Tensor
 from gradscope.blocks import Block
 from gradscope.blocks.base import as_rows
 from gradscope.core.precision import double, doubled
-from gradscope.stages.reducers.base import Part, Reducer, for_each_parameter, reducers, tiles
+from gradscope.stages.reducers.base import (
+    ParameterState,
+    Reducer,
+    for_each_parameter,
+    reducers,
+    tiles,
+)
 
 _MOST = 2**24  # bins
 _DIGITS = 40  # cells are no finer than so many binary digits below the largest coordinate
@@ -41,7 +47,7 @@ def nonfinite() -> Reducer:
     (nonfinite = "keep"); without that, what is counted here was made by the transforms.
     """
 
-    def start(block: Block) -> Part:
+    def start(block: Block) -> ParameterState:
         bad = torch.cat([(~as_rows(tile).isfinite()).sum(1) for _, tile in block.tiles()])
         return {"entries": bad.sum(), "samples": (bad > 0).sum()}
 
@@ -89,7 +95,7 @@ def _given(edges: Tensor) -> Reducer:
     """Count between fixed edges (bins + 1,)."""
     bins = len(edges) - 1
 
-    def counted(values: Tensor) -> Part:
+    def counted(values: Tensor) -> ParameterState:
         here = edges.to(double(values.device)).to(values.device)
         outside = torch.stack([values < here[0], values > here[-1], values.isnan()])
         inside = values[(values >= here[0]) & (values <= here[-1])]
@@ -101,7 +107,7 @@ def _given(edges: Tensor) -> Reducer:
             "reach": unused,
         }
 
-    def merged(a: Part, b: Part, *_: Tensor) -> Part:
+    def merged(a: ParameterState, b: ParameterState, *_: Tensor) -> ParameterState:
         return a | {kind: a[kind] + b[kind] for kind in ("inside", "outside")}
 
     return _reducer(counted, merged, lambda reach: edges)
@@ -113,7 +119,7 @@ def _found(scale: BinScale, bins: int) -> Reducer:
     def grid(reach: Tensor) -> tuple[int, int]:
         return _grid(reach, bins, scale.finest)
 
-    def counted(values: Tensor) -> Part:
+    def counted(values: Tensor) -> ParameterState:
         where = scale.forward(values)
         outside = torch.stack([where == -inf, where == inf, where.isnan()])
         inside = where[where.isfinite()]
@@ -125,7 +131,7 @@ def _found(scale: BinScale, bins: int) -> Reducer:
         place = torch.where((inside < 0) & (cells == 0), -1, cells).long() - first
         return {"inside": place.bincount(minlength=bins), "outside": outside.sum(1), "reach": reach}
 
-    def merged(a: Part, b: Part, *_: Tensor) -> Part:
+    def merged(a: ParameterState, b: ParameterState, *_: Tensor) -> ParameterState:
         low, high = torch.stack([a["reach"], b["reach"]]).T
         reach = torch.stack([low.min(), high.max()])
         exponent, first = grid(reach)
@@ -146,17 +152,19 @@ def _found(scale: BinScale, bins: int) -> Reducer:
 
 
 def _reducer(
-    counted: Callable[[Tensor], Part], merged: Callable[..., Part], edges: Callable[..., Tensor]
+    counted: Callable[[Tensor], ParameterState],
+    merged: Callable[..., ParameterState],
+    edges: Callable[..., Tensor],
 ) -> Reducer:
     """Return the reducer to `inside` (bins,) and `outside` (3,) (below, above, NaN), both int64.
 
     `reach` (2,) is the smallest and largest coordinate inside, (inf, -inf) if there is none.
     """
 
-    def start(block: Block) -> Part:
+    def start(block: Block) -> ParameterState:
         return reduce(merged, (counted(tile.flatten()) for tile in tiles(block)))
 
-    def result(part: Part, _: Tensor) -> dict[str, Tensor]:
+    def result(part: ParameterState, _: Tensor) -> dict[str, Tensor]:
         inside, outside = doubled(part["inside"]), doubled(part["outside"])
         own = edges(part["reach"]).to(inside)
         return {"": inside, "edges": own, "outside": outside}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradscope.blocks import Block, DenseBlock, Gradients, TotalBlock, from_factors, wide
 from gradscope.stages.reducers.base import (
-    Part,
+    ParameterState,
     Reducer,
     State,
     count,
@@ -57,10 +57,10 @@ def gram() -> Reducer:
     return Reducer(start, merge, result)
 
 
-def _fields(block: Block) -> Part:
+def _fields(block: Block) -> ParameterState:
     """Return {"k.field": (n, ...)} of the k-th term's factors; dense where that is no larger."""
     if block.factored_size is None or block.factored_size < prod(block.shape):
-        part: Part = {}
+        part: ParameterState = {}
         for k, term in enumerate(block.terms()):
             factors = term.factors()
             if factors is None:
@@ -74,9 +74,9 @@ def _fields(block: Block) -> Part:
     return {"0.values": block.dense()}
 
 
-def _block(part: Part) -> Block:
+def _block(part: ParameterState) -> Block:
     """Put a block together again."""
-    terms: dict[int, Part] = {}
+    terms: dict[int, ParameterState] = {}
     for key, values in part.items():
         number, _, field = key.partition(".")
         terms.setdefault(int(number), {})[field] = values
@@ -90,14 +90,14 @@ def _block(part: Part) -> Block:
     return blocks[0] if len(blocks) == 1 else TotalBlock(tuple(blocks))
 
 
-def _merged(a: Part, b: Part) -> Part:
+def _merged(a: ParameterState, b: ParameterState) -> ParameterState:
     """Join the samples of two batches, densely where their blocks are of different kinds."""
     if _sizes(a) != _sizes(b):
         return {"0.values": torch.cat([_block(a).dense(), _block(b).dense()])}
     return {key: _stacked(key, values, b[key]) for key, values in a.items()}
 
 
-def _sizes(part: Part) -> dict[str, list[int]]:
+def _sizes(part: ParameterState) -> dict[str, list[int]]:
     """Return what must be equal for two parts to be joined: all sizes but those of positions."""
     found = {}
     for key, values in part.items():

@@ -45,7 +45,7 @@ from gradscope.process.memory import slices
 from gradscope.stages.reducers.base import (
     TILE_BYTES,
     FirstPass,
-    Part,
+    ParameterState,
     Reducer,
     State,
     added,
@@ -144,7 +144,7 @@ def _flat(weights: Tensor | None) -> Tensor | None:
     return None if weights is None else weights.flatten()
 
 
-def _as_row(block: Block, weights: Tensor | None) -> Part:
+def _as_row(block: Block, weights: Tensor | None) -> ParameterState:
     """Return the sums of a layer whose one row is all numbers of a parameter: Σ g gᴴ, and N."""
     found = None
     flat = _flat(weights)
@@ -157,7 +157,7 @@ def _as_row(block: Block, weights: Tensor | None) -> Part:
     return {"a": found, "b": n.reshape(1, 1).to(found.dtype), "counted": n}
 
 
-def _sums(block: Block, bias: Block | None, weights: Tensor | None) -> Part:
+def _sums(block: Block, bias: Block | None, weights: Tensor | None) -> ParameterState:
     """Return Σᵢₜ a aᴴ, Σᵢₜ b bᴴ over the positions that count, and their number () or (k,).
 
     It takes a few samples at a time. With a bias, of (a, 1) and of (b, 1); and of how many samples
@@ -166,7 +166,7 @@ def _sums(block: Block, bias: Block | None, weights: Tensor | None) -> Part:
     """
     if block.kind != "outer":
         return {"squares": wide(block).squared_sum(_flat(weights))}
-    found: Part = {}
+    found: ParameterState = {}
     r = 1 if weights is None else weights.shape[1]
     for some in slices(block.n // r, r * (block.factored_size or 1) * 16, TILE_BYTES):
         rows = slice(some.start * r, some.stop * r)
@@ -191,7 +191,9 @@ def _sums(block: Block, bias: Block | None, weights: Tensor | None) -> Part:
     return {key: found[key] for key in ("a", "b", "counted", "apart") if key in found}
 
 
-def _of_rows(part: OuterBlock | SegmentBlock, left: Tensor, right: Tensor, *, ones: bool) -> Part:
+def _of_rows(
+    part: OuterBlock | SegmentBlock, left: Tensor, right: Tensor, *, ones: bool
+) -> ParameterState:
     """Return the sums of rows that are samples, of any number of groups."""
     counted = part.counted()
     if isinstance(part, SegmentBlock):  # its own rows are not padded to the longest sample
@@ -202,7 +204,7 @@ def _of_rows(part: OuterBlock | SegmentBlock, left: Tensor, right: Tensor, *, on
 
 def _of_labels(
     part: OuterBlock | SegmentBlock, left: Tensor, right: Tensor, weights: Tensor, *, ones: bool
-) -> Part:
+) -> ParameterState:
     """Return the sums of samples with several rows each, of any number of groups."""
     (n, r), turned = weights.shape, part.turned
     if isinstance(part, SegmentBlock):
@@ -211,7 +213,7 @@ def _of_labels(
     counted = counted & (weights.flatten() > 0).reshape(-1, 1, 1)
     once = counted.reshape(n, r, *counted.shape[1:]).any(1)  # (n, k, t)
     by = weights.flatten().sqrt()
-    found: Part = {"counted": once.sum((0, 2)).to(double(part.device))}
+    found: ParameterState = {"counted": once.sum((0, 2)).to(double(part.device))}
     for flag in (False, True) if isinstance(turned, Tensor) else (turned,):
         here = turned == flag  # (t,), or at all positions
         gradient, activation = (right, left) if flag else (left, right)
@@ -258,7 +260,7 @@ def _moments(factor: Tensor, counted: Tensor, *, ones: bool) -> Tensor:
     return torch.cat([torch.cat([found, sums.mT], 2), below], 1)
 
 
-def _with_bias(part: Part) -> tuple[Tensor, Tensor, bool]:
+def _with_bias(part: ParameterState) -> tuple[Tensor, Tensor, bool]:
     """Return the sums A and B of the layer with its bias where that belongs to it, and whether."""
     a, b = part["a"], part["b"]
     if "apart" not in part:
@@ -390,7 +392,7 @@ def _within(
     def start(gradients: Gradients) -> State:
         layers = _layers(bases, gradients, source)
         inside = {layer.bias for layer in layers.values()}
-        every: dict[str, Part] = {}
+        every: dict[str, ParameterState] = {}
         for name, block in gradients.items():
             if name in layers:
                 moments = _in_basis(gradients, layers[name], bases[name])

@@ -16,7 +16,7 @@ from torch import Tensor
 from gradscope.blocks import Block, Gradients, wide
 from gradscope.blocks.base import squares
 from gradscope.stages.reducers.base import (
-    Part,
+    ParameterState,
     Reducer,
     State,
     added,
@@ -48,7 +48,7 @@ def mean(standard_error: bool = False) -> Reducer:
     if not standard_error:
         return _power_sums(1)
 
-    def result(part: Part, n: Tensor) -> dict[str, Tensor]:
+    def result(part: ParameterState, n: Tensor) -> dict[str, Tensor]:
         error = (variance(part, n, 1) / n).sqrt()
         return {"": part["mean"] + part["rest"], "standard_error": error}
 
@@ -73,7 +73,7 @@ def moment(k: int) -> Reducer:
     if k == 1:
         return _power_sums(1)
 
-    def start(block: Block) -> Part:
+    def start(block: Block) -> ParameterState:
         if k == 2 and not block.dtype.is_complex:
             return {"sum": wide(block).squared_sum()}
         return {"sum": reduce(torch.add, (tile.pow(k).sum(0) for tile in tiles(block)))}
@@ -102,19 +102,19 @@ def _spread(ddof: int, of: Callable[[Tensor], Tensor]) -> Reducer:
     if ddof < 0:
         raise ValueError(f"ddof must not be negative, not {ddof}")
 
-    def result(part: Part, n: Tensor) -> dict[str, Tensor]:
+    def result(part: ParameterState, n: Tensor) -> dict[str, Tensor]:
         return {"": of(variance(part, n, ddof))}
 
     return for_each_parameter(start_spread, merge_spread, result)
 
 
-def variance(part: Part, n: Tensor, ddof: int) -> Tensor:
+def variance(part: ParameterState, n: Tensor, ddof: int) -> Tensor:
     """Return m2 / (N − ddof) (*shape), NaN where N ≤ ddof."""
     degrees = n - ddof
     return part["m2"] / torch.where(degrees > 0, degrees, torch.nan)
 
 
-def merge_spread(a: Part, b: Part, n_a: Tensor, n_b: Tensor) -> Part:
+def merge_spread(a: ParameterState, b: ParameterState, n_a: Tensor, n_b: Tensor) -> ParameterState:
     """Merge two parts of `start_spread`."""
     share = n_b / (n_a + n_b)
     gap = (b["mean"] - a["mean"]) + (b["rest"] - a["rest"])
@@ -137,7 +137,7 @@ def _power_sums(power: int, *, divided: bool = True) -> Reducer:
     return Reducer(start, added, result, powers=frozenset({power}), additive=True, separate=True)
 
 
-def start_spread(block: Block) -> Part:
+def start_spread(block: Block) -> ParameterState:
     """Return the mean of a batch, its rest and m2 = Σᵢ |gᵢ − mean|², all (*shape).
 
     Where the block knows Σ|g|² without a dense form, Σ|g|² − n|mean|² is taken, unless it cancels

@@ -18,7 +18,7 @@ from torch import Tensor
 from gradscope.blocks import Block, Gradients
 from gradscope.core.precision import doubled
 from gradscope.stages.reducers.base import (
-    Part,
+    ParameterState,
     Reducer,
     State,
     count,
@@ -71,7 +71,7 @@ def quantiles(q: float, error: float, most: int = EXACT) -> Reducer:
         n, every = gradients.n, ordered(gradients, "quantile").items()
         exact = n * sum(prod(block.shape) for _, block in every) <= most
 
-        def taken(block: Block) -> Part:
+        def taken(block: Block) -> ParameterState:
             values = tiles(block)
             return {"values": torch.cat(list(values))} if exact else buckets.filled(values)
 
@@ -84,7 +84,7 @@ def quantiles(q: float, error: float, most: int = EXACT) -> Reducer:
         entries = sum(prod(values.shape[1:]) for values in kept) // 2
         exact = len(kept) == 2 * len(left) and int(n) * entries <= most
 
-        def merged(*pair: Part) -> Part:
+        def merged(*pair: ParameterState) -> ParameterState:
             if exact:
                 return {"values": torch.cat([part["values"] for part in pair])}
             return _joined(*(buckets.filled([p["values"]]) if "values" in p else p for p in pair))
@@ -96,7 +96,7 @@ def quantiles(q: float, error: float, most: int = EXACT) -> Reducer:
         position = q * (n - 1)
         ranks = [floor(position), ceil(position), n - 1]
 
-        def quantile(part: Part) -> Tensor:
+        def quantile(part: ParameterState) -> Tensor:
             if "values" in part:
                 low, high, last = part["values"].sort(0)[0][ranks]
             else:
@@ -151,7 +151,7 @@ class _Buckets:
         found = torch.where(code.abs() == self.top, code.sign() * torch.inf, found)
         return torch.where(code > self.top, torch.nan, found)
 
-    def filled(self, tiles: Iterable[Tensor]) -> Part:
+    def filled(self, tiles: Iterable[Tensor]) -> ParameterState:
         """Return the part of a state for values (m, *shape), tile after tile."""
         shape, found, counts = torch.empty(0), [], []
         for tile in tiles:
@@ -161,7 +161,7 @@ class _Buckets:
             counts.append(held)
         return {"shape": shape, **_packed(torch.cat(found), torch.cat(counts))}
 
-    def ranked(self, part: Part, n: int, ranks: list[int]) -> Tensor:
+    def ranked(self, part: ParameterState, n: int, ranks: list[int]) -> Tensor:
         """Return the values (ranks, *shape) of these ranks; every entry has n values."""
         packed = _packed(part["keys"], part["counts"])
         ends, shape = packed["counts"].cumsum(0), part["shape"].tolist()
@@ -171,14 +171,14 @@ class _Buckets:
         return self.values(packed["keys"][place]).reshape(-1, *shape)
 
 
-def _packed(keys: Tensor, counts: Tensor) -> Part:
+def _packed(keys: Tensor, counts: Tensor) -> ParameterState:
     """Return buckets with every key once, in order, and how many they are."""
     found, place = torch.unique(keys, return_inverse=True)
     held = torch.zeros_like(found).index_add_(0, place, counts)
     return {"keys": found, "counts": held, "packed": torch.tensor(len(found), device=keys.device)}
 
 
-def _joined(a: Part, b: Part) -> Part:
+def _joined(a: ParameterState, b: ParameterState) -> ParameterState:
     """Join two lists of buckets, sorted only when they have doubled since the last time."""
     keys, counts = (torch.cat([a[kind], b[kind]]) for kind in ("keys", "counts"))
     size = torch.maximum(a["packed"], b["packed"])

@@ -91,15 +91,15 @@ class KnowsModel:
         return self.apply(gradients)
 
 
-Step = Transform | NeedsMean | NeedsProblem
+TransformStep = Transform | NeedsMean | NeedsProblem
 
 
-class TransformFactory(StageFactory[Step]):
+class TransformFactory(StageFactory[TransformStep]):
     """A transform as it is registered or declared."""
 
     def __init__(
         self,
-        make: Callable[..., Step],
+        make: Callable[..., TransformStep],
         scope: TransformScope,
         function: Callable[..., Any] | None = None,
     ) -> None:
@@ -113,7 +113,7 @@ transforms: Registry[TransformFactory] = Registry("transform")
 
 def transform(
     name: str, scope: TransformScope
-) -> Callable[[Callable[..., Step]], TransformFactory]:
+) -> Callable[[Callable[..., TransformStep]], TransformFactory]:
     """Register a factory: it takes the stage's arguments and returns the transform.
 
     Args:

@@ -33,7 +33,7 @@ _RESULT = "result of gradscope"
 DRAFT = ".draft"  # of what is not complete; `.part` is of runs, which are kept
 
 Write = Callable[[BinaryIO], object]
-Known = Callable[[bytes], bool]  # whether a file that begins so is of the kind that is written
+HeadTest = Callable[[bytes], bool]  # whether a file that begins so is of the kind that is written
 _WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE of fcntl.h
 
 
@@ -301,7 +301,7 @@ def require_free(
     overwrite: bool,
     what: str = "the file exists already",
     kind: str = _RESULT,
-    known: Known = lambda head: head.startswith(b"\x89HDF") and b"gradscope" in head,
+    known: HeadTest = lambda head: head.startswith(b"\x89HDF") and b"gradscope" in head,
 ) -> None:
     """Refuse to replace a file that is there, unless that is wanted and it is of the same kind."""
     if not overwrite and path.exists():
@@ -311,7 +311,7 @@ def require_free(
     _require_kind(path, kind, known)
 
 
-def _require_kind(path: Path, kind: str, known: Known) -> None:
+def _require_kind(path: Path, kind: str, known: HeadTest) -> None:
     """Refuse to replace a file of another kind than is written; an empty one may be.
 
     A result is no stream: it cannot be written to a device, nor to a pipe.
