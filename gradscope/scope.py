@@ -17,6 +17,7 @@ from gradscope.engine.certificate import Certificate
 from gradscope.engine.chains import bind
 from gradscope.engine.fold import fold, merge_ranks, prepare_chains, state_of_none
 from gradscope.engine.judge import require_norms
+from gradscope.engine.model_parallel import require_for_model_parallel
 from gradscope.engine.session import (
     Coupling,
     NonFinite,
@@ -25,7 +26,6 @@ from gradscope.engine.session import (
     SessionSettings,
     Verify,
 )
-from gradscope.engine.sharded import require_for_sharded
 from gradscope.errors import CertificateError, SpecError
 from gradscope.model.problem import Problem, RowKind
 from gradscope.model.ranks import Ranks
@@ -178,7 +178,7 @@ class Scope(UncopiedHandle):
         """
         self.session.labels.require_one()
         batch = self.session.rows_of(self._batch(inputs, targets, index, "per_sample_gradients"))
-        sharded = self.session.sharded
+        sharded = self.session.model_parallel
         if sharded is not None:
             if out is not None:
                 raise SpecError("gradients of a sharded model cannot be written into buffers")
@@ -238,7 +238,7 @@ class Scope(UncopiedHandle):
             raise SpecError(f"per is sample or parameter, not {per!r}")
         self.session.labels.require_one()
         batch = self._batch(inputs, targets, index, "norms")
-        sharded = self.session.sharded
+        sharded = self.session.model_parallel
         parts, request = self.parts(batch), Request(rows=False)
 
         def evaluated() -> list[Gradients]:
@@ -289,12 +289,12 @@ class Scope(UncopiedHandle):
         ranks, chains = self.problem.ranks, [*map(self._chain, texts)]
         asked = [chain.text for chain in chains]
         whole = self._batch(inputs, targets, index, f"expectations {asked}", ranks)
-        sharded, ranks = self.session.sharded, self.problem.ranks
+        sharded, ranks = self.session.model_parallel, self.problem.ranks
 
         def summed() -> tuple[list[dict[str, Tensor]], int]:
             if sharded is not None:
                 for chain in chains:
-                    require_for_sharded(chain)
+                    require_for_model_parallel(chain)
                 return sharded.expectations(chains, whole, self.session.settings.nonfinite)
             return self._expectations(chains, whole)
 

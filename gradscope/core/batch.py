@@ -316,7 +316,10 @@ class Tokens(Batch):
         return [f"{sample}:{position}" for sample, position in pairs]
 
     def as_samples(self) -> Batch:
-        """Return m samples, one a row, for `Problem.of_single_tokens`: targets (targets, position (m,))."""
+        """Return m samples, one a row, with targets (targets, position (m,)).
+
+        `Problem.of_single_tokens` takes such batches.
+        """
         many = self.whole.select(self.sample)
         return Batch(many.inputs, (many.targets, self.position), many.index)
 

@@ -25,7 +25,7 @@ from gradscope.core.precision import double
 from gradscope.core.registry import suggestion
 from gradscope.engine.audit import Auditor, AuditPlan, derive_seed
 from gradscope.engine.certificate import Answer, Certificate, certify, prove, prove_samples
-from gradscope.engine.sharded import ShardedEvaluator
+from gradscope.engine.model_parallel import ModelParallelEvaluator
 from gradscope.engine.zeros import zero_notes
 from gradscope.errors import (
     CertificateError,
@@ -89,7 +89,7 @@ class SessionSettings:
                 remedy="Use labels data and coupling refuse or frozen; or rows sample.",
             )
 
-    def require_for_sharded(self) -> None:
+    def require_for_model_parallel(self) -> None:
         """Refuse settings that do not support a sharded model."""
         only = {
             "backend": (self.backend, (AUTO, "hooks")),
@@ -131,7 +131,7 @@ class Session:
         zeros: Those of them about gradients that are all zero.
         tried: Chains whose reducers were tried before they are used.
         tuner: Chooses kernel variants, and remembers them.
-        sharded: Evaluates a sharded model; None if the model is whole in this process.
+        model_parallel: Evaluates a sharded model; None if the model is whole in this process.
         predictions: What the model predicts of the samples of the last batch, if it is asked for.
 
     Raises:
@@ -175,7 +175,7 @@ class Session:
     def _bind(self) -> None:
         """Bind the model as it is now; the next batch is proved."""
         asked = self.settings
-        self.sharded: ShardedEvaluator | None = None
+        self.model_parallel: ModelParallelEvaluator | None = None
         self._stack.close()
         problem = Problem.of(self._model, self._loss, asked.parameters).fixed(self._fixed)
         if double(problem.device) != torch.float64:
@@ -211,9 +211,11 @@ class Session:
         self._facts = None if self.problem.model_parallel else facts(self._model)
         self.close()
         if self.problem.model_parallel is not None:
-            asked.require_for_sharded()
+            asked.require_for_model_parallel()
             self.backend = "hooks"
-            self.sharded = ShardedEvaluator(self.problem, asked.verify, self.auditor, self._record)
+            self.model_parallel = ModelParallelEvaluator(
+                self.problem, asked.verify, self.auditor, self._record
+            )
 
     def rehearsal(self, verify: Verify | None) -> "Session":
         """Return a session of the same kind that leaves this one as it is; it compiles nothing."""
@@ -231,7 +233,7 @@ class Session:
     def needs_proof(self) -> bool:
         """Return whether the next batch is proved, as the first is, and what follows a change."""
         self.bound_anew()
-        due = self._due if self.sharded is None else self.sharded.needs_proof()
+        due = self._due if self.model_parallel is None else self.model_parallel.needs_proof()
         return due and self.settings.verify != "never"
 
     @property
@@ -282,11 +284,13 @@ class Session:
         """
         batch = self.rows_of(batch)
         now = self.bound_anew()
-        if is_empty(batch) and self.sharded is None:
+        if is_empty(batch) and self.model_parallel is None:
             return no_samples(self.problem)  # which proves nothing
         require_counted(len(batch))
-        if self.sharded is not None:
-            return self.sharded.evaluate(batch.detached(), request, ordinal=ordinal, last=last)
+        if self.model_parallel is not None:
+            return self.model_parallel.evaluate(
+                batch.detached(), request, ordinal=ordinal, last=last
+            )
         batch = self.labels.of(batch).detached()
         self._note(self.labels.note)
         if self.predictions is not None:
@@ -346,7 +350,9 @@ class Session:
             self.problem.model_parallel.reshard()
         now = facts(self.problem.model)
         changed = self._facts is not None and self._facts != now
-        if self.sharded is None or not self.sharded.attended:  # else others may attend to it
+        if (
+            self.model_parallel is None or not self.model_parallel.attended
+        ):  # else others may attend to it
             changed = self.problem.any(changed)
         if changed:
             if self.auditor.audits.batches:
@@ -354,13 +360,13 @@ class Session:
                     "the model was changed between two calls: it is bound and proved anew"
                 )
             self._bind()
-        self._facts = now if self.sharded is not None else self._facts
+        self._facts = now if self.model_parallel is not None else self._facts
         return now
 
     def _record(self, batch: Batch, proof: Certificate | None) -> None:
         """Take note of a batch that was answered, and of its proof if all of it was proved."""
-        if self.sharded is not None:
-            self.certificate = self.sharded.certificate
+        if self.model_parallel is not None:
+            self.certificate = self.model_parallel.certificate
             self._note_precision(self.problem.precision, self.problem.dtype.to_real())
         waits = self.settings.verify == "audit" and proof is None
         self._unaudited = batch if waits else None  # else nobody's data are held
@@ -517,8 +523,8 @@ class Session:
         self._waiting = self._candidates()
         if self._compiled is not None:
             self._compiled.forget()
-        if self.sharded is not None:
-            self.sharded.close()
+        if self.model_parallel is not None:
+            self.model_parallel.close()
 
     def __enter__(self) -> Self:
         return self

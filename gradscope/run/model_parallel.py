@@ -145,7 +145,7 @@ def _stopped(place: Path | None, output: Path, *, overwrite: bool, complete: Any
 
 def _part(job: Job, place: Path, **how: bool) -> None:
     """Compute this process's samples, and then wait upon the others."""
-    sharded = job.session.sharded
+    sharded = job.session.model_parallel
     assert sharded is not None
     sharded.attended = True
     with start(job, place, **how) as run:

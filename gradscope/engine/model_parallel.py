@@ -44,7 +44,7 @@ _SAMPLES = (TransformScope.ELEMENTWISE, TransformScope.FACTOR)
 
 
 @dataclass
-class ShardedEvaluator:
+class ModelParallelEvaluator:
     """Evaluates and proves a sharded model, on all its processes together.
 
     Attributes:
@@ -60,9 +60,9 @@ class ShardedEvaluator:
     attended: bool = False
 
     def __post_init__(self) -> None:
-        sharding = self.problem.model_parallel
-        assert sharding is not None
-        self.sharding: ModelParallel = sharding
+        processes = self.problem.model_parallel
+        assert processes is not None
+        self.processes: ModelParallel = processes
         self._stack = ExitStack()
         self._evaluate: Evaluate | None = None
         self._due = True  # a proof is
@@ -70,7 +70,7 @@ class ShardedEvaluator:
 
     def needs_proof(self) -> bool:
         """Return whether the next batch is proved, on all processes."""
-        return self.sharding.any(self._due or self._wary)
+        return self.processes.any(self._due or self._wary)
 
     def close(self) -> None:
         """Release what the backend holds; it can be used again afterwards."""
@@ -94,27 +94,27 @@ class ShardedEvaluator:
             RefusedError: There is no exact, proved answer, on this process or on another.
         """
         if self.attended:
-            self.sharding.any(True)
+            self.processes.any(True)
         number = self.auditor.audits.batches if ordinal is None else ordinal
         return self._together(batch, request, number, last=last)
 
     def attend(self, batch: Batch) -> None:
         """Join the evaluations that other processes still make, with any samples of one's own."""
-        while self.sharding.any(False):
+        while self.processes.any(False):
             self._together(batch, ROWS, None)
 
     def _together(
         self, batch: Batch, request: Request, number: int | None, *, last: bool = False
     ) -> Evaluation:
         """Evaluate a batch, the process's own one of this number or one for others' sake (None)."""
-        sharding, n = self.sharding, len(batch)
-        counts, due = zip(*sharding.of_all((n, self._due or self._wary)), strict=True)
+        processes, n = self.processes, len(batch)
+        counts, due = zip(*processes.of_all((n, self._due or self._wary)), strict=True)
         self._due = any(due)
         whole = batch.resized(max(2, *counts))
         try:
-            with sharding.together(), torch.inference_mode(False), self.problem.state.kept():
+            with processes.together(), torch.inference_mode(False), self.problem.state.kept():
                 found = self._answered(whole, request)
-                with sharding.exchange():
+                with processes.exchange():
                     proof = self._proof(whole, found, n, number, last=last)
         except Exception as error:  # all processes have one
             if isinstance(error, CertificateError):
@@ -123,7 +123,7 @@ class ShardedEvaluator:
             self._wary |= isinstance(error, _REFUTED)
             raise
         finally:  # a layer that stays whole would be used as it is now, whatever is trained
-            sharding.reshard()
+            processes.reshard()
         if number is not None:
             self.record(batch, proof)
         kept = found.gradients.select(slice(0, n))
@@ -161,8 +161,8 @@ class ShardedEvaluator:
                 plan = self.auditor.begin(len(batch), number, last=last, new=new, proof=proof)
             audits = self.verify == "audit" and proof is None
             new = self.verify == "first" and proof is None and found.new
-            whole = self.sharding.any((audits and plan.whole) or new)
-            alone = not whole and self.sharding.any(audits and plan.alone > 0)
+            whole = self.processes.any((audits and plan.whole) or new)
+            alone = not whole and self.processes.any(audits and plan.alone > 0)
             answer = replace(answer, seed=derive_seed(self.auditor.seed, number or 0))
             if whole:
                 proof = prove(answer, after=self.certificate)
@@ -175,11 +175,11 @@ class ShardedEvaluator:
 
     def _find_precision(self, batch: Batch) -> None:
         """Find the narrowest dtype that the model or the device rounds to, on any process."""
-        with self.sharding.together():
+        with self.processes.together():
             own = computed_in(self.problem, batch)
         own = products(self.problem.device) if own == torch.float32 else own
-        every = self.sharding.of_all(own)
-        self.sharding.rounds_to = max(every, key=lambda dtype: torch.finfo(dtype).eps)
+        every = self.processes.of_all(own)
+        self.processes.rounds_to = max(every, key=lambda dtype: torch.finfo(dtype).eps)
 
     def evaluations(self, batch: Batch) -> Iterator[tuple[Batch, Evaluation, bool]]:
         """Yield a batch in parts, with their evaluations, and whether they are this process's turn.
@@ -187,7 +187,7 @@ class ShardedEvaluator:
         It is not where other processes have more samples than this one.
         """
         cut = [batch.select(slice(k, k + _EACH)) for k in range(0, len(batch), _EACH)]
-        count = max(self.sharding.of_all(len(cut)))
+        count = max(self.processes.of_all(len(cut)))
         for k in range(count):
             part = cut[min(k, len(cut) - 1)]
             found = self.evaluate(part, Request(rows=False), last=k + 1 == count > 1)
@@ -195,18 +195,18 @@ class ShardedEvaluator:
 
     def rows(self, batch: Batch) -> dict[str, Tensor]:
         """Return {name: (N, *shape)} of all processes' samples, sharded as the parameters are."""
-        counts = self.sharding.of_all(len(batch))
+        counts = self.processes.of_all(len(batch))
         gradients, found = self.evaluate(batch).gradients, {}
         with torch.no_grad():
             for name, block in gradients.items():
                 own = self._as_optimised(name, block.dense())
-                part = self.sharding.spread(name, own, counts)
-                found[name] = self.sharding.wrapped(name, part, sum(counts))
+                part = self.processes.spread(name, own, counts)
+                found[name] = self.processes.wrapped(name, part, sum(counts))
         return found
 
     def _as_optimised(self, name: str, values: Tensor) -> Tensor:
         """Cast to the dtype of the parameter as the optimiser knows it."""
-        p = self.sharding.sharded.get(name)
+        p = self.processes.sharded.get(name)
         return values if p is None else values.to(p.dtype)
 
     def expectations(
@@ -243,12 +243,12 @@ class ShardedEvaluator:
             count: How many of them count: none if only other processes still have samples.
         """
         reducer = reducer_of(chain)
-        counts = self.sharding.of_all(count)
-        with self.sharding.together():
+        counts = self.processes.of_all(count)
+        with self.processes.together():
             rows = chain.rows(gradients)
         states: list[State] = [{} for _ in counts]
         for name, block in rows.items():
-            with self.sharding.together():
+            with self.processes.together():
                 one = rows.of({name: block}).asked(reducer.powers)
                 made = parts(carried_state(reducer.start(one)))[name]
             for kind, value in made.items():
@@ -259,7 +259,7 @@ class ShardedEvaluator:
                         where="chain",
                         remedy="Use mean, sum, second_moment, moment, var or std, or one process.",
                     )
-                every = self.sharding.spread(name, value[None], [1] * len(counts))
+                every = self.processes.spread(name, value[None], [1] * len(counts))
                 for own, of_rank in zip(states, every, strict=True):
                     own |= joined(own.get("n", of_rank.new_zeros(())), {name: {kind: of_rank}})
         for n, own in zip(counts, states, strict=True):
@@ -272,11 +272,11 @@ class ShardedEvaluator:
         found = {}
         for key, value in chain.finish(total.result(k)).items():
             name = key if key in self.problem.parameters else key.rpartition(".")[0]
-            found[key] = self.sharding.wrapped(name, self._as_optimised(name, value))
+            found[key] = self.processes.wrapped(name, self._as_optimised(name, value))
         return found
 
 
-def require_for_sharded(chain: Chain) -> None:
+def require_for_model_parallel(chain: Chain) -> None:
     """Refuse a chain that needs whole gradients, which no process has."""
     reducer = chain.reducer
     assert reducer is not None
