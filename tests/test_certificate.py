@@ -327,3 +327,26 @@ def test_inner_products_of_many_entries_keep_their_digits() -> None:
     torch.testing.assert_close(inner(rows, rows[0])[0].double(), right[0], atol=0, rtol=1e-6)
     few = torch.randn(3, 5, dtype=torch.complex64)
     torch.testing.assert_close(inner(few, few[0]), few @ few[0])
+
+
+class ScaleInvariant(nn.Module):
+    """Its losses do not depend on the scale. The gradient is zero, but for rounding."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.3, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.normalize(x * self.scale, dim=-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("backend", ["hooks", "vmap", "expand", "loop"])
+def test_a_gradient_that_is_rounding_alone_is_no_coupling(backend: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = ScaleInvariant(dtype)
+    for seed in range(3):
+        x, y = torch.randn(2, 6, 5, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+        with Scope(model, "mse", backend=backend) as scope:
+            found = scope.per_sample_gradients(x, y)["scale"]
+        assert found.abs().max() < 100 * torch.finfo(dtype).eps

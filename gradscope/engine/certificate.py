@@ -423,10 +423,9 @@ def _summed_exactly(
     try:
         with all_in_float64(problem, batch) as (wide, cast):
             together = Objective.in_one_batch(cast, weights).evaluated(wide)[1]
-            in_groups = Objective.in_groups(cast, weights, groups).evaluated(wide)[1]
+            return compared_in_float64(wide, Objective.in_groups(cast, weights, groups), together)
     except (ModelError, RefusedError):
         return None
-    return compared_in_float64(together, in_groups)
 
 
 def _summed(

@@ -178,7 +178,7 @@ def compare_claim(
         if dtype == torch.float64:  # part of the model is less precise than its parameters
             allowed |= dict.fromkeys(doubtful, rounded)
             doubtful = [k for k in doubtful if not errors[k] <= rounded]
-    if problem.any(bool(doubtful)) and narrow != torch.float64:
+    if problem.any(bool(doubtful)):
         with suppress(*tolerated(problem)):
             truth: Mapping[str, Tensor] = right
             if problem.model_parallel is None:  # which cannot be copied
@@ -195,15 +195,26 @@ def compare_claim(
     return largest_error(errors, allowed, noise, dtype, tolerance)
 
 
-def compared_in_float64(found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> LargestError:
-    """Compare gradients by all parameters, both computed in float64, within their last digits."""
+def compared_in_float64(
+    problem: Problem, objective: Objective, found: Mapping[str, Tensor]
+) -> LargestError:
+    """Compare gradients by all parameters with the objective's, all in float64.
+
+    They may differ in their last digits, and by what rounding the parameters changes in them: a
+    gradient may be nothing but rounding.
+    """
+    right = objective.evaluated(problem)[1]
     sizes = {name: norm(value) for name, value in found.items()}
     gaps = {name: norm(value - right[name]) for name, value in found.items()}
     whole = math.sqrt(sum(size**2 for size in sizes.values()))
     digits = _LAST_DIGITS * torch.finfo(torch.float64).eps * whole
     tolerance = TOLERANCES[torch.float64]
     errors = {name: _relative(gap, sizes[name]) for name, gap in gaps.items()}
-    noise = [k for k, error in errors.items() if not error <= tolerance and gaps[k] <= digits]
+    doubtful = {k: right[k] for k, error in errors.items() if not error <= tolerance}
+    noise = [k for k in doubtful if gaps[k] <= digits]
+    if len(noise) < len(doubtful):
+        spread = _spread(problem, objective, doubtful, torch.float64)
+        noise = [k for k in doubtful if k in noise or gaps[k] <= _KINKS * spread[k]]
     allowed = dict.fromkeys(errors, tolerance)
     return largest_error(errors, allowed, noise, torch.float64, tolerance)
 
