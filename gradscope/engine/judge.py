@@ -167,6 +167,8 @@ def compare_claim(
     allowed = dict.fromkeys(right, tolerance)
     doubtful = [k for k in right if not errors[k] <= tolerance]
     noise = _noise(problem, sizes, right, {k: gaps[k] for k in doubtful}, other, small)
+    left = {k: max(gaps[k], norm(right[k])) for k in doubtful if k not in noise}
+    noise += _below_rounding(problem, objective, left)
     doubtful = [k for k in doubtful if k not in noise]
     narrow = dtype
     if problem.any(bool(doubtful)):
@@ -212,6 +214,8 @@ def compared_in_float64(
     errors = {name: _relative(gap, sizes[name]) for name, gap in gaps.items()}
     doubtful = {k: right[k] for k, error in errors.items() if not error <= tolerance}
     noise = [k for k in doubtful if gaps[k] <= digits]
+    left = {k: max(gaps[k], norm(doubtful[k])) for k in doubtful if k not in noise}
+    noise += _below_rounding(problem, objective, left)
     if len(noise) < len(doubtful):
         spread = _spread(problem, objective, doubtful, torch.float64)
         noise = [k for k in doubtful if k in noise or gaps[k] <= _KINKS * spread[k]]
@@ -280,6 +284,24 @@ def _noise(
         again = other()
         noise = [k for k in tiny if k in noise or gaps[k] <= _LUCK * norm(right[k] - again[k])]
     return noise
+
+
+def _below_rounding(
+    problem: Problem, objective: Objective, sizes: Mapping[str, float]
+) -> list[str]:
+    """Return the parameters of a float64 model that change the losses by less than rounding does.
+
+    That is so if |∂L/∂θ| |θ| is below the last digits of Σ |wᵢ Lᵢ|, for gradients of some `sizes`.
+    """
+    if not sizes or problem.precision != torch.float64 or problem.model_parallel is not None:
+        return []
+    with torch.no_grad():
+        losses = sum(
+            float((w * problem.losses(batch, graph=False).detach()).abs().sum())
+            for batch, w in zip(objective.batches, objective.weights, strict=True)
+        )
+    digits = _LAST_DIGITS * torch.finfo(torch.float64).eps * losses
+    return [k for k, size in sizes.items() if size * norm(problem.parameters[k].detach()) <= digits]
 
 
 def _in_float64(problem: Problem, objective: Objective, names: Sequence[str]) -> dict[str, Tensor]:
