@@ -62,6 +62,11 @@ def is_zip(head: bytes) -> bool:
     return head.startswith((b"PK\x03\x04", b"PK\x05\x06"))
 
 
+def is_saved_by_torch(head: bytes) -> bool:
+    """Whether a file that begins like this is a zip archive of torch.save."""
+    return is_zip(head) and b"/data.pkl" in head[:HEAD]
+
+
 def is_safetensors(head: bytes) -> bool:
     """Whether a file that begins like this is a safetensors file: a length, then JSON."""
     return head[8:9] == b"{"

@@ -200,7 +200,7 @@ def claims_too_much(path: Path) -> None:
         (lambda p: p.write_text("Dear reader,\nthis is no table.\n" * 9), "this is a text file"),
         (lambda p: p.write_bytes(b"\x80\x04" + bytes(40)), "a Python pickle"),
         (single_array, "It holds: data."),
-        (lambda p: torch.save({"a": torch.ones(2)}, p), "holds no numpy arrays"),
+        (lambda p: torch.save({"a": torch.ones(2)}, p), "It holds: a."),
         (zipped("inputs.npy", "hello"), "is no numpy array"),
         (claims_too_much, "claims 320,000,000,000,000,000 bytes of numbers, there are 192"),
     ],

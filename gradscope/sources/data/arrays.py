@@ -38,6 +38,7 @@ from gradscope.sources.formats import (
     AGAIN,
     dataset_readers,
     is_safetensors,
+    is_saved_by_torch,
     is_zip,
     matching,
     require_regular,
@@ -114,7 +115,7 @@ def open_npy_folder(path: Path) -> StoredArrays:
 
 
 @dataset_readers.register("npz")
-@matching(is_zip)
+@matching(lambda head: is_zip(head) and not is_saved_by_torch(head))
 def open_npz(path: Path) -> StoredArrays:
     """Named arrays of numbers or texts, as numpy.savez writes them."""
     archive = zipfile.ZipFile(path)  # it stays open: to read its directory takes long

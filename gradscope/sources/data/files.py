@@ -18,7 +18,7 @@ from gradscope.core.registry import suggestion
 from gradscope.core.texts import listed
 from gradscope.errors import DatasetError, located
 from gradscope.process.memory import available
-from gradscope.sources.data import text  # noqa: F401 (it registers its readers)
+from gradscope.sources.data import tensors, text  # noqa: F401 (they register their readers)
 from gradscope.sources.data.arrays import open_npy_folder
 from gradscope.sources.data.arrow import (
     open_arrow_files,

@@ -55,6 +55,7 @@ _STATE_DICT = (
 # a random state, the parsed arguments, a path. torch itself refuses these.
 _HARMLESS: list[Any] = [
     argparse.Namespace,
+    torch.utils.data.TensorDataset,
     pathlib.PosixPath,
     np.ndarray,
     np.dtype,
