@@ -24,6 +24,7 @@ AtLeast1 = Annotated[int, Field(ge=1)]
 
 _CURVATURES = "auto|shrunk|fisher|blockfisher|ekfac|kfac|diagonal|adam|identity"
 _FILES = "OUT.h5 [OTHER.h5]"
+_RESULT = "a path for an HDF5 file, such as OUT.h5; gradscope export writes other formats"
 
 CONFIG: Any = option(None, "--config RUN.toml", help="A run file; flags win over it")
 JSON: Any = option(False, "--json", help="Print one JSON document to stdout, and nothing else")
@@ -98,7 +99,9 @@ class CheckOptions(Options):
 class ComputeOptions(Options):
     """What `gradscope compute` takes."""
 
-    output: Path | None = option(None, "--output -o OUT.h5", help="The result file")
+    output: values.ResultPath | None = option(
+        None, "--output -o OUT.h5", help="The result file", accepted=_RESULT
+    )
     config: Path | None = CONFIG
     spec: RunSpec
     resume: bool = option(False, "--resume", help="Go on with a stopped run")
@@ -115,7 +118,9 @@ class MergeOptions(Options):
     shards: tuple[Path, ...] = option(
         ..., "SHARD...", help="Result files, folders with shards, or patterns"
     )
-    output: Path = option(..., "--output -o OUT.h5", help="The result file")
+    output: values.ResultPath = option(
+        ..., "--output -o OUT.h5", help="The result file", accepted=_RESULT
+    )
     virtual: bool = option(
         False, "--virtual", help="Refer to the shards' rows instead of copying them"
     )
@@ -164,7 +169,9 @@ class AttributeOptions(Options):
         help="A result file of the same model and chain; or a run file, dataset.toml or data "
         "file, whose gradients are computed on the way",
     )
-    output: Path | None = option(None, "--output -o SCORES.h5", help="The score file")
+    output: values.ResultPath | None = option(
+        None, "--output -o SCORES.h5", help="The score file", accepted=_RESULT
+    )
     curvature: str = option(
         "auto",
         f"--curvature {_CURVATURES}",

@@ -218,8 +218,10 @@ def _read(path: Path, problems: list[SpecError]) -> dict[str, Any]:
     except OSError as error:
         what, remedy = f"cannot be read: {error.strerror}", "Check its permissions."
     except UnicodeDecodeError as error:
-        what = f"not UTF-8 text at byte {error.start}"
-        remedy = "Give a TOML file, saved as UTF-8."
+        packed = content.startswith(b"PK")
+        kind = "a zip archive (.npz, .pt)" if packed else "not text"
+        what = f"this is {kind}, and a TOML file is expected: byte {error.start} is not UTF-8"
+        remedy = "Give a run file or a dataset spec; gradscope init writes one."
     except RecursionError:
         what, remedy = "tables or arrays are nested too deeply", "Flatten them."
     except ValueError as error:  # TOMLDecodeError, and numbers of thousands of digits

@@ -295,6 +295,19 @@ Samples = Annotated[
     _parsed_by(parse_samples),
     Field(description='"A:B" with 0 ≤ A < B, either may be left out'),
 ]
+_OTHER_FORMATS = {
+    *(".npz", ".npy", ".pt", ".pth", ".pkl", ".safetensors", ".csv", ".json", ".jsonl", ".parquet"),
+    *(".arrow", ".toml", ".html", ".txt"),
+}
+
+
+def _result_path(path: Path) -> Path:
+    if path.suffix.lower() in _OTHER_FORMATS:
+        raise ValueError("its name is of another format")
+    return path
+
+
+ResultPath = Annotated[Path, AfterValidator(_result_path)]
 ShardText = Annotated[
     Text, _parsed_by(parse_shard), Field(description='"I/N" with 0 ≤ I < N: part I, from 0, of N')
 ]

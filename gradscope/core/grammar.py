@@ -251,12 +251,13 @@ def arguments(chain: str, name: str, text: str, position: int) -> dict[str, str]
     for piece in _split(text, ","):
         key, equals, value = (part.strip() for part in piece.partition("="))
         if not (equals and _NAME.fullmatch(key) and value):
-            raise pointed(
-                chain,
-                position,
-                f"expected key=value after {name!r}, found {piece!r}",
-                'A value with a comma in it stands in double quotes: key="1,2".',
-            )
+            remedy = "Name the argument, as in clip:max_norm=1.0."
+            if found and not equals and _NAME.fullmatch(value := piece.strip()):
+                remedy = f"Put | between stages: {name}:{text.partition(',')[0]} | {value}."
+            elif found:
+                remedy = 'Put a value that holds a comma in double quotes: NAME="1,2".'
+            what = f"expected name=value after {name!r}, found {piece.strip()!r}"
+            raise pointed(chain, position, what, remedy)
         if key in found:
             raise pointed(chain, position, f"{key!r} is given twice")
         found[key] = _unquoted(value)

@@ -30,6 +30,7 @@ _TARGET = re.compile(r"expected target dtype to be Long")
 _COUNT = re.compile(r"positional arguments? but|required positional|unexpected keyword argument")
 _DEVICES = re.compile(r"on the same device|on the expected device|torch\.\w+\.\w+Tensor")
 _INDEX = re.compile(r"index out of range in self")
+_CHANNELS = re.compile(r"expected input\[[\d, ]+\] to have (\d+) channels")
 _SIZES = re.compile(r"size|shape|length|split|expand|index", re.I)
 _FIXED = re.compile(r"Guard failed|to be equal to \d+, but got")  # of exported programs
 _ONE = re.compile(r"more than 1 value per channel")
@@ -226,12 +227,36 @@ def alone_remedy(error: ModelError, model: nn.Module, batch: Batch) -> str | Non
     )
 
 
+def _channels_hint(text: str, batch: Batch) -> str | None:
+    """Return what to do about images without channels, or with channels last, for a convolution."""
+    wanted = _CHANNELS.search(text)
+    images = [t for t in tensors(batch.inputs) if t.is_floating_point()]
+    if wanted is None or len(images) != 1:
+        return None
+    channels, (n, *size) = int(wanted[1]), images[0].shape
+    if channels == 1 and size and size[0] != 1 and len(size) in (1, 2, 3):
+        shape = [1, *size] if size[-1] != 1 or len(size) < 3 else [1, *size[:-1]]
+        return (
+            f"The layer takes 1 channel on the axis after the samples: ({n}, 1, ...). A dataset "
+            f"spec says reshape = {{ NAME = {shape} }}."
+        )
+    if len(size) > 1 and size[-1] == channels:
+        axes = (0, len(size), *range(1, len(size)))
+        return (
+            f"The layer takes {channels} channels on the axis after the samples, and here they are "
+            f"on the last axis. Store the array as x.transpose{axes}."
+        )
+    return None
+
+
 def _hint(error: BaseException, batch: Batch | None) -> tuple[str | None, str]:
     """Return which sample an error of the model or its loss is about, if known, and a remedy."""
     general = "Check that the data fit the model: shapes, dtypes and the order of inputs."
     if batch is None:
         return None, general
     general = f"It was called with {shapes_of(batch)}. {general}"
+    if (fits := _channels_hint(str(error), batch)) is not None:
+        return None, f"It was called with {shapes_of(batch)}. {fits}"
     if _SIZES.search(str(error)):
         general = f"{general} {PACKED}"
     text, whole = str(error), [t for t in tensors(batch.inputs) if t.dtype in _WHOLE]

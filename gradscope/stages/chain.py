@@ -161,6 +161,22 @@ class Readers:
     arguments: Mapping[type, Callable[[str], Any]]  # by the declared type of an argument
 
 
+# what other libraries call a stage
+_SYNONYMS = {
+    "avg": "mean",
+    "average": "mean",
+    "total": "sum",
+    "variance": "var",
+    "stddev": "std",
+    "l2": "norm",
+    "norms": "norm",
+    "clip_grad_norm": "clip",
+    "clip_norm": "clip",
+    "fisher": "second_moment",
+    "flatten": "identity",
+    "none": "identity",
+}
+
 StageFunction = Callable[..., Any]
 Chained = str | StageFunction | Sequence[str | StageFunction]
 
@@ -239,7 +255,8 @@ def _made(stage: Stage, readers: Readers | None) -> TransformStep | Reducer:
         factory = reducers.get(stage.name)
     else:
         known = [*transforms.names(), *reducers.names()]
-        hint = suggestion(stage.name, known)
+        meant = _SYNONYMS.get(stage.name.lower())
+        hint = f"Did you mean {meant!r}?" if meant else suggestion(stage.name, known)
         raise stage.error(f"unknown transform or reducer {stage.name!r}", hint)
     converters = {} if readers is None else readers.arguments
     made: TransformStep | Reducer = stage.bind(factory, converters)

@@ -224,6 +224,25 @@ def _misfit(what: str, outputs: Tensor, targets: Tensor, remedy: str) -> ModelEr
     )
 
 
+def _on_classes(outputs: Tensor, targets: Tensor) -> str:
+    """Return what to do about targets that are no classes (n, ...) of outputs (n, c, ...)."""
+    if outputs.dim() > 1 and targets.shape == outputs.shape:
+        return (
+            "One-hot targets must be classes, y.argmax(1), or probabilities in floating point: a "
+            'dataset spec says dtype = { NAME = "float32" }.'
+        )
+    if outputs.dim() > 1 and targets.shape == (*outputs.shape[:1], *outputs.shape[2:]):
+        return (
+            'Classes must be int64: a dataset spec says dtype = { NAME = "int64" }. A missing '
+            "class makes floating-point numbers of its whole column: leave that sample out."
+        )
+    last = outputs.dim() > 2 and targets.shape == outputs.shape[:-1]
+    return (
+        "Outputs must be (n, c, ...), c classes on the second axis, and targets the classes "
+        f"(n, ...) as int64.{_LAST if last else ''}"
+    )
+
+
 def _in_range(
     fn: Callable[..., Tensor],
     outputs: Tensor,
@@ -248,11 +267,7 @@ def _in_range(
             "targets are no classes of these outputs",
             outputs,
             targets,
-            "Outputs must be (n, c, ...), c classes on the second axis, and targets the classes "
-            '(n, ...) as int64: a dataset spec says dtype = { NAME = "int64" }. A missing one '
-            "makes floating-point numbers of its whole column: leave that sample out."
-            + (" Probabilities are (n, c, ...)." if shares else "")
-            + (_LAST if targets.shape == outputs.shape[:-1] else ""),
+            _on_classes(outputs, targets),
         )
     try:
         own = class_weights(weight, outputs, 1)

@@ -284,13 +284,13 @@ def test_names_that_the_model_does_not_have(forked: Forked, folder: Path) -> Non
 
 
 def test_no_part_of_the_checkpoint_is_written_over(forked: Forked, folder: Path) -> None:
-    safetensors.torch.save_file(state(), folder / "part.safetensors")
-    table = dict.fromkeys(state(), "part.safetensors")
+    safetensors.torch.save_file(state(), folder / "part.bin")
+    table = dict.fromkeys(state(), "part.bin")
     (folder / "w.pt").write_text(json.dumps({"weight_map": table}))
-    before = (folder / "part.safetensors").read_bytes()
-    done = compute(forked, folder, "-o", "part.safetensors", "--overwrite")
+    before = (folder / "part.bin").read_bytes()
+    done = compute(forked, folder, "-o", "part.bin", "--overwrite")
     assert_clear(done, 6, "would replace the checkpoint", folder)
-    assert (folder / "part.safetensors").read_bytes() == before
+    assert (folder / "part.bin").read_bytes() == before
 
 
 def test_a_stored_vector_is_not_written_over(forked: Forked, folder: Path) -> None:
@@ -350,3 +350,58 @@ def test_ids_and_texts_are_stored(forked: Forked, folder: Path, form: str, key: 
     assert found == (names if key == "name" else list(range(0, 10 * N, 10)))[1:]
     with gradscope.open(folder / "out.h5") as result:
         assert str(result.samples["id"][0]) == (names[1] if key == "name" else "10")
+
+
+WORDS = {  # wrong input, and what the message must say
+    "a stage with a bare value": (["-t", "clip:1.0"], "clip:max_norm=1.0"),
+    "a comma between stages": (["-t", "clip:max_norm=1.0, mean"], "clip:max_norm=1.0 | mean"),
+    "another word for the mean": (["-t", "avg"], "Did you mean 'mean'?"),
+    "a result named as another format": (["-t", "mean", "-o", "x.npz"], "gradscope export"),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_a_wrong_word_is_answered_with_the_right_one(
+    forked: Forked, folder: Path, name: str
+) -> None:
+    given, told = WORDS[name]
+    done = compute(forked, folder, *given)
+    assert done.code == 2 and told in " ".join(done.err.split()), done.err
+    assert not (folder / "x.npz").exists()
+
+
+def channels_last(path: Path) -> None:
+    convolution(path, (8, 8, 3), 3)
+
+
+def without_channels(path: Path) -> None:
+    convolution(path, (8, 8), 1)
+
+
+def convolution(path: Path, shape: tuple[int, ...], channels: int) -> None:
+    layers = f"nn.Conv2d({channels}, 2, 3), nn.Flatten(), nn.Linear(72, 3)"
+    model(f"from torch import nn\ndef build(): return nn.Sequential({layers})\n")(path)
+    built = nn.Sequential(nn.Conv2d(channels, 2, 3), nn.Flatten(), nn.Linear(72, 3))
+    torch.save(built.state_dict(), path / "w.pt")
+    inputs = np.random.default_rng(0).normal(size=(N, *shape)).astype(np.float32)
+    np.savez(path / "data.npz", inputs=inputs, targets=np.arange(N) % 3)
+
+
+SHAPES = {
+    "channels last": (channels_last, "x.transpose(0, 3, 1, 2)"),
+    "no channels": (without_channels, "reshape = { NAME = [1, 8, 8] }"),
+    "one-hot classes": (data(targets=np.eye(3, dtype=int)[np.arange(N) % 3]), "y.argmax(1)"),
+    "classes in floating point": (
+        data(targets=(np.arange(N) % 3).astype(np.float32)),
+        'dtype = { NAME = "int64" }',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_data_of_another_shape_are_answered_with_what_to_do(
+    forked: Forked, folder: Path, name: str
+) -> None:
+    prepare, told = SHAPES[name]
+    prepare(folder)
+    assert_clear(compute(forked, folder, data="data.npz"), 3, told, folder)

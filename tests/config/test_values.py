@@ -92,7 +92,7 @@ def test_arguments_of_a_table_are_those_of_the_text() -> None:
         ("x:a=1", {"a": 2}, "twice"),
         ("x", {"a": {"b": 1}}, "a list of numbers"),
         ("x", {"a": ["b"]}, "a list of numbers"),
-        ("x:a=", {}, "key=value"),
+        ("x:a=", {}, "name=value"),
         ("x:a=1,a=2", {}, "twice"),
     ],
 )

@@ -49,13 +49,13 @@ def test_chains(text, right):
         ("a |", 3, "empty"),
         ("a | 2b", 4, "'2b'"),
         ("a b", 0, "'a b'"),
-        ("clip:", 5, "key=value"),
+        ("clip:", 5, "name=value"),
         ("clip:1.0", 5, "'1.0'"),
         ("mean | clip:x=1,y", 16, "'y'"),
-        ("clip:x=", 5, "key=value"),
-        ("clip:=1", 5, "key=value"),
+        ("clip:x=", 5, "name=value"),
+        ("clip:=1", 5, "name=value"),
         ("clip:x=1,x=2", 9, "twice"),
-        ("clip:x=1,", 9, "key=value"),
+        ("clip:x=1,", 9, "name=value"),
     ],
 )
 def test_errors_point_at_the_place(text, column, words):

@@ -415,25 +415,26 @@ class Same(nn.Module):
 
 @pytest.mark.parametrize("name", ["cross_entropy", "nll"])
 @pytest.mark.parametrize(
-    ("outputs", "targets"),
+    ("outputs", "targets", "must"),
     [
-        (LOGITS, CLASSES.double()),
-        (LOGITS, CLASSES[:, None]),
-        (LOGITS, CLASSES.int()),
-        (LOGITS, CLASSES[1:]),
-        (LOGITS, SHARES.long()),
-        (LOGITS, SHARES[:, 1:]),
-        (LOGITS[:, 0], CLASSES),
-        (MAPS.transpose(1, 2), GRID),
+        (LOGITS, CLASSES.double(), "Classes must be int64"),
+        (LOGITS, CLASSES[:, None], "Outputs must be"),
+        (LOGITS, CLASSES.int(), "Classes must be int64"),
+        (LOGITS, CLASSES[1:], "Outputs must be"),
+        (LOGITS, SHARES.long(), "One-hot targets must be classes"),
+        (LOGITS, SHARES[:, 1:], "Outputs must be"),
+        (LOGITS[:, 0], CLASSES, "Outputs must be"),
+        (MAPS.transpose(1, 2), GRID, "Outputs must be"),
     ],
 )
-def test_targets_that_are_no_classes(name, outputs, targets):
+def test_targets_that_are_no_classes(name, outputs, targets, must):
     """Both shapes are said, and what they must be."""
     with pytest.raises(ModelError) as caught:
         resolve(name)(outputs, targets)
-    for words in (str(tuple(outputs.shape)), str(tuple(targets.shape)), "Outputs must be"):
+    for words in (str(tuple(outputs.shape)), str(tuple(targets.shape)), must):
         assert words in str(caught.value)
-    assert ("token_cross_entropy" in str(caught.value)) == (targets.shape == outputs.shape[:-1])
+    last = outputs.dim() > 2 and targets.shape == outputs.shape[:-1]
+    assert ("token_cross_entropy" in str(caught.value)) == last
 
 
 @pytest.mark.parametrize("answer", [lambda o: o, lambda o: SimpleNamespace(logits=o)])
