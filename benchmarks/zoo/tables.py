@@ -114,6 +114,10 @@ def page(records: Sequence[Record], runs: Sequence[Record]) -> str:
 _INTRODUCTION = Path(__file__).with_name("introduction.md")
 
 
+def _answered(record: Record) -> str:
+    return f"`{record['case']}` ({record['tools']['gradscope']['outcome']})"
+
+
 def _others(records: Sequence[Record]) -> list[str]:
     """Return the sentences about cases that the table leaves out."""
     coupled = [r for r in records if r["status"] == "judged" and not independent(r)]
@@ -124,8 +128,9 @@ def _others(records: Sequence[Record]) -> list[str]:
     said = [
         f"{len(coupled)} more cases have samples that depend on each other or on random numbers. "
         f"gradscope refuses {len(coupled) - len(answered)} of these and answers {len(answered)}"
-        + (": " + ", ".join(f"`{r['case']}`" for r in answered) if answered else "")
-        + ".",
+        + (": " + ", ".join(map(_answered, answered)) if answered else "")
+        + ". An answer is right if its rows are those of the reference: such a model may round to "
+        "float32 within itself, which makes losses differ in the batch.",
         "",
     ]
     if absent:
