@@ -31,8 +31,8 @@ from gradscope import scope as scope_module
 from gradscope.backends.base import Evaluate, backends
 from gradscope.backends.vmap import vmap
 from gradscope.core.batch import Batch
-from gradscope.engine import sharded
-from gradscope.engine.audit import drawn
+from gradscope.engine import model_parallel
+from gradscope.engine.audit import derive_seed
 from gradscope.engine.session import Verify
 from gradscope.model.problem import Problem
 from gradscope.training import Monitor, MonitorWarning, TrainerMonitor
@@ -140,7 +140,7 @@ def numbers(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
         parts = divided(model, **how)
         scope = gradscope.Scope(parts, "cross_entropy")
         found[f"norms {name}"] = float((scope.norms(x[own], y[own]) - norms[own]).abs().max())
-        sharded._EACH = 2  # samples at a time: the processes have 3 and 2 parts
+        model_parallel._EACH = 2  # samples at a time: the processes have 3 and 2 parts
         for chain in CHAINS[: None if name == "" else 2]:
             right = gradscope.expectation(model, "cross_entropy", chain, x, y, backend="loop")
             found[f"{chain} {name}"] = gap(scope.expectation(chain, x[own], y[own]), right)
@@ -167,7 +167,7 @@ def numbers(model: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
     def broken(outputs: Tensor, targets: Tensor) -> Tensor:  # as one sample's overflow
         return cross_entropy(outputs, targets) * torch.where(targets > 0, 1.0, torch.nan)
 
-    sharded._EACH = 512  # a part without a finite sample shows nothing of the model
+    model_parallel._EACH = 512  # a part without a finite sample shows nothing of the model
     finite = y[own] > 0
     several = gradscope.Scope(parts, broken).norms(x[own], y[own])
     assert not (y > 0).all()
@@ -303,7 +303,7 @@ def failing(k: int) -> Callable[[Tensor, Tensor], Tensor]:
 
 def largest_at_once(x: Tensor, y: Tensor, own: slice) -> int:
     """Return how many tensors of a layer's size are in memory at once; there are 8 layers."""
-    sharded._EACH, width, most = 512, 61, 0
+    model_parallel._EACH, width, most = 512, 61, 0
     blocks.gradients.FORMED_BYTES = 0  # of dense gradients that are held where that is faster
     scope = gradscope.Scope(divided(Net(width, 8)), "cross_entropy")
     spread = scope.problem.model_parallel.spread  # type: ignore[union-attr]
@@ -508,7 +508,7 @@ def later(_: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
         found[f"audited {verify} {count}"] = scope.auditor.audits.to_json()
 
     found["last"] = told(lambda: asked(2))
-    window = 64 + drawn(0, 1) % 64
+    window = 64 + derive_seed(0, 1) % 64
     found["chosen"] = told(lambda: asked(window, count=window + 2))
     found["always"] = told(lambda: asked(1, "always"))
     found["first"] = told(lambda: asked(1, "first"))

@@ -291,7 +291,8 @@ def _below_rounding(
 ) -> list[str]:
     """Return the parameters of a float64 model that change the losses by less than rounding does.
 
-    That is so if |∂L/∂θ| |θ| is below the last digits of Σ |wᵢ Lᵢ|, for gradients of some `sizes`.
+    That is so if |∂L/∂θ| max(|θ|, 1) is below the last digits of Σ |wᵢ Lᵢ|, for gradients of some
+    `sizes`. A parameter may be zero and couple samples all the same, as a gate does.
     """
     if not sizes or problem.precision != torch.float64 or problem.model_parallel is not None:
         return []
@@ -301,7 +302,8 @@ def _below_rounding(
             for batch, w in zip(objective.batches, objective.weights, strict=True)
         )
     digits = _LAST_DIGITS * torch.finfo(torch.float64).eps * losses
-    return [k for k, size in sizes.items() if size * norm(problem.parameters[k].detach()) <= digits]
+    named = problem.parameters
+    return [k for k, size in sizes.items() if size * max(norm(named[k].detach()), 1.0) <= digits]
 
 
 def _in_float64(problem: Problem, objective: Objective, names: Sequence[str]) -> dict[str, Tensor]:
