@@ -17,7 +17,7 @@ from typing import Any
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
-_PREFIX = re.compile(r"(?:module\.|_orig_mod\.)+")  # of DataParallel and of compiled modules
+_PREFIX = re.compile(r"(?:module\.|_orig_mod\.)+")  # DataParallel and torch.compile add these
 
 # torch's layers by name: their arguments, and which axis of the weight has an argument's size
 _AXES: dict[str, dict[str, int]] = {
@@ -108,7 +108,7 @@ def find_models(files: Iterable[Path], shapes: Shapes, stored: Any = None) -> li
     Args:
         files: Python files. They are parsed, not run.
         shapes: The shape of each tensor of the checkpoint, by its key.
-        stored: What else the checkpoint holds: its arguments may be in it.
+        stored: The whole checkpoint. The model's arguments may be in it.
     """
     scripts = [script for file in files if (script := Script.read(file)) is not None]
     known = {_PREFIX.sub("", key): shape for key, shape in shapes.items()}
@@ -121,14 +121,14 @@ def find_models(files: Iterable[Path], shapes: Shapes, stored: Any = None) -> li
     ]
 
     def rank(model: FoundModel) -> tuple[float, bool, bool, bool]:
-        # a function without arguments gives those of its class
+        # a function without arguments passes the arguments of its class itself
         return -round(model.fit, 2), bool(model.unknown), bool(model.arguments), model.is_class
 
     return sorted(found, key=rank)
 
 
 def stored_arguments(content: Any) -> dict[str, Any]:
-    """Return the arguments of a model that a checkpoint holds beside its weights."""
+    """Return the arguments of a model that a checkpoint holds in addition to its weights."""
     found: dict[str, Any] = {}
     if isinstance(content, Mapping):
         for name in reversed(_ARGUMENTS):
@@ -178,7 +178,7 @@ class Script:
 
 
 class Sources:
-    """A script and those beside it: classes by name, constants and options of argparse.
+    """A script and the scripts next to it: classes by name, constants, options of argparse.
 
     What the script itself defines hides what others define by the same name.
     """
@@ -254,9 +254,9 @@ class Part:
     kind: str  # a layer of torch; "module", "indexed", "named", "parameter", "plain" or "unknown"
     call: ast.Call | None = None
     parts: Mapping[str, "Part"] = field(default_factory=dict)
-    repeated: Sequence["Part"] = ()  # what each entry of a list of any length may be
+    repeated: Sequence["Part"] = ()  # the kinds of entries of a list of any length
     count: ast.expr | None = None  # how many entries it has
-    name: str = ""  # of the class
+    name: str = ""  # the class's name
 
 
 _UNKNOWN = Part("unknown")
@@ -712,7 +712,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _called(sources: Sources, model: ModelClass) -> dict[str, Argument]:
-    """Return the arguments with which scripts make a model, as far as they are constants."""
+    """Return the constant arguments with which scripts make a model."""
     for call in sources.calls.get(model.name, []):
         given = _bound(call, list(model.parameters))
         known = {name: sources.constant(node) for name, node in given.items()}
@@ -725,7 +725,7 @@ def _solved(equations: Iterable[tuple[ast.expr, int, str]]) -> dict[str, Argumen
     """Solve expressions for their only unknown name, NAME or NAME.ATTRIBUTE."""
     found: dict[str, Argument] = {}
     left = list(equations)
-    for _ in range(3):  # what one expression gives may be known in another
+    for _ in range(3):  # a solution may make another expression solvable
         for expression, value, where in left:
             solution = _unknown_in(expression, value, found)
             if solution is not None:
