@@ -173,8 +173,6 @@ _SYNONYMS = {
     "clip_grad_norm": "clip",
     "clip_norm": "clip",
     "fisher": "second_moment",
-    "flatten": "identity",
-    "none": "identity",
 }
 
 StageFunction = Callable[..., Any]
