@@ -1,6 +1,8 @@
 # Two commands on a fresh machine with Python 3.11 or newer, make and git:
 #   make demo   installs into .venv and runs the main job on a sample model
 #   make test   installs into .venv and runs the tests, without those marked `full`
+# `make docs` builds the pages as a site in build/site, and `make docs-serve` shows it in a browser;
+# `make dist` builds and checks the distributions.
 # And `make test-full` runs the tests marked `full`: documentation, process groups, drills, the wheel;
 # `make bench` compares gradscope with the field's other tools, which it installs into .venv too;
 # `make zoo` builds all small models that ten libraries have and compares every answer with float64: hours;
@@ -20,12 +22,13 @@ ZOO_OPTIONS ?=
 GPU ?= build/gpu.json
 GPU_OPTIONS ?=
 DRILL_OPTIONS ?=
+SITE ?= build/site
 TEST_OPTIONS ?= -n auto --dist worksteal
 TORCH ?= 2.15.0
 COMPAT := build/compat/$(TORCH)
 COMPAT_OPTIONS ?= -n auto
 
-.PHONY: demo test test-full bench zoo browser charts drill gpu compat lint format types check install install-dev install-bench clean
+.PHONY: demo test test-full bench zoo browser charts drill gpu compat docs docs-serve dist lint format types check install install-dev install-bench clean
 
 define demonstrate
 	mkdir -p $(2)
@@ -66,6 +69,17 @@ browser: install-dev
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[browser]'
 	$(BIN)/python -m pytest tests/browser/check_view.py
 
+docs: $(VENV)/installed-docs
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs $(SITE)
+
+docs-serve: docs
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory $(SITE) 8000
+
+dist: $(VENV)/installed-dist
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/python -m twine check --strict dist/*
+
 charts:
 	cd charts && npm install --silent && node build.mjs
 
@@ -101,6 +115,14 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+$(VENV)/installed-dist: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt build twine
 	touch $@
 
 $(VENV)/installed-bench: $(VENV)/installed-dev benchmarks/requirements.txt

@@ -18,10 +18,27 @@ from gradscope.config import Option, RunSpec, options_of, run_options
 
 PAGE = Path(__file__).parent / "reference.md"
 
-HEAD = """# Every option
+HEAD = """# Commands and options
 
 `python docs/make_reference.py` writes this page from the program; a test compares the two.
 The [guide](guide.md) shows how options are used.
+
+{commands}
+
+Results go to stdout, progress and notices to stderr. `--json` prints one versioned JSON document.
+
+| exit code | means |
+|---|---|
+| `0` | done |
+| `1` | a bug in gradscope |
+| `2` | a wrong option, run file or chain |
+| `3` | a wrong checkpoint, data set or result file |
+| `4` | refused: the model is not supported, or its samples are coupled |
+| `5` | `compare` found a difference |
+| `6` | the output cannot be written |
+| `7` | done, but some samples or numbers are not finite; they are flagged or counted |
+| `130`, `143` | interrupted |
+| `141` | stdout was closed |
 
 ## Settings of a run
 
@@ -32,14 +49,19 @@ Each has a key in the [run file](guide.md#the-run-file), and many have a flag, w
 
 def page() -> str:
     """Return the text of the page."""
-    parts = [HEAD.format(version=RunSpec.model_fields["version"].description)]
+    root: Any = typer.main.get_command(app)
+    commands = [
+        [f"[`gradscope {name}`](#gradscope-{name})", " ".join(command.help.split())]
+        for name, command in root.commands.items()
+    ]
+    version = RunSpec.model_fields["version"].description
+    parts = [HEAD.format(commands=_table(["command", "does"], commands), version=version)]
     head = ["key", "flag", "of", "default", "what it may be", "means"]
     for section in RunSpec.model_fields:
         rows = [_run_option(s) for s in run_options() if s.section == section]
         parts += [f"### [{section}]", _table(head, rows)] if rows else []
     parts += ["## Other options of the commands", "Every command also has `-h, --help`."]
     head = ["option", "default", "what it may be", "means"]
-    root: Any = typer.main.get_command(app)
     for name, command in root.commands.items():
         (own,) = signature(unwrap(command.callback)).parameters.values()
         rows = [_option(s) for s in options_of(own.annotation) if s.help]

@@ -1,3 +1,3 @@
 """The version of gradscope, which result files record."""
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"

@@ -11,7 +11,9 @@ A command may say how it ends: `# exit code 5`.
 """
 
 import io
+import json
 import re
+import runpy
 import shlex
 import sys
 from argparse import ArgumentParser
@@ -76,6 +78,17 @@ def run(path: Path) -> Page:
     return page
 
 
+def run_notebook(path: Path) -> None:
+    """Run the cells of a notebook and compare what they print with the stored outputs."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            with redirect_stdout(io.StringIO()) as out:
+                exec(compile("".join(cell["source"]), str(path), "exec"), names)
+            stored = "".join(text for o in cell["outputs"] for text in o["text"])
+            assert_alike(stored, out.getvalue())
+
+
 def command(line: str, page: Page) -> None:
     """Run one command line of a page; of `make`, check that there is such a target."""
     words = shlex.split(line, comments=True)
@@ -86,6 +99,8 @@ def command(line: str, page: Page) -> None:
     elif words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
         assert set(words[1:]) <= set(targets)
+    elif words[0] == "python" and Path(words[-1]).exists():
+        runpy.run_path(words[-1], run_name="__main__")
     elif " ".join(words[:3]) in SLOW:  # minutes to run: only its options
         known = _options(SLOW[" ".join(words[:3])])
         assert {w for w in words if w.startswith("--")} <= known

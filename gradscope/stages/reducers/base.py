@@ -10,6 +10,7 @@ parameter is a leaf of the tree of modules, so no other parameter's name begins 
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
 from math import prod
 from typing import NamedTuple
 
@@ -93,6 +94,7 @@ def entries(state: State, kind: str) -> dict[str, Tensor]:
 def on_one_device(merge: Merge) -> Merge:
     """Move the first state to the second's device: a state read from a file is on the CPU."""
 
+    @wraps(merge)
     def apply(a: State, b: State) -> State:
         device = b["n"].device
         return merge({key: value.to(device) for key, value in a.items()}, b)
