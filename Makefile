@@ -9,8 +9,9 @@
 # `make browser` clicks through the page of `gradscope view` in headless Chromium, which must be there;
 # `make gpu` checks everything on a GPU, or on a device made of the CPU where there is none;
 # `make drill` kills runs, fills disks and damages files for 20 minutes. `make compat TORCH=2.15.0`
-# runs the tests of the engine, and the demo, with another release of torch, in build/compat/2.15.0
-# (5 to 7 GB: torch comes with CUDA's libraries; delete it when you are done).
+# runs the tests of the engine, and the demo, with another release of torch; `PYTHON=python3.13` chooses
+# another Python. They are installed in build/compat (5 to 7 GB: torch comes with CUDA's libraries;
+# delete it when you are done).
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -25,7 +26,7 @@ DRILL_OPTIONS ?=
 SITE ?= build/site
 TEST_OPTIONS ?= -n auto --dist worksteal
 TORCH ?= 2.15.0
-COMPAT := build/compat/$(TORCH)
+COMPAT := build/compat/$(TORCH)-$(notdir $(PYTHON))
 COMPAT_OPTIONS ?= -n auto
 
 .PHONY: demo test test-full bench zoo browser charts drill gpu compat docs docs-serve dist lint format types check install install-dev install-bench clean
@@ -102,9 +103,9 @@ install-dev: $(VENV)/installed-dev
 
 install-bench: $(VENV)/installed-bench
 
-build/compat/%/installed: pyproject.toml constraints.txt
+$(COMPAT)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
-	sed 's/^torch==.*/torch==$*/' constraints.txt > $(@D)/constraints.txt
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt --editable '.[dev]'
 	touch $@
 
