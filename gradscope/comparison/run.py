@@ -5,6 +5,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +16,18 @@ from torch import Tensor, nn
 from gradscope import markup
 from gradscope.backends.base import Backend, Evaluate, backend_of, backends
 from gradscope.blocks import ChosenVariant, Tuner
-from gradscope.comparison.agreement import Oracle, ParameterAgreement, agreements
+from gradscope.comparison.agreement import (
+    VAGUE,
+    Oracle,
+    ParameterAgreement,
+    agreements,
+    precision_of,
+)
+from gradscope.comparison.alternatives import EXPLAINED, MODAL, explain
+from gradscope.comparison.mistakes import Mistake
 from gradscope.core.batch import Batch, Tokens, map_tensors
 from gradscope.core.precision import dtype_name
+from gradscope.core.texts import listed
 from gradscope.engine.certificate import Answer, prove_samples
 from gradscope.engine.session import Randomness
 from gradscope.errors import (
@@ -29,7 +39,7 @@ from gradscope.errors import (
 )
 from gradscope.model.locate import first_line, layer_of
 from gradscope.model.problem import Loss, Problem, RowKind, double_precision
-from gradscope.model.randomness import FixedRandomness, forked
+from gradscope.model.randomness import FixedRandomness, forked, seed_all
 from gradscope.process.memory import peak_memory, timed
 from gradscope.process.stops import is_stop
 from gradscope.scope import Scope
@@ -297,6 +307,7 @@ def _other_row(label: str, other: Implementation | Mapping[str, Any], case: _Cas
             own = map_tensors(torch.clone, (batch.inputs, batch.targets))  # it may write into them
             return other(problem.model, problem.loss, *own)
 
+    before = Observed.of(copy.model)
     try:
         with double_precision():
             found = called(copy, case.wide)
@@ -310,6 +321,17 @@ def _other_row(label: str, other: Implementation | Mapping[str, Any], case: _Cas
     row = _compared(label, found, case)
     if row.status == "failed":
         return row
+    if row.status == "disagrees":
+        changes = before.changes(copy.model)
+        try:
+            if _is_random(called, case, found):
+                changes.append("two calls gave different gradients: it uses random numbers")
+        except BaseException as error:
+            if is_stop(error):
+                raise
+        if changes:
+            remedy = f"What your function did to the copy of the model: {'; '.join(changes)}."
+            row = replace(row, remedy=remedy)
     spare = case.problem.converted(None)
     try:
         seconds, peak = measure(lambda: called(spare, case.batch), device)
@@ -318,6 +340,66 @@ def _other_row(label: str, other: Implementation | Mapping[str, Any], case: _Cas
             raise
         return row  # the dtype may be one in which it cannot run
     return replace(row, seconds=seconds, peak_bytes=peak)
+
+
+def _is_random(
+    called: Callable[[Problem, Batch], Any], case: _Case, found: Mapping[str, Any]
+) -> bool:
+    """Whether another call with other random numbers gives other gradients."""
+    copy = case.exact.converted(None)
+    with double_precision(), forked(case.problem.device):
+        seed_all(int(torch.randint(2**31, ())))
+        again = called(copy, case.wide)
+    return any(
+        k in again and not torch.allclose(torch.as_tensor(again[k]), torch.as_tensor(v), atol=0.0)
+        for k, v in found.items()
+    )
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a function may change of a model."""
+
+    training: Mapping[str, bool]  # by layer
+    required: Mapping[str, bool]  # whether a parameter requires a gradient
+    values: Mapping[str, Tensor]  # of parameters and buffers
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Observed":
+        """Return what a model is like before the function is called."""
+        named = dict(model.named_parameters())
+        return cls(
+            {k: m.training for k, m in model.named_modules()},
+            {k: p.requires_grad for k, p in named.items()},
+            {k: t.detach().clone() for k, t in (named | dict(model.named_buffers())).items()},
+        )
+
+    def changes(self, model: nn.Module) -> list[str]:
+        """Return what is different now, in words."""
+        now = Observed.of(model)
+        found = []
+        for flag, mode in ((True, "training"), (False, "eval")):
+            layers = [k for k, on in now.training.items() if on == flag != self.training.get(k, on)]
+            names = [
+                f"{k!r} ({type(model.get_submodule(k)).__name__})"
+                for k in sorted(layers, key=lambda k: not isinstance(model.get_submodule(k), MODAL))
+                if k or len(layers) == 1
+            ]
+            if names:
+                noun = "layer" if len(names) == 1 else "layers"
+                found.append(f"it left {noun} {listed(names, 3)} in {mode} mode")
+        changed = [
+            k
+            for k, t in now.values.items()
+            if k in self.values and not torch.equal(t.nan_to_num(), self.values[k].nan_to_num())
+        ]
+        if changed:
+            found.append(f"it changed the values of {listed(changed, 3)}")
+        frozen = [k for k, on in self.required.items() if on and not now.required.get(k, on)]
+        if frozen:
+            verb = "requires" if len(frozen) == 1 else "require"
+            found.append(f"{listed(frozen, 3)} no longer {verb} a gradient")
+        return found
 
 
 def _compared(label: str, found: Mapping[str, Any], case: _Case) -> BackendRow:
@@ -333,12 +415,50 @@ def _compared(label: str, found: Mapping[str, Any], case: _Case) -> BackendRow:
         rows = agreements({names[k]: found[k] for k in known}, case.oracle)
     except (TypeError, ValueError, RuntimeError) as error:
         return BackendRow(label, "failed", f"a value is no array of numbers: {first_line(error)}")
-    row = _judged(label, rows)
+    row = _judged(label, _explained(found, names, rows, case))
     if not extra:
         return row
     unknown = f"unknown parameters: {', '.join(extra[:5])}{', ...' if len(extra) > 5 else ''}"
     reason = unknown if row.reason is None else f"{row.reason}; {unknown}"
     return replace(row, status="disagrees", reason=reason)
+
+
+def _explained(
+    found: Mapping[str, Any],
+    names: Mapping[str, str],
+    rows: tuple[ParameterAgreement, ...],
+    case: _Case,
+) -> tuple[ParameterAgreement, ...]:
+    """Replace vague diagnoses by what the model shows to have been computed instead."""
+    values = {names[k]: torch.as_tensor(found[k]).detach() for k in found if k in names}
+    values = {k: v if v.layout == torch.strided else v.to_dense() for k, v in values.items()}
+    kinds = {
+        row.name: row.kind
+        for row in rows
+        if row.kind in EXPLAINED
+        and not values[row.name].is_complex()
+        and bool(values[row.name].isfinite().all())
+    }
+    if not kinds:
+        return rows
+    wide = {k: values[k].to(case.exact.device, torch.float64) for k in kinds}
+    tolerances = {k: precision_of(values[k].dtype).tolerance for k in kinds}
+    mistakes: dict[str, Mistake] = {}
+    with suppress(GradscopeError), double_precision():  # the model may not run in other modes
+        mistakes = explain(case.exact, case.wide, case.oracle, wide, kinds, tolerances)
+    explained = [
+        replace(row, **mistakes[row.name]._asdict()) if row.name in mistakes else row
+        for row in rows
+    ]
+    if any(row.kind in VAGUE for row in explained):  # a few numbers may fit by chance
+        more = "; other parameters do not have this relation"
+        explained = [
+            replace(row, kind="unknown", meaning=row.meaning + more)
+            if row.kind == "row_factors"
+            else row
+            for row in explained
+        ]
+    return tuple(explained)
 
 
 def _judged(label: str, parameters: tuple[ParameterAgreement, ...]) -> BackendRow:

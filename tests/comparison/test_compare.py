@@ -73,7 +73,10 @@ PLANTED = {
     "transposed": (with_mistake(transposed), "2.weight: axes 0 and 1 of the parameter are trans"),
     "not finite": (with_mistake(lambda g: g * math.nan), "NaN or infinity in samples 0, 1, 2"),
     "permuted": (with_mistake(lambda g: g.flip(0)), "all parameters: the samples are in another"),
-    "not cleared": (not_cleared, "a .grad that was not cleared"),
+    "not cleared": (
+        not_cleared,
+        "row i is the sum of the gradients of samples 0 to i: .grad was not cleared",
+    ),
     "one name missing": (without("0.bias"), "0.bias: there is no gradient for this parameter"),
     "wrong shape": (reshaped, "0.weight: has shape (5, 3, 4) instead of (5, 4, 3)"),
     "unknown name": (

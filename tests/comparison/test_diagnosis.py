@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from gradscope.comparison.agreement import DOUBLE, Oracle, agreements, relative_errors, wrong_shape
+from gradscope.comparison.agreement import DOUBLE, Oracle, agreements, relative_errors
+from gradscope.comparison.mistakes import wrong_shape
 
 N, SHAPE = 6, (4, 5)
 _G = torch.Generator().manual_seed(0)

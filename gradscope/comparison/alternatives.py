@@ -1,0 +1,878 @@
+"""Wrong per-sample gradients that can be computed from the model, to explain a disagreement.
+
+A wrong implementation often computes something else exactly: one use of a layer instead of all, a
+hook's first call, the batch in training mode. This module runs the model on each sample, keeps what
+a hook would see of each layer (its inputs and the gradients at its output), and computes these
+alternatives in float64. An alternative is reported only if it equals the gradients that were found,
+within rounding and up to one factor.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
+
+from gradscope.backends.loop import by_autograd, one_sample
+from gradscope.comparison.agreement import VAGUE, Oracle
+from gradscope.comparison.mistakes import GradientPair, Mistake, besides, number
+from gradscope.core.batch import Batch, Tokens, map_tensors, tensors
+from gradscope.core.texts import count, listed
+from gradscope.errors import GradscopeError
+from gradscope.model.problem import Problem
+
+EXPLAINED = VAGUE | {
+    "factor",
+    "not_zero",
+    "offset",
+    "row_factors",
+}  # kinds that an alternative may explain
+MODAL = (_NormBase, _DropoutNd)  # layers that compute something else in training mode
+_SAMPLES = 32  # for which alternatives are computed
+_BYTES = 2**30  # of what is kept of their layers, for more than two samples
+_NEAR = 6  # layers before and after, whose inputs and outputs may have been taken
+_USES = 12  # of one parameter, that are told from each other
+_FEW = 8  # numbers to which some factor often fits by chance
+
+Row = Callable[[int], Tensor]  # the alternative gradient (*shape) of one sample
+Alternative = tuple[str, str, Row]  # a word for programs, a text for people, and the gradients
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward call of a layer, and the gradients at its output."""
+
+    inputs: Any
+    keywords: dict[str, Any]
+    output: Tensor
+    gradients: list[Tensor] = field(default_factory=list)  # one for each backward pass
+    inner: int = 0  # the first ones, from backward passes within the loss
+
+
+Calls = dict[str, list[Call]]  # by the layer's name
+
+
+class _Detached(TorchFunctionMode):
+    """Results of torch.autograd.grad are constants: the loss is not differentiated through them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return map_tensors(Tensor.detach, found) if func is torch.autograd.grad else found
+
+
+def captured(problem: Problem, batch: Batch) -> Calls:
+    """Return the calls of every layer on a batch, with the gradients of the summed loss."""
+    calls: Calls = {}
+
+    def hook(name: str) -> Callable[..., None]:
+        def after(_: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
+            if not isinstance(output, Tensor) or not output.requires_grad:
+                return
+            inputs, keywords, kept = map_tensors(_copied, (inputs, keywords, output))
+            call = Call(inputs, keywords, kept)
+            calls.setdefault(name, []).append(call)
+            output.register_hook(  # type: ignore[no-untyped-call]
+                lambda g: call.gradients.append(_copied(g))
+            )
+
+        return after
+
+    handles = [
+        module.register_forward_hook(hook(name), with_kwargs=True)
+        for name, module in problem.model.named_modules()
+        if module._parameters or not module._modules
+    ]
+    try:
+        with problem.state.kept():  # only now, as it puts back hooks that are added within
+            losses = problem.losses(batch)
+            for call in (call for several in calls.values() for call in several):
+                call.inner = len(call.gradients)
+            by_autograd(problem, losses)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _copied(t: Tensor) -> Tensor:
+    return t.detach().clone()
+
+
+def pulled(module: nn.Module, call: Call, gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return the gradient (*shape) that one call of a layer gives for one of its parameters."""
+    buffers = dict(module._buffers)  # running statistics stay as they are
+    module._buffers.update({k: b if b is None else b.clone() for k, b in buffers.items()})
+    try:
+        with torch.enable_grad():
+            inputs, keywords = map_tensors(_copied, (call.inputs, call.keywords))
+            output = module(*inputs, **keywords)
+    finally:
+        module._buffers.update(buffers)
+    with torch.enable_grad():
+        return torch.autograd.grad(
+            output, parameter, gradient, allow_unused=True, materialize_grads=True
+        )[0].detach()
+
+
+@dataclass(eq=False)
+class Explanation:
+    """What explains the gradients of one implementation.
+
+    Attributes:
+        problem: A float64 copy that may be changed.
+        batch: The samples.
+        oracle: The right gradients.
+        found: {name: (n, *shape)} real gradients of parameters that disagree.
+        tolerances: {name: the largest relative error that agrees}.
+    """
+
+    problem: Problem
+    batch: Batch
+    oracle: Oracle
+    found: Mapping[str, Tensor]
+    tolerances: Mapping[str, float]
+    _constant: dict[int, dict[str, Tensor]] = field(default_factory=dict, init=False)
+
+    def of(self, kinds: Mapping[str, str]) -> dict[str, Mistake]:
+        """Return the mistakes that explain parameters, whose vague kinds are given."""
+        mistakes: dict[str, Mistake] = {}
+        if any(call.inner for calls in self._one_sample[0].values() for call in calls):
+            for name in kinds:
+                if (found := self._first(name, self._detached(name))) is None:
+                    break
+                mistakes[name] = found
+            else:
+                return mistakes
+            mistakes.clear()
+        for name, kind in kinds.items():
+            if kind == "factor":
+                found = self._counted(name)
+            else:
+                found = self._first(name, self._of_layers(name))
+            if found is not None:
+                mistakes[name] = found
+        left = [name for name, kind in kinds.items() if name not in mistakes and kind != "factor"]
+        for alternatives in self._of_model() if left else ():
+            for name in left:
+                if name not in mistakes and (found := self._first(name, alternatives(name))):
+                    mistakes[name] = found
+        return mistakes
+
+    # what is compared
+
+    @cached_property
+    def _m(self) -> int:
+        """The samples for which alternatives of single samples are computed."""
+        held = [c for several in self._one_sample[0].values() for c in several]
+        every = tensors([[c.inputs, c.keywords, c.output, c.gradients] for c in held])
+        size = sum(t.numel() * t.element_size() for t in every)
+        return min(len(self.batch), _SAMPLES, max(2, _BYTES // max(size, 1)))
+
+    def _pair(self, name: str, alternative: Tensor, rows: slice) -> GradientPair:
+        found = self.found[name][rows]
+        samples = torch.arange(len(self.batch), device=found.device)[rows]
+        return GradientPair(
+            found=found,
+            loop=alternative.to(found),
+            errors=torch.zeros(len(found)),
+            samples=samples,
+            n=len(self.batch),
+            tolerance=self.tolerances[name],
+            noun=self.oracle.noun,
+        )
+
+    def _first(self, name: str, alternatives: Iterable[Alternative]) -> Mistake | None:
+        """Return the first alternative that the gradients of a parameter equal."""
+        for kind, text, row in alternatives:
+            try:
+                more = self._equals(name, row)
+            except (RuntimeError, GradscopeError):  # shapes of other layers that do not fit
+                continue
+            if more is not None:
+                return Mistake(kind, text + more)
+        return None
+
+    def _equals(self, name: str, row: Row) -> str | None:
+        """Return what to say of the factor if the found rows equal an alternative, else None."""
+        found = self.found[name]
+        shape = found.shape[1:]
+        k = self._probe(name)
+        if shape.numel() >= _FEW:
+            first = self._pair(name, row(k).reshape(1, *shape), slice(k, k + 1))
+            if first.multiple(first.found, first.loop) is None:
+                return None
+        rows = torch.stack([row(i).reshape(shape) for i in range(self._m)])
+        pair = self._pair(name, rows, slice(self._m))
+        c = pair.multiple(pair.found, pair.loop)
+        right = self.oracle.gradients[name][: self._m].to(pair.loop)
+        if bool(right.any()) and pair.multiple(pair.loop, right) is not None:
+            return None  # right, up to a factor: it explains nothing
+        usual = (1.0, float(pair.n), 1.0 / pair.n)
+        if c is None or (found.numel() < _FEW and not any(pair.near(abs(c), k) for k in usual)):
+            return None
+        return "." + besides(c, pair)
+
+    def _probe(self, name: str) -> int:
+        """Return the sample with the largest gradient, which is tested first."""
+        return int(self.found[name][: self._m].flatten(1).norm(dim=1).argmax())
+
+    # alternatives of a layer
+
+    @cached_property
+    def _one_sample(self) -> list[Calls]:
+        """The calls on the first sample alone."""
+        return [captured(self.problem, self.batch.one(0))]
+
+    @cached_property
+    def _samples(self) -> list[Calls]:
+        """The calls on each sample alone."""
+        rest = [captured(self.problem, self.batch.one(i)) for i in range(1, self._m)]
+        return self._one_sample + rest
+
+    def _owners(self, name: str) -> list[str]:
+        """Return the layers that hold a parameter and were called, in the order of the model."""
+        p = self.problem.parameters[name]
+        layers = self.problem.model.named_modules()
+        own = [k for k, m in layers if any(q is p for q in m._parameters.values())]
+        return [k for k in own if any(k in calls for calls in self._samples)]
+
+    def _layer(self, name: str) -> nn.Module:
+        return self.problem.model.get_submodule(name)
+
+    def _called(self, name: str) -> str:
+        return f"layer {name!r} ({type(self._layer(name)).__name__})"
+
+    def _pulled(
+        self, i: int, layer: str, j: int, g: int, parameter: str, of: int | None = None
+    ) -> Tensor:
+        """Return sample i's gradient from call j of a layer and gradient g at its output.
+
+        `of` is the call from which the gradient is taken, j itself by default.
+        """
+        p = self.problem.parameters[parameter]
+        calls = self._samples[i].get(layer, [])
+        source = j if of is None else of
+        if j >= len(calls) or source >= len(calls):
+            return torch.zeros_like(p)
+        gradients = calls[source].gradients
+        if g >= len(gradients) or -g > len(gradients):
+            return torch.zeros_like(p)
+        if g == -1 and len(gradients) == calls[source].inner:  # the loss's pass did not reach it
+            return torch.zeros_like(p)
+        return pulled(self._layer(layer), calls[j], gradients[g], p)
+
+    def _of_layers(self, name: str) -> Iterator[Alternative]:
+        """Yield what hooks on the layers that hold a parameter may have computed."""
+        owners = self._owners(name)
+        calls = self._samples[self._probe(name)]
+        uses = [(layer, j) for layer in owners for j in range(len(calls.get(layer, [])))]
+        if not uses:
+            return
+        if any(call.inner for layer in owners for call in calls.get(layer, [])):
+            yield from self._inner_passes(name, uses, calls)
+        elif len(uses) <= _USES:
+            yield from self._some_uses(name, owners, uses)
+            if len(owners) == 1 < len(uses):
+                yield from self._wrong_pairs(name, owners[0], len(uses))
+        for text, change in _variants(self._layer(owners[0]), name):
+            yield "formula", text, self._changed(name, owners, change)
+        if len(uses) == 1:
+            yield from self._other_places(name, owners[0], calls)
+        yield from self._rows_by_position(name, owners[0], calls)
+
+    def _inner_passes(
+        self, name: str, uses: list[tuple[str, int]], calls: Calls
+    ) -> Iterator[Alternative]:
+        layer = uses[0][0]
+        call = calls[layer][0]
+        total, inner = len(call.gradients), call.inner
+        own = total - inner
+        which = [f"derivative {k + 1} inside the loss" for k in range(inner)]
+        which += ["the backward pass of the loss"] * own
+        fires = (
+            f"the loss calls torch.autograd.grad, so a hook on {self._called(layer)} fires "
+            f"{count(total, 'time')} for each {self.oracle.noun}: {count(inner, 'time')} inside "
+            f"the loss and {own or 'never'} in its backward pass."
+        )
+        fix = (
+            "Through derivatives, a weight has uses that hooks on layers do not see. Compute each "
+            f"{self.oracle.noun}'s gradient with torch.autograd.grad of its own loss, or with "
+            "torch.func.vmap(torch.func.grad(...))"
+        )
+
+        def held(chosen: Callable[[int, int], Iterable[int]]) -> Row:
+            def row(i: int) -> Tensor:
+                found = torch.zeros_like(self.problem.parameters[name])
+                for one, j in uses:
+                    every = self._samples[i].get(one, [])
+                    if j < len(every):
+                        for g in chosen(len(every[j].gradients), every[j].inner):
+                            p = self.problem.parameters[name]
+                            found += pulled(self._layer(one), every[j], every[j].gradients[g], p)
+                return found
+
+            return row
+
+        for k in range(total):
+            yield (
+                "inner_passes",
+                f"{fires} Only the {_nth(k, total)} was kept ({which[k]}), with the layer's input. "
+                f"{fix}",
+                held(lambda size, _, k=k: [k] if k < size else []),  # type: ignore[misc]
+            )
+        sums = {
+            "The gradients of all of them were summed": lambda size, _: range(size),
+            "The gradients of those inside the loss were summed": lambda _, inner: range(inner),
+        }
+        for what, chosen in sums.items():
+            yield "inner_passes", f"{fires} {what}, with the layer's input. {fix}", held(chosen)
+
+    def _some_uses(
+        self, name: str, owners: list[str], uses: list[tuple[str, int]]
+    ) -> Iterator[Alternative]:
+        """Yield the sum over those uses of a parameter that a least-squares fit finds."""
+        parts = [
+            torch.stack([self._pulled(i, layer, j, -1, name) for i in range(self._m)])
+            for layer, j in uses
+        ]
+        right = self.oracle.gradients[name][: self._m].to(parts[0])
+        rest = right - sum(parts)
+        outside = bool(rest.norm() > 1e-9 * right.norm())
+        if outside:
+            parts.append(rest)
+        if len(parts) == 1:
+            return
+        basis = torch.stack([part.reshape(-1) for part in parts], 1)
+        found = self.found[name][: self._m].to(basis).reshape(-1)
+        gram = basis.T @ basis
+        scale = gram.diagonal().sqrt().clamp_min(1e-300)
+        gram = gram / scale / scale[:, None]
+        if bool(torch.linalg.eigvalsh(gram)[0] < 1e-9):  # uses that cannot be told from each other
+            fits = [torch.eye(len(parts), dtype=basis.dtype)[k] for k in range(len(parts))]
+        else:
+            fits = [torch.linalg.solve(gram, basis.T @ found / scale) / scale]
+        names = [self._use(layer, j, owners) for layer, j in uses]
+        names += ["the uses outside of layers"] * outside
+        for c in fits:
+            largest = float(c.abs().max())
+            taken = [k for k, value in enumerate(c) if abs(float(value)) > 1e-4 * largest]
+            if not largest or len(taken) == len(names) > 2:
+                continue
+            weights = [float(c[k]) for k in taken]
+            one = all(abs(w - weights[0]) <= 1e-4 * abs(weights[0]) for w in weights)
+            lost = [names[k] for k in range(len(names)) if k not in taken]
+            kept = [names[k] for k in taken]
+            if one and not lost:
+                continue
+            texts = kept if one else [f"{number(float(c[k]))} x {names[k]}" for k in taken]
+            where = (
+                f"is used by {listed([self._called(k) for k in owners])}"
+                if len(owners) > 1
+                else f"is used {count(len(uses), 'time')} for each {self.oracle.noun} by "
+                f"{self._called(owners[0])}"
+            ) + (" and outside of layers" if outside else "")
+            missing = (
+                f"; {listed(lost)} {'is' if len(lost) == 1 else 'are'} missing" if lost else ""
+            )
+            fix = (
+                "Add the contributions of all layers that share the parameter"
+                if len(owners) > 1 or outside
+                else "A hook overwrites what its previous call stored: keep a list of inputs, pair "
+                "it with the gradients in reverse order, and sum"
+            )
+            unit = c / weights[0] if one else c
+            yield (
+                "uses",
+                f"the parameter {where}; only {listed(texts)} was counted{missing}. {fix}"
+                if lost
+                else f"the parameter {where}; they were weighted: {listed(texts)}. {fix}",
+                lambda i, unit=unit: sum(  # type: ignore[misc]
+                    float(w) * part[i] for w, part in zip(unit, parts, strict=True)
+                ),
+            )
+
+    def _use(self, layer: str, j: int, owners: list[str]) -> str:
+        several = max(len(calls.get(layer, [])) for calls in self._samples) > 1
+        text = f"layer {layer!r}" if len(owners) > 1 or not several else ""
+        return f"{text}{' ' * bool(text)}call {j + 1}" if several else text
+
+    def _wrong_pairs(self, name: str, layer: str, uses: int) -> Iterator[Alternative]:
+        """Yield sums over wrong pairs of a call's input and another call's gradient."""
+        pairs = {
+            "the input of the last call was combined with the gradients of all calls": [
+                (uses - 1, j) for j in range(uses)
+            ],
+            "the input of the first call was combined with the gradients of all calls": [
+                (0, j) for j in range(uses)
+            ],
+            "the inputs of all calls were combined with the gradient of the last call": [
+                (j, uses - 1) for j in range(uses)
+            ],
+            "the inputs of all calls were combined with the gradient of the first call": [
+                (j, 0) for j in range(uses)
+            ],
+            "inputs and gradients were paired in the wrong order (the backward pass runs through "
+            "the calls in reverse)": [(j, uses - 1 - j) for j in range(uses)],
+            "the sum of the inputs was combined with the sum of the gradients": [
+                (j, k) for j in range(uses) for k in range(uses)
+            ],
+            "the input of the first call was combined with the gradient of the last call": [
+                (0, uses - 1)
+            ],
+            "the input of the last call was combined with the gradient of the first call": [
+                (uses - 1, 0)
+            ],
+        }
+        for what, chosen in pairs.items():
+            yield (
+                "uses",
+                f"{self._called(layer)} is called {count(uses, 'time')} for each "
+                f"{self.oracle.noun}; {what}. Combine the input of each call with the gradient at "
+                "the output of the same call, and sum",
+                lambda i, chosen=chosen: sum(  # type: ignore[misc]
+                    self._pulled(i, layer, j, -1, name, of=k) for j, k in chosen
+                ),
+            )
+
+    def _changed(self, name: str, owners: list[str], change: "Change") -> Row:
+        def row(i: int) -> Tensor:
+            p = self.problem.parameters[name]
+            found = torch.zeros_like(p)
+            for layer in owners:
+                for call in self._samples[i].get(layer, []):
+                    if len(call.gradients) > call.inner:
+                        found += change(self._layer(layer), call, call.gradients[-1], p)
+            return found
+
+        return row
+
+    def _other_places(self, name: str, layer: str, calls: Calls) -> Iterator[Alternative]:
+        """Yield the layer's formula with the input or the gradient of another layer."""
+        own = calls[layer][0]
+        p, here = self.problem.parameters[name], self._called(layer)
+        module = self._layer(layer)
+        order = list(calls)
+        at = order.index(layer)
+        near = {k: calls[k] for k in order[max(0, at - _NEAR) : at + _NEAR + 1]}
+        for other, several in near.items():
+            if other == layer or len(several) != 1 or not several[0].gradients:
+                continue
+            if several[0].output.shape == own.output.shape:
+                yield (
+                    "wrong_place",
+                    f"the gradient was taken at the output of {self._called(other)} instead of at "
+                    f"the output of {here}: the hook is on the wrong layer",
+                    lambda i, other=other: pulled(  # type: ignore[misc]
+                        module,
+                        self._samples[i][layer][0],
+                        self._samples[i][other][0].gradients[-1],
+                        p,
+                    ),
+                )
+        if len(own.inputs) != 1 or not own.gradients or not isinstance(own.inputs[0], Tensor):
+            return
+        for other, several in near.items():
+            for what, place in (("output", "output"), ("input", "inputs")):
+                if (other, what) == (layer, "input") or len(several) != 1:
+                    continue
+                held = tensors(getattr(several[0], place))
+                if len(held) != 1 or held[0].shape != own.inputs[0].shape:
+                    continue
+
+                def row(i: int, other: str = other, place: str = place) -> Tensor:
+                    call = self._samples[i][layer][0]
+                    inputs = (tensors(getattr(self._samples[i][other][0], place))[0],)
+                    return pulled(module, Call(inputs, {}, call.output), call.gradients[-1], p)
+
+                yield (
+                    "wrong_place",
+                    f"the {what} of {self._called(other)} was taken for the input of {here}",
+                    row,
+                )
+
+    def _rows_by_position(self, name: str, layer: str, calls: Calls) -> Iterator[Alternative]:
+        """Yield rows by position, summed over samples, if there are as many of both."""
+        call, n, p = calls[layer][0], len(self.batch), self.problem.parameters[name]
+        if call.output.dim() < 3 or call.output.shape[1] != n or n > self._m:
+            return
+
+        def row(t: int) -> Tensor:
+            found = torch.zeros_like(p)
+            for calls in self._samples:
+                for one in calls.get(layer, []):
+                    gradient = torch.zeros_like(one.output)
+                    gradient[:, t] = one.gradients[-1][:, t]
+                    found += pulled(self._layer(layer), one, gradient, p)
+            return found
+
+        yield (
+            "axis",
+            f"row t is the gradient of position t, summed over all {self.oracle.noun}s: the sums "
+            "over the sample axis and the position axis were exchanged",
+            row,
+        )
+
+    def _counted(self, name: str) -> Mistake | None:
+        """Say what there are k of, where every gradient is off by k or 1/k."""
+        found, loop = self.found[name], self.oracle.gradients[name]
+        pair = self._pair(name, loop, slice(len(self.batch)))
+        c = abs(pair.multiple(found, loop.to(found)) or 1.0)
+        k = round(max(c, 1 / c))
+        n, noun = len(self.batch), self.oracle.noun
+        owners = self._owners(name)
+        calls = self._samples[self._probe(name)]
+        sizes: list[tuple[int, str]] = []
+        for layer in owners:
+            for call in calls.get(layer, [])[:1]:
+                positions = call.output.numel() // _features(self._layer(layer), call.output)
+                sizes.append((positions, f"the positions of {self._called(layer)}'s output"))
+                uses = len(calls[layer])
+                sizes.append((uses, f"the calls of {self._called(layer)} for each {noun}"))
+        for call in calls.get("", []) or [c for several in calls.values() for c in several[-1:]]:
+            last = call.output
+        if calls:
+            sizes.append((last[0].numel(), f"the numbers of a {noun}'s output"))
+            sizes.append((last.shape[-1], "the last axis of the output (classes)"))
+            if last.dim() > 2:
+                sizes.append((last.shape[1], "the positions of the output"))
+        labels = [t for t in tensors(self.batch.targets) if t.dim()]
+        if len(labels) == 1 and not isinstance(self.batch, Tokens):
+            sizes.append((labels[0][0].numel(), f"the targets of a {noun}"))
+            if labels[0].dtype == torch.int64:
+                kept = int((labels[0] != -100).sum())
+                sizes.append((kept, "the targets of the batch (without -100)"))
+        sizes += [(n * size, f"{n} {noun}s times {what}") for size, what in sizes]
+        fits = dict.fromkeys(what for size, what in sizes if size == k > 1)
+        if not fits or not pair.near(max(c, 1 / c), k):
+            return None
+        what = f"k = {k}, the number of {' or of '.join(list(fits)[:3])}"
+        if c < 1:
+            text = f"c = 1/k with {what}: a mean in place of a sum; multiply by k"
+        else:
+            text = f"c = k with {what}: a sum in place of a mean; divide by k"
+        return Mistake("factor", text)
+
+    # alternatives of the whole model
+
+    def _of_model(self) -> Iterator[Callable[[str], Iterator[Alternative]]]:
+        for words, flags in self._modes():
+            yield self._in_mode(words, flags)
+
+    def _detached(self, name: str) -> Iterator[Alternative]:
+        """Yield the gradients of a loss whose inner derivatives are constants."""
+        text = (
+            "the loss calls torch.autograd.grad, and its result was taken as a constant: call it "
+            "with create_graph=True"
+        )
+        yield "detached", text, lambda i: self._without_inner(i)[name]
+
+    def _without_inner(self, i: int) -> dict[str, Tensor]:
+        if i not in self._constant:
+            with self.problem.state.kept():
+                with _Detached():
+                    losses = self.problem.losses(self.batch.one(i))
+                self._constant[i] = by_autograd(self.problem, losses)
+        return self._constant[i]
+
+    def _modes(self) -> Iterator[tuple[str, dict[nn.Module, bool]]]:
+        """Yield modes of the model's layers that differ from the present one, in words."""
+        modules = list(self.problem.model.modules())
+        now = {m: m.training for m in modules}
+        norms = {m: isinstance(m, _NormBase) or now[m] for m in modules}
+        drops = {m: isinstance(m, _DropoutNd) or now[m] for m in modules}
+        settings = [
+            ("", now),
+            ("training mode", dict.fromkeys(modules, True)),
+            ("eval mode", dict.fromkeys(modules, False)),
+            (f"training mode for {_kinds(modules, _NormBase)} alone", norms),
+            (f"training mode for {_kinds(modules, _DropoutNd)} alone", drops),
+        ]
+        seen: list[dict[nn.Module, bool]] = [] if self.oracle.coupled else [now]
+        for words, flags in settings:
+            if flags not in seen:
+                seen.append(flags)
+                yield words, flags
+
+    def _in_mode(
+        self, words: str, flags: dict[nn.Module, bool]
+    ) -> Callable[[str], Iterator[Alternative]]:
+        """Return what the batch gives in a mode: one at a time, in the batch, by hooks."""
+        problem, batch, noun = self.problem, self.batch, self.oracle.noun
+        before = {m: m.training for m in flags}
+        layers = [k for k, m in problem.model.named_modules() if isinstance(m, _NormBase)]
+        layers = [k for k in layers if flags[problem.model.get_submodule(k)]]
+        what = f"the gradients of the model in {words}" if words else "the gradients of the batch"
+        fix = "Put the model in the same mode in both: model.eval() or model.train()"
+        couples = ""
+        if layers:
+            names = listed([self._called(k) for k in layers[:3]])
+            couples = (
+                f", where {names}{', ...' if len(layers) > 3 else ''} computes batch statistics "
+                f"(BatchNorm in training mode), which couple the {noun}s"
+            )
+            fix = (
+                "Call model.eval() first, or replace these layers by ones without batch "
+                "statistics (GroupNorm, LayerNorm)"
+            )
+
+        @contextmanager
+        def mode() -> Iterator[None]:
+            try:
+                for m, flag in flags.items():
+                    m.training = flag
+                yield
+            finally:
+                for m, flag in before.items():
+                    m.training = flag
+
+        @cache
+        def alone(i: int) -> dict[str, Tensor]:
+            with mode(), problem.state.kept():
+                return one_sample(problem, batch.one(i))[1]
+
+        @cache
+        def losses() -> Tensor:
+            return problem.losses(batch)
+
+        @cache
+        def in_batch(i: int) -> dict[str, Tensor]:
+            with mode(), problem.state.kept():
+                pick = torch.zeros_like(losses())
+                pick[i] = 1.0
+                return by_autograd(problem, losses(), pick)
+
+        @cache
+        def calls() -> Calls:
+            return captured(problem, batch)
+
+        def by_hooks(i: int, name: str) -> Tensor:
+            p = problem.parameters[name]
+            found = torch.zeros_like(p)
+            with mode():
+                for layer in self._owners(name):
+                    for call in calls().get(layer, []):
+                        gradient = torch.zeros_like(call.gradients[-1])
+                        gradient[i] = call.gradients[-1][i]
+                        found += pulled(problem.model.get_submodule(layer), call, gradient, p)
+            return found
+
+        def alternatives(name: str) -> Iterator[Alternative]:
+            if words:
+                text = f"these are {what}, one {noun} at a time. {fix}"
+                yield "mode", text, lambda i: alone(i)[name]
+            text = f"row i is the gradient of {noun} i's loss within the batch"
+            yield "mode", f"these are {what}{couples}: {text}. {fix}", lambda i: in_batch(i)[name]
+            if not (layers or self.oracle.coupled):
+                return
+            text = (
+                f"row i is what {noun} i's activations contribute to the gradient of the summed "
+                f"loss, which includes the losses of other {noun}s"
+            )
+            yield (
+                "mode",
+                f"these are {what}{couples}: {text}. {fix}",
+                lambda i: by_hooks(i, name),
+            )
+
+        return alternatives
+
+
+def _nth(k: int, total: int) -> str:
+    if total == 1:
+        return "only time"
+    return "last" if k == total - 1 else ("first", "second", "third")[k] if k < 3 else f"{k + 1}th"
+
+
+def _kinds(modules: Iterable[nn.Module], kind: type) -> str:
+    names = {type(m).__name__: None for m in modules if isinstance(m, kind)}
+    return listed(list(names)) or "no layer"
+
+
+def _features(module: nn.Module, output: Tensor) -> int:
+    """Return how many numbers of a layer's output one position has."""
+    channels = isinstance(module, (_ConvNd, _NormBase, nn.GroupNorm))
+    return output.shape[1 if channels else -1] if output.dim() > 1 else 1
+
+
+# (layer, call, gradient at the output, parameter) -> the gradient (*shape) of a wrong formula
+Change = Callable[[nn.Module, Call, Tensor, Tensor], Tensor]
+
+
+def _variants(module: nn.Module, name: str) -> Iterator[tuple[str, Change]]:
+    """Yield wrong formulas for the parameters of a kind of layer."""
+    if isinstance(module, _ConvNd) and not isinstance(module, nn.modules.conv._ConvTransposeNd):
+        yield from _convolutions(module)
+    elif isinstance(module, nn.Embedding):
+        yield from _embeddings(module)
+    elif isinstance(module, (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)):
+        yield (
+            "the gradient was multiplied by the layer's input: multiply by the normalised input",
+            lambda m, call, g, p: _onto(g * call.inputs[0], p, m),
+        )
+        yield (
+            "the gradient was multiplied by the layer's output: multiply by the normalised input "
+            "(before weight and bias)",
+            lambda m, call, g, p: _onto(g * call.output, p, m),
+        )
+        yield (
+            "the gradient was not multiplied by the normalised input: this is the bias's formula",
+            lambda m, call, g, p: _onto(g, p, m),
+        )
+    elif isinstance(module, nn.Linear):
+        yield (
+            "inputs and gradients were summed over positions first and multiplied then: multiply "
+            "at each position, and sum the products (einsum 'nto,nti->noi')",
+            _linear(lambda t: t.flatten(0, -2).sum(0, keepdim=True)),
+        )
+        for k, which in ((-1, "last"), (0, "first")):
+            yield (
+                f"only the {which} position was counted: sum over all positions",
+                _linear(lambda t, k=k: t.flatten(0, -2)[k:][:1]),  # type: ignore[misc]
+            )
+
+
+def _linear(of: Callable[[Tensor], Tensor]) -> Change:
+    """Return outer products of something of the inputs with something of the gradients."""
+
+    def change(_: nn.Module, call: Call, g: Tensor, p: Tensor) -> Tensor:
+        if g.dim() < 3:
+            raise RuntimeError("there are no positions")
+        return of(g).T @ of(call.inputs[0]) if p.dim() == 2 else of(g)[0]
+
+    return change
+
+
+def _onto(product: Tensor, p: Tensor, module: nn.Module) -> Tensor:
+    """Sum (1, ...) over all axes that a parameter of a normalisation layer does not have."""
+    if isinstance(module, (_NormBase, nn.GroupNorm)):
+        return product.transpose(0, 1).flatten(1).sum(1)
+    return product.sum_to_size(p.shape)
+
+
+def _embeddings(module: nn.Embedding) -> Iterator[tuple[str, Change]]:
+    def scattered(weigh: Callable[[Tensor, Tensor], Tensor]) -> Change:
+        def change(_: nn.Module, call: Call, g: Tensor, p: Tensor) -> Tensor:
+            tokens, rows = call.inputs[0].flatten(), g.flatten(0, -2)
+            weights = weigh(tokens, torch.arange(len(tokens), device=tokens.device))
+            return torch.zeros_like(p).index_add(0, tokens, rows * weights[:, None])
+
+        return change
+
+    def kept(tokens: Tensor) -> Tensor:
+        return torch.ones(len(tokens)) if pad is None else (tokens != pad).double()
+
+    pad = module.padding_idx
+    if pad is not None:
+        yield (
+            f"the padding token {pad} has a gradient: row padding_idx = {pad} must be zero",
+            scattered(lambda tokens, _: torch.ones(len(tokens), dtype=torch.float64)),
+        )
+
+    def same(tokens: Tensor) -> Tensor:
+        return tokens[:, None] == tokens
+
+    yield (
+        "of a token that occurs several times, only the last occurrence was counted: add with "
+        "index_add_ (or scatter_add_), which sums, instead of assigning by index",
+        scattered(lambda tokens, at: kept(tokens) * ~(same(tokens) & (at > at[:, None])).any(1)),
+    )
+    yield (
+        "of a token that occurs several times, only the first occurrence was counted: sum over all",
+        scattered(lambda tokens, at: kept(tokens) * ~(same(tokens) & (at < at[:, None])).any(1)),
+    )
+    yield (
+        "of a token that occurs several times, the mean over its occurrences was taken: sum them",
+        scattered(lambda tokens, _: kept(tokens) / same(tokens).sum(1)),
+    )
+
+
+def _convolutions(module: _ConvNd) -> Iterator[tuple[str, Change]]:
+    axes = len(module.kernel_size)
+    convolve = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)[axes - 1]
+    own: dict[str, Any] = {
+        "stride": module.stride,
+        "padding": module.padding,
+        "dilation": module.dilation,
+    }
+
+    def with_options(**options: Any) -> Change:
+        def change(layer: nn.Module, call: Call, g: Tensor, p: Tensor) -> Tensor:
+            if p.dim() == 1:
+                raise RuntimeError("a bias has no stride")
+            x = call.inputs[0]
+            with torch.enable_grad():
+                weight = p.detach().requires_grad_()
+                y = convolve(x, weight, None, **(own | {"groups": module.groups} | options))
+                sizes = [min(a, b) for a, b in zip(y.shape[2:], g.shape[2:], strict=True)]
+                part: Any = (..., *(slice(size) for size in sizes))
+                return torch.autograd.grad(y[part], weight, g[part])[0]
+
+        return change
+
+    for option, plain in (("stride", 1), ("dilation", 1), ("padding", 0)):
+        if own[option] not in ((plain,) * axes, plain, "valid"):
+            yield (
+                f"the layer's {option} {own[option]} was ignored: pass {option}= to unfold (or to "
+                "the convolution that computes the gradient)",
+                with_options(**{option: plain}),
+            )
+    if module.padding_mode != "zeros":
+        yield (
+            f"the input was padded with zeros; the layer has padding_mode={module.padding_mode!r}",
+            with_options(),
+        )
+    if module.groups > 1:
+        groups = module.groups
+
+        def interleaved(layer: nn.Module, call: Call, g: Tensor, p: Tensor) -> Tensor:
+            x = call.inputs[0]
+            x = x.unflatten(1, (x.shape[1] // groups, groups)).transpose(1, 2).flatten(1, 2)
+            return pulled(layer, Call((x,), {}, call.output), g, p)
+
+        yield (
+            f"the input channels were divided into the {groups} groups in turn; torch's groups are "
+            "consecutive channels",
+            interleaved,
+        )
+
+    def at(k: int) -> Change:
+        def change(layer: nn.Module, call: Call, g: Tensor, p: Tensor) -> Tensor:
+            one = torch.zeros_like(g)
+            one.flatten(2)[..., k] = g.flatten(2)[..., k]
+            return pulled(layer, call, one, p)
+
+        return change
+
+    yield "only the first position of the output was counted: sum over all positions", at(0)
+    yield "only the last position of the output was counted: sum over all positions", at(-1)
+
+
+def explain(
+    problem: Problem,
+    batch: Batch,
+    oracle: Oracle,
+    found: Mapping[str, Tensor],
+    kinds: Mapping[str, str],
+    tolerances: Mapping[str, float],
+) -> dict[str, Mistake]:
+    """Return what the model can show of gradients that disagree.
+
+    Args:
+        problem: The float64 problem, which is left alone.
+        batch: The samples, in float64.
+        oracle: The right gradients.
+        found: {name: (n, *shape)} of the parameters to explain.
+        kinds: {name: the kind of mistake so far}.
+        tolerances: {name: the largest relative error that agrees}.
+    """
+    copy = problem.converted(None)
+    if isinstance(batch, Tokens):
+        copy, batch = copy.of_single_tokens, batch.as_samples()
+    return Explanation(copy, batch, oracle, found, tolerances).of(kinds)
