@@ -87,7 +87,7 @@ def captured(problem: Problem, batch: Batch) -> Calls:
     handles = [
         module.register_forward_hook(hook(name), with_kwargs=True)
         for name, module in problem.model.named_modules()
-        if module._parameters or not module._modules
+        if module._parameters or not module._modules or not name
     ]
     try:
         with problem.state.kept():  # only now, as it puts back hooks that are added within
@@ -297,7 +297,7 @@ class Explanation:
         which = [f"derivative {k + 1} inside the loss" for k in range(inner)]
         which += ["the backward pass of the loss"] * own
         fires = (
-            f"the loss calls torch.autograd.grad, so a hook on {self._called(layer)} fires "
+            "the loss calls torch.autograd.grad, so a hook on the layer fires "
             f"{count(total, 'time')} for each {self.oracle.noun}: {count(inner, 'time')} inside "
             f"the loss and {own or 'never'} in its backward pass."
         )
@@ -359,7 +359,7 @@ class Explanation:
         else:
             fits = [torch.linalg.solve(gram, basis.T @ found / scale) / scale]
         names = [self._use(layer, j, owners) for layer, j in uses]
-        names += ["the uses outside of layers"] * outside
+        names += ["the use outside of layers"] * outside
         for c in fits:
             largest = float(c.abs().max())
             taken = [k for k, value in enumerate(c) if abs(float(value)) > 1e-4 * largest]
@@ -372,12 +372,11 @@ class Explanation:
             if one and not lost:
                 continue
             texts = kept if one else [f"{number(float(c[k]))} x {names[k]}" for k in taken]
-            where = (
-                f"is used by {listed([self._called(k) for k in owners])}"
-                if len(owners) > 1
-                else f"is used {count(len(uses), 'time')} for each {self.oracle.noun} by "
-                f"{self._called(owners[0])}"
-            ) + (" and outside of layers" if outside else "")
+            where = f"is used by {listed([self._called(k) for k in owners])}"
+            if len(uses) > len(owners):
+                where += f" in {len(uses)} calls for each {self.oracle.noun}"
+            if outside:
+                where += " and outside of layers (as in functional.linear(x, weight))"
             missing = (
                 f"; {listed(lost)} {'is' if len(lost) == 1 else 'are'} missing" if lost else ""
             )
@@ -462,7 +461,7 @@ class Explanation:
         at = order.index(layer)
         near = {k: calls[k] for k in order[max(0, at - _NEAR) : at + _NEAR + 1]}
         for other, several in near.items():
-            if other == layer or len(several) != 1 or not several[0].gradients:
+            if other in (layer, "") or len(several) != 1 or not several[0].gradients:
                 continue
             if several[0].output.shape == own.output.shape:
                 yield (
@@ -480,7 +479,7 @@ class Explanation:
             return
         for other, several in near.items():
             for what, place in (("output", "output"), ("input", "inputs")):
-                if (other, what) == (layer, "input") or len(several) != 1:
+                if not other or (other, what) == (layer, "input") or len(several) != 1:
                     continue
                 held = tensors(getattr(several[0], place))
                 if len(held) != 1 or held[0].shape != own.inputs[0].shape:
@@ -532,27 +531,26 @@ class Explanation:
         for layer in owners:
             for call in calls.get(layer, [])[:1]:
                 positions = call.output.numel() // _features(self._layer(layer), call.output)
-                sizes.append((positions, f"the positions of {self._called(layer)}'s output"))
+                sizes.append((positions, "the number of positions of the layer's output"))
                 uses = len(calls[layer])
-                sizes.append((uses, f"the calls of {self._called(layer)} for each {noun}"))
-        for call in calls.get("", []) or [c for several in calls.values() for c in several[-1:]]:
-            last = call.output
-        if calls:
-            sizes.append((last[0].numel(), f"the numbers of a {noun}'s output"))
-            sizes.append((last.shape[-1], "the last axis of the output (classes)"))
+                sizes.append((uses, f"the number of calls of the layer for each {noun}"))
+        if "" in calls:
+            last = calls[""][-1].output
+            sizes.append((last[0].numel(), f"the size of a {noun}'s output"))
+            sizes.append((last.shape[-1], "the length of the output's last axis (classes)"))
             if last.dim() > 2:
-                sizes.append((last.shape[1], "the positions of the output"))
+                sizes.append((last.shape[1], "the number of positions of the output"))
         labels = [t for t in tensors(self.batch.targets) if t.dim()]
         if len(labels) == 1 and not isinstance(self.batch, Tokens):
-            sizes.append((labels[0][0].numel(), f"the targets of a {noun}"))
+            sizes.append((labels[0][0].numel(), f"the number of targets of a {noun}"))
             if labels[0].dtype == torch.int64:
                 kept = int((labels[0] != -100).sum())
-                sizes.append((kept, "the targets of the batch (without -100)"))
+                sizes.append((kept, "the number of targets of the batch (without -100)"))
         sizes += [(n * size, f"{n} {noun}s times {what}") for size, what in sizes]
         fits = dict.fromkeys(what for size, what in sizes if size == k > 1)
         if not fits or not pair.near(max(c, 1 / c), k):
             return None
-        what = f"k = {k}, the number of {' or of '.join(list(fits)[:3])}"
+        what = f"k = {k}, which is {' or '.join(list(fits)[:2])}"
         if c < 1:
             text = f"c = 1/k with {what}: a mean in place of a sum; multiply by k"
         else:

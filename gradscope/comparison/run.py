@@ -380,14 +380,13 @@ class Observed:
         found = []
         for flag, mode in ((True, "training"), (False, "eval")):
             layers = [k for k, on in now.training.items() if on == flag != self.training.get(k, on)]
-            names = [
-                f"{k!r} ({type(model.get_submodule(k)).__name__})"
-                for k in sorted(layers, key=lambda k: not isinstance(model.get_submodule(k), MODAL))
-                if k or len(layers) == 1
-            ]
-            if names:
-                noun = "layer" if len(names) == 1 else "layers"
-                found.append(f"it left {noun} {listed(names, 3)} in {mode} mode")
+            kinds = {k: type(model.get_submodule(k)).__name__ for k in layers if k}
+            modal = [k for k in kinds if isinstance(model.get_submodule(k), MODAL)]
+            names = listed([f"{k!r} ({kinds[k]})" for k in modal or kinds], 3)
+            if "" in layers:
+                found.append(f"it left the model in {mode} mode" + f": layer {names}" * bool(modal))
+            elif layers:
+                found.append(f"it left layer {names} in {mode} mode")
         changed = [
             k
             for k, t in now.values.items()
