@@ -255,13 +255,12 @@ def _sums(summary: ScoreSummary) -> Section:
     """Return a row a query, a column a group."""
     shown = summary.rows[:_SHOWN]
     columns = [
-        Column("query", [sample_name(r) for r in shown]),
-        *(
-            numbers(str(group), [r.sums[k] for r in shown], rank=1 + k)
-            for k, group in enumerate(summary.groups)
-        ),
+        numbers(str(group), [r.sums[k] for r in shown], rank=1 + k)
+        for k, group in enumerate(summary.groups)
     ]
-    return Section(f"Sums of scores by {summary.by}", table=Table(columns))
+    names = [sample_name(r) for r in shown]
+    table = Table(columns, "query", names, wraps=len(columns) <= _GROUPS)
+    return Section(f"Sums of scores by {summary.by}", table=table)
 
 
 def _short(value: Any) -> str:

@@ -217,7 +217,8 @@ class Explanation:
         usual = (1.0, float(pair.n), 1.0 / pair.n)
         if c is None or (found.numel() < _FEW and not any(pair.near(abs(c), k) for k in usual)):
             return None
-        return "." + besides(c, pair)
+        more = besides(c, pair)
+        return f".{more}" if more else ""
 
     def _probe(self, name: str) -> int:
         """Return the sample with the largest gradient, which is tested first."""

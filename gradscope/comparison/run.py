@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +28,7 @@ from gradscope.comparison.alternatives import EXPLAINED, MODAL, explain
 from gradscope.comparison.mistakes import Mistake
 from gradscope.core.batch import Batch, Tokens, map_tensors
 from gradscope.core.precision import dtype_name
-from gradscope.core.texts import listed
+from gradscope.core.texts import count, listed, visible
 from gradscope.engine.certificate import Answer, prove_samples
 from gradscope.engine.session import Randomness
 from gradscope.errors import (
@@ -45,11 +46,23 @@ from gradscope.process.stops import is_stop
 from gradscope.scope import Scope
 from gradscope.stages.losses import of_tokens, resolve
 from gradscope.stats import html
-from gradscope.stats.sections import Column, Styled, Table, duration, numbers, size
+from gradscope.stats.sections import (
+    NONE,
+    Column,
+    Styled,
+    Table,
+    duration,
+    index_and_name,
+    numbers,
+    plain_lines,
+    short,
+    size,
+)
 
 REFERENCE = "loop"
 COMPILED = "vmap compiled"  # the label of `compiled`
 _REPEATS = 3
+_LINES = 12  # of a printed comparison, before no more rows are explained
 _SCHEMA = {"schema": "gradscope.compare", "version": 1}
 STATUS = {  # as it is shown
     "agrees": Styled("agrees", "green"),
@@ -79,10 +92,10 @@ class BackendRow:
         """The parameter that is furthest off, those without numbers before all others."""
         if not self.parameters:
             return None
-        return max(self.parameters, key=lambda p: math.inf if p.relative is None else p.relative)
+        return max(self.parameters, key=distance)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """The table that `compare` makes."""
 
@@ -108,6 +121,33 @@ class Comparison:
         """What has a row: sample or token."""
         return "sample" if self.tokens is None else "token"
 
+    def __repr__(self) -> str:
+        """Return a row a backend and what disagrees most, in some twenty lines."""
+        verdict = "agrees" if self.agrees else "DISAGREES"
+        lines = [f"Comparison of {count(self.samples, self.noun)} in {self.dtype}: {verdict}"]
+        table = plain_lines(self.table())
+        lines += table[:_LINES]
+        wrong = [row for row in self.rows if row.status != "agrees"]
+        for k, row in enumerate(wrong):
+            text = visible(f"{row.backend}: {row.reason or ''} {row.remedy or ''}".strip())
+            if len(lines) > 2 * _LINES - 3 and k < len(wrong) - 1:
+                lines.append(f"... and {len(wrong) - k} more that do not agree")
+                break
+            if len(lines) > _LINES:
+                lines.append(textwrap.shorten(text, 100))
+                continue
+            told = textwrap.wrap(text, 100)
+            lines += [*told[:4], *["..."] * (len(told) > 4)]
+            if row.worst is not None and not row.worst.agrees:
+                far = sorted(row.parameters, key=distance, reverse=True)
+                far = [p for p in far if not p.agrees]
+                lines += ["  " + line for line in plain_lines(parameter_errors(far[:3], self))]
+                if len(far) > 3:
+                    lines.append(f"  ... and {count(len(far) - 3, 'parameter')} more")
+        if wrong:
+            lines.append("All numbers: .rows[k].parameters, .to_json(); on the command line --json")
+        return "\n".join(lines)
+
     def _repr_html_(self) -> str:
         """Return a row a backend, for a notebook."""
         title = f"{self.samples:,} {self.noun}s: {'agrees' if self.agrees else 'DISAGREES'}"
@@ -126,6 +166,33 @@ class Comparison:
             numbers("worst relative error", [r.worst.relative if r.worst else None for r in rows]),
         ]
         return Table(columns, "backend", [r.backend for r in rows])
+
+
+def distance(parameter: ParameterAgreement) -> float:
+    """Return how far off a parameter is; one without numbers is furthest."""
+    return math.inf if parameter.relative is None else parameter.relative
+
+
+def parameter_errors(wrong: Sequence[ParameterAgreement], comparison: Comparison) -> Table:
+    """Return a row a parameter that disagrees."""
+    noun, tokens = comparison.noun, comparison.tokens or ()
+    worst = [p.worst_sample for p in wrong]
+    places = [
+        NONE if k is None else index_and_name(k, tokens[k] if tokens else None) for k in worst
+    ]
+    columns = [
+        Column("relative error", [short(p.relative) for p in wrong]),
+        Column("absolute error", [short(p.absolute) for p in wrong], rank=3),
+        Column("cosine", [_precise(p.cosine) for p in wrong], rank=2),
+        Column(f"worst {noun}", places, rank=1),
+        Column("factor", [_precise(p.factor) for p in wrong]),
+    ]
+    return Table(columns, "parameter", [p.name for p in wrong])
+
+
+def _precise(value: float | None) -> str:
+    """Return a number near one with the digits that show how near."""
+    return NONE if value is None else f"{value:.5g}"
 
 
 @dataclass(frozen=True)
@@ -470,6 +537,7 @@ def _judged(label: str, parameters: tuple[ParameterAgreement, ...]) -> BackendRo
     shown = ", ".join(names[:3]) + (", ..." if count > 3 else "")
     which = "all parameters" if count == len(parameters) > 1 else shown
     rest = f"; {len(wrong) - count} more for other reasons" if count < len(wrong) else ""
+    meaning = meaning.rstrip(".")
     return BackendRow(label, "disagrees", f"{which}: {meaning}{rest}", parameters=parameters)
 
 

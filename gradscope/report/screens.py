@@ -8,13 +8,12 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from gradscope.comparison.run import STATUS
-from gradscope.core.texts import count, visible
+from gradscope.comparison.run import STATUS, distance, parameter_errors
+from gradscope.core.texts import count, listed, visible
 from gradscope.report.terminal import heading, print_facts, print_table, safe
 from gradscope.stats import largest_shares, parameter_table
 from gradscope.stats.certificate import certificate_facts, unused_facts, verdict
 from gradscope.stats.sections import (
-    NONE,
     Column,
     Fact,
     Line,
@@ -22,7 +21,6 @@ from gradscope.stats.sections import (
     Table,
     duration,
     facts_under,
-    index_and_name,
     percent,
     shape_text,
     short,
@@ -36,6 +34,9 @@ if TYPE_CHECKING:
     from gradscope.storage import Exported
 
 
+_ROWS = 20  # parameters that disagree, unless all are asked for
+
+
 def render_comparison(comparison: "Comparison", console: Console, verbose: bool = False) -> None:
     """Print a row a backend, with `verbose` the kernels, then what disagrees, then refusals."""
     rows = comparison.rows
@@ -47,7 +48,7 @@ def render_comparison(comparison: "Comparison", console: Console, verbose: bool 
         _render_kernels(comparison.ways, console)
     for row in rows:
         if not all(p.agrees for p in row.parameters):
-            _render_disagreement(comparison, row, console)
+            _render_disagreement(comparison, row, console, verbose)
     for row in rows:
         without_numbers = row.status != "agrees" and all(p.agrees for p in row.parameters)
         if without_numbers and (row.reason or row.remedy):
@@ -62,33 +63,24 @@ def render_comparison(comparison: "Comparison", console: Console, verbose: bool 
     console.print(Text(text, style="green" if comparison.agrees else "bold red"))
 
 
-def _render_disagreement(comparison: "Comparison", row: "BackendRow", console: Console) -> None:
-    noun, tokens = comparison.noun, comparison.tokens or ()
+def _render_disagreement(
+    comparison: "Comparison", row: "BackendRow", console: Console, verbose: bool = False
+) -> None:
     wrong = [p for p in row.parameters if not p.agrees]
     heading(console, f"{row.backend} disagrees in {count(len(wrong), 'parameter')}")
-    worst = [p.worst_sample for p in wrong]
-    places = [
-        NONE if k is None else index_and_name(k, tokens[k] if tokens else None) for k in worst
-    ]
-    columns = [
-        Column("relative error", [short(p.relative) for p in wrong]),
-        Column("absolute error", [short(p.absolute) for p in wrong], rank=3),
-        Column("cosine", [_precise(p.cosine) for p in wrong], rank=2),
-        Column(f"worst {noun}", places, rank=1),
-        Column("factor", [_precise(p.factor) for p in wrong]),
-    ]
-    print_table(console, Table(columns, "parameter", [p.name for p in wrong]))
+    furthest = sorted(map(distance, wrong), reverse=True)
+    shown = wrong if verbose else [p for p in wrong if distance(p) >= furthest[:_ROWS][-1]][:_ROWS]
+    print_table(console, parameter_errors(shown, comparison))
+    if len(shown) < len(wrong):
+        more = f"{count(len(wrong) - len(shown), 'parameter')} with smaller errors: --verbose"
+        console.print(Text(more, style="dim"))
     meanings: dict[str, list[str]] = {}
     for p in wrong:
         meanings.setdefault(p.meaning, []).append(p.name)
     for meaning, of in meanings.items():
-        _print_wrapped(f"{', '.join(of)}: " * (len(meanings) > 1) + meaning, console)
+        names = f"{listed(of, len(of) if verbose else 10)}: "
+        _print_wrapped(names * (len(meanings) > 1) + meaning, console)
     _render_advice(row, console, meanings)
-
-
-def _precise(value: float | None) -> str:
-    """Return a number near one with the digits that show how near."""
-    return NONE if value is None else f"{value:.5g}"
 
 
 def _render_advice(row: "BackendRow", console: Console, said: Iterable[str]) -> None:

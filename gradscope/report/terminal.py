@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -104,6 +104,11 @@ def print_table(console: Console, table: Table) -> None:
         width = max(1, min(wanted, left))
         names = [Text(name) for name in fit_names(table.names, width)]
         _print(console, [_SafeColumn(table.title, names, 0, "left", width), *kept])
+        rest = [c for c, safe in zip(table.columns, columns, strict=True) if safe not in kept]
+        if table.wraps and kept and rest:
+            console.print()
+            print_table(console, replace(table, columns=rest))
+            return
     hidden = [c.title for c in columns if c not in kept]
     if hidden:
         console.print(Text(f"(hidden for want of width: {', '.join(hidden)})", style="dim"))

@@ -78,6 +78,7 @@ class Table:
     columns: Sequence[Column]
     title: str = ""
     names: Sequence[str] | None = None
+    wraps: bool = False  # columns that do not fit continue below the others, and are not hidden
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +226,22 @@ class Overview(Displayable):
 def symbols(noun: str) -> str:
     """Return what the letters in formulas stand for."""
     return f"gᵢ: gradient of {noun} i's own loss. G = (1/N) Σᵢ gᵢ over the N finite {noun}s."
+
+
+def plain_lines(table: Table) -> list[str]:
+    """Return a table as lines of plain text: titles, then a line a row."""
+    columns = [] if table.names is None else [[table.title, *table.names]]
+    columns += [[c.title, *map(text_of, c.cells)] for c in table.columns]
+    left = {0} | {k for k, c in enumerate(table.columns) if c.justify == "left"}
+    widths = [max(map(len, column)) for column in columns]
+    rows = zip(*columns, strict=True)
+    return [
+        "  ".join(
+            f"{cell:{'<' if k in left else '>'}{width}}"
+            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def text_of(line: Line | Sparkline) -> str:

@@ -346,6 +346,25 @@ def test_words_are_checked_before_anything_runs():
             compare(model, "cross_entropy", inputs, targets, **options)
 
 
+def test_a_printed_comparison_is_short_and_names_what_is_worst():
+    torch.manual_seed(0)
+    layers = [layer for _ in range(15) for layer in (nn.Linear(3, 3), nn.Tanh())]
+    model, data = nn.Sequential(*layers), (torch.randn(4, 3), torch.randn(4, 3))
+    noisy = with_mistake(lambda g: g + g.abs().mean() * torch.rand_like(g))
+    others = {f"mine {k}": noisy for k in range(9)}
+    found = compare(model, "mse", *data, ["loop"], against=others)
+    lines = str(found).splitlines()
+    assert len(lines) <= 25 and max(map(len, lines)) <= 110
+    assert lines[0] == "Comparison of 4 samples in float32: DISAGREES"
+    assert [line.split()[0] for line in lines[2:4]] == ["loop", "mine"]
+    row = found.rows[1]
+    assert any(line.split()[0] == row.worst.name for line in lines[11:])
+    assert "and 27 parameters more" in str(found) and "to_json()" in lines[-1]
+    assert len(found.to_json()["rows"][1]["parameters"]) == 30
+    right_ones = str(compare(model, "mse", *data, ["loop", "hooks"])).splitlines()
+    assert len(right_ones) == 4
+
+
 def test_the_json_document(result):
     document = result.to_json()
     assert json.loads(json.dumps(document, allow_nan=False)) == document
