@@ -379,7 +379,7 @@ class Explanation:
             if outside:
                 where += " and outside of layers (as in functional.linear(x, weight))"
             missing = (
-                f"; {listed(lost)} {'is' if len(lost) == 1 else 'are'} missing" if lost else ""
+                f"; {_joined(lost)} {'is' if len(lost) == 1 else 'are'} missing" if lost else ""
             )
             fix = (
                 "Add the contributions of all layers that share the parameter"
@@ -390,7 +390,7 @@ class Explanation:
             unit = c / weights[0] if one else c
             yield (
                 "uses",
-                f"the parameter {where}; only {listed(texts)} was counted{missing}. {fix}"
+                f"the parameter {where}; only {_joined(texts)} was counted{missing}. {fix}"
                 if lost
                 else f"the parameter {where}; they were weighted: {listed(texts)}. {fix}",
                 lambda i, unit=unit: sum(  # type: ignore[misc]
@@ -681,6 +681,14 @@ class Explanation:
             )
 
         return alternatives
+
+
+def _joined(names: list[str]) -> str:
+    """Return "layer 'a', layer 'b'", or "calls 1, 2"."""
+    calls = [name.removeprefix("call ") for name in names if name.startswith("call ")]
+    if len(calls) == len(names) > 1:
+        return f"calls {listed(calls)}"
+    return listed(names)
 
 
 def _nth(k: int, total: int) -> str:

@@ -177,9 +177,9 @@ def classes(n=N, c=2):
     ("chosen", "words"),
     [
         # the backward pass reaches the calls in reverse: gradient 0 is that of the last call
-        ([(2, 0)], "only call 3 was counted; call 1, call 2 are missing"),
-        ([(0, 2)], "only call 1 was counted; call 2, call 3 are missing"),
-        ([(0, 2), (1, 1)], "only call 1, call 2 was counted; call 3 is missing"),
+        ([(2, 0)], "only call 3 was counted; calls 1, 2 are missing"),
+        ([(0, 2)], "only call 1 was counted; calls 2, 3 are missing"),
+        ([(0, 2), (1, 1)], "only calls 1, 2 was counted; call 3 is missing"),
         ([(2, 0), (2, 1), (2, 2)], "the input of the last call was combined with the gradients of"),
         ([(0, 0), (1, 1), (2, 2)], "paired in the wrong order"),
         ([(0, 0)], "the input of the first call was combined with the gradient of the last call"),

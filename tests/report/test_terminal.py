@@ -8,9 +8,10 @@ import pytest
 
 from gradscope.comparison import BackendRow, Comparison, ParameterAgreement
 from gradscope.report import print_facts, render, render_comparison, render_run
+from gradscope.report.terminal import print_table
 from gradscope.stats import Summary, short, summarize
 from gradscope.stats.certificate import certificate_facts, spans
-from gradscope.stats.sections import Sparkline
+from gradscope.stats.sections import Sparkline, Table, numbers
 from tests.report.shown import (
     CERTIFICATE,
     HOSTILE,
@@ -91,6 +92,18 @@ def test_all_columns_and_whole_names_when_there_is_room():
     for title in ("shape", "entries", "share", "SNR", "largest"):
         assert title in text
     assert "hidden for want of width: shape" in screen(render, summary_of(LAYERS), 40)
+
+
+@pytest.mark.parametrize("width", [80, 40])
+def test_every_class_has_a_column_in_a_table_that_wraps(width):
+    classes = [numbers(f"class{k}", [k + 0.25, -k - 0.5], rank=1 + k) for k in range(10)]
+    table = Table(classes, "query", ["12", "7"], wraps=True)
+    text = screen(lambda t, console: print_table(console, t), table, width)
+    assert fits(text, width) and "hidden" not in text
+    found = words(text).split()
+    for k in range(10):
+        assert found.count(f"class{k}") == 1 and short(k + 0.25) in found
+    assert found.count("query") == found.count("12") > 1
 
 
 def test_the_numbers_of_a_summary_and_the_answers_first():
