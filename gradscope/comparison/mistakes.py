@@ -1,4 +1,4 @@
-"""What is wrong with one parameter's gradients, found from the numbers alone.
+"""Mistakes in one parameter's gradients, found from the numbers alone.
 
 Each detector tests one relation between the gradients that were found and the right ones: a factor,
 another order or layout, a sum, an added term, lower precision. It reports the relation only if it
@@ -19,7 +19,7 @@ from gradscope.blocks.base import as_rows
 
 
 class Mistake(NamedTuple):
-    """What is wrong with one parameter's gradients: a word for programs, a text for people."""
+    """A mistake in one parameter's gradients: a word for programs, a text for people."""
 
     kind: str
     meaning: str

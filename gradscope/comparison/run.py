@@ -62,7 +62,7 @@ from gradscope.stats.sections import (
 REFERENCE = "loop"
 COMPILED = "vmap compiled"  # the label of `compiled`
 _REPEATS = 3
-_LINES = 12  # of a printed comparison, before no more rows are explained
+_LINES = 12  # a printed comparison explains a row at length only before this line
 _SCHEMA = {"schema": "gradscope.compare", "version": 1}
 STATUS = {  # as it is shown
     "agrees": Styled("agrees", "green"),
@@ -429,7 +429,7 @@ class Observed:
 
     training: Mapping[str, bool]  # by layer
     required: Mapping[str, bool]  # whether a parameter requires a gradient
-    values: Mapping[str, Tensor]  # of parameters and buffers
+    values: Mapping[str, Tensor]  # parameters and buffers, by name
 
     @classmethod
     def of(cls, model: nn.Module) -> "Observed":
