@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 from gradscope.backends.loop import by_autograd, one_sample
 from gradscope.comparison.agreement import VAGUE, Oracle
+from gradscope.comparison.formulas import Call, Change, copied, features, pulled, variants
 from gradscope.comparison.mistakes import GradientPair, Mistake, besides, number
 from gradscope.core.batch import Batch, Tokens, map_tensors, tensors
 from gradscope.core.texts import count, listed
@@ -45,17 +45,6 @@ Row = Callable[[int], Tensor]  # the alternative gradient (*shape) of one sample
 Alternative = tuple[str, str, Row]  # a word for programs, a text for people, and the gradients
 
 
-@dataclass(eq=False)
-class Call:
-    """One forward call of a layer, and the gradients at its output."""
-
-    inputs: Any
-    keywords: dict[str, Any]
-    output: Tensor
-    gradients: list[Tensor] = field(default_factory=list)  # one for each backward pass
-    inner: int = 0  # the first ones, from backward passes within the loss
-
-
 Calls = dict[str, list[Call]]  # by the layer's name
 
 
@@ -75,11 +64,11 @@ def captured(problem: Problem, batch: Batch) -> Calls:
         def after(_: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
             if not isinstance(output, Tensor) or not output.requires_grad:
                 return
-            inputs, keywords, kept = map_tensors(_copied, (inputs, keywords, output))
+            inputs, keywords, kept = map_tensors(copied, (inputs, keywords, output))
             call = Call(inputs, keywords, kept)
             calls.setdefault(name, []).append(call)
             output.register_hook(  # type: ignore[no-untyped-call]
-                lambda g: call.gradients.append(_copied(g))
+                lambda g: call.gradients.append(copied(g))
             )
 
         return after
@@ -99,26 +88,6 @@ def captured(problem: Problem, batch: Batch) -> Calls:
         for handle in handles:
             handle.remove()
     return calls
-
-
-def _copied(t: Tensor) -> Tensor:
-    return t.detach().clone()
-
-
-def pulled(module: nn.Module, call: Call, gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return the gradient (*shape) that one call of a layer gives for one of its parameters."""
-    buffers = dict(module._buffers)  # running statistics stay as they are
-    module._buffers.update({k: b if b is None else b.clone() for k, b in buffers.items()})
-    try:
-        with torch.enable_grad():
-            inputs, keywords = map_tensors(_copied, (call.inputs, call.keywords))
-            output = module(*inputs, **keywords)
-    finally:
-        module._buffers.update(buffers)
-    with torch.enable_grad():
-        return torch.autograd.grad(
-            output, parameter, gradient, allow_unused=True, materialize_grads=True
-        )[0].detach()
 
 
 @dataclass(eq=False)
@@ -282,7 +251,7 @@ class Explanation:
             yield from self._some_uses(name, owners, uses)
             if len(owners) == 1 < len(uses):
                 yield from self._wrong_pairs(name, owners[0], len(uses))
-        for text, change in _variants(self._layer(owners[0]), name):
+        for text, change in variants(self._layer(owners[0]), name):
             yield "formula", text, self._changed(name, owners, change)
         if len(uses) == 1:
             yield from self._other_places(name, owners[0], calls)
@@ -441,7 +410,7 @@ class Explanation:
                 ),
             )
 
-    def _changed(self, name: str, owners: list[str], change: "Change") -> Row:
+    def _changed(self, name: str, owners: list[str], change: Change) -> Row:
         def row(i: int) -> Tensor:
             p = self.problem.parameters[name]
             found = torch.zeros_like(p)
@@ -531,7 +500,7 @@ class Explanation:
         sizes: list[tuple[int, str]] = []
         for layer in owners:
             for call in calls.get(layer, [])[:1]:
-                positions = call.output.numel() // _features(self._layer(layer), call.output)
+                positions = call.output.numel() // features(self._layer(layer), call.output)
                 sizes.append((positions, "the number of positions of the layer's output"))
                 uses = len(calls[layer])
                 sizes.append((uses, f"the number of calls of the layer for each {noun}"))
@@ -700,165 +669,6 @@ def _nth(k: int, total: int) -> str:
 def _kinds(modules: Iterable[nn.Module], kind: type) -> str:
     names = {type(m).__name__: None for m in modules if isinstance(m, kind)}
     return listed(list(names)) or "no layer"
-
-
-def _features(module: nn.Module, output: Tensor) -> int:
-    """Return how many numbers of a layer's output one position has."""
-    channels = isinstance(module, (_ConvNd, _NormBase, nn.GroupNorm))
-    return output.shape[1 if channels else -1] if output.dim() > 1 else 1
-
-
-# (layer, call, gradient at the output, parameter) -> the gradient (*shape) of a wrong formula
-Change = Callable[[nn.Module, Call, Tensor, Tensor], Tensor]
-
-
-def _variants(module: nn.Module, name: str) -> Iterator[tuple[str, Change]]:
-    """Yield wrong formulas for the parameters of a kind of layer."""
-    if isinstance(module, _ConvNd) and not isinstance(module, nn.modules.conv._ConvTransposeNd):
-        yield from _convolutions(module)
-    elif isinstance(module, nn.Embedding):
-        yield from _embeddings(module)
-    elif isinstance(module, (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)):
-        yield (
-            "the gradient was multiplied by the layer's input: multiply by the normalised input",
-            lambda m, call, g, p: _onto(g * call.inputs[0], p, m),
-        )
-        yield (
-            "the gradient was multiplied by the layer's output: multiply by the normalised input "
-            "(before weight and bias)",
-            lambda m, call, g, p: _onto(g * call.output, p, m),
-        )
-        yield (
-            "the gradient was not multiplied by the normalised input: this is the bias's formula",
-            lambda m, call, g, p: _onto(g, p, m),
-        )
-    elif isinstance(module, nn.Linear):
-        yield (
-            "inputs and gradients were summed over positions first and multiplied then: multiply "
-            "at each position, and sum the products (einsum 'nto,nti->noi')",
-            _linear(lambda t: t.flatten(0, -2).sum(0, keepdim=True)),
-        )
-        for k, which in ((-1, "last"), (0, "first")):
-            yield (
-                f"only the {which} position was counted: sum over all positions",
-                _linear(lambda t, k=k: t.flatten(0, -2)[k:][:1]),  # type: ignore[misc]
-            )
-
-
-def _linear(of: Callable[[Tensor], Tensor]) -> Change:
-    """Return outer products of something of the inputs with something of the gradients."""
-
-    def change(_: nn.Module, call: Call, g: Tensor, p: Tensor) -> Tensor:
-        if g.dim() < 3:
-            raise RuntimeError("there are no positions")
-        return of(g).T @ of(call.inputs[0]) if p.dim() == 2 else of(g)[0]
-
-    return change
-
-
-def _onto(product: Tensor, p: Tensor, module: nn.Module) -> Tensor:
-    """Sum (1, ...) over all axes that a parameter of a normalisation layer does not have."""
-    if isinstance(module, (_NormBase, nn.GroupNorm)):
-        return product.transpose(0, 1).flatten(1).sum(1)
-    return product.sum_to_size(p.shape)
-
-
-def _embeddings(module: nn.Embedding) -> Iterator[tuple[str, Change]]:
-    def scattered(weigh: Callable[[Tensor, Tensor], Tensor]) -> Change:
-        def change(_: nn.Module, call: Call, g: Tensor, p: Tensor) -> Tensor:
-            tokens, rows = call.inputs[0].flatten(), g.flatten(0, -2)
-            weights = weigh(tokens, torch.arange(len(tokens), device=tokens.device))
-            return torch.zeros_like(p).index_add(0, tokens, rows * weights[:, None])
-
-        return change
-
-    def kept(tokens: Tensor) -> Tensor:
-        return torch.ones(len(tokens)) if pad is None else (tokens != pad).double()
-
-    pad = module.padding_idx
-    if pad is not None:
-        yield (
-            f"the padding token {pad} has a gradient: row padding_idx = {pad} must be zero",
-            scattered(lambda tokens, _: torch.ones(len(tokens), dtype=torch.float64)),
-        )
-
-    def same(tokens: Tensor) -> Tensor:
-        return tokens[:, None] == tokens
-
-    yield (
-        "of a token that occurs several times, only the last occurrence was counted: add with "
-        "index_add_ (or scatter_add_), which sums, instead of assigning by index",
-        scattered(lambda tokens, at: kept(tokens) * ~(same(tokens) & (at > at[:, None])).any(1)),
-    )
-    yield (
-        "of a token that occurs several times, only the first occurrence was counted: sum over all",
-        scattered(lambda tokens, at: kept(tokens) * ~(same(tokens) & (at < at[:, None])).any(1)),
-    )
-    yield (
-        "of a token that occurs several times, the mean over its occurrences was taken: sum them",
-        scattered(lambda tokens, _: kept(tokens) / same(tokens).sum(1)),
-    )
-
-
-def _convolutions(module: _ConvNd) -> Iterator[tuple[str, Change]]:
-    axes = len(module.kernel_size)
-    convolve = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)[axes - 1]
-    own: dict[str, Any] = {
-        "stride": module.stride,
-        "padding": module.padding,
-        "dilation": module.dilation,
-    }
-
-    def with_options(**options: Any) -> Change:
-        def change(layer: nn.Module, call: Call, g: Tensor, p: Tensor) -> Tensor:
-            if p.dim() == 1:
-                raise RuntimeError("a bias has no stride")
-            x = call.inputs[0]
-            with torch.enable_grad():
-                weight = p.detach().requires_grad_()
-                y = convolve(x, weight, None, **(own | {"groups": module.groups} | options))
-                sizes = [min(a, b) for a, b in zip(y.shape[2:], g.shape[2:], strict=True)]
-                part: Any = (..., *(slice(size) for size in sizes))
-                return torch.autograd.grad(y[part], weight, g[part])[0]
-
-        return change
-
-    for option, plain in (("stride", 1), ("dilation", 1), ("padding", 0)):
-        if own[option] not in ((plain,) * axes, plain, "valid"):
-            yield (
-                f"the layer's {option} {own[option]} was ignored: pass {option}= to unfold (or to "
-                "the convolution that computes the gradient)",
-                with_options(**{option: plain}),
-            )
-    if module.padding_mode != "zeros":
-        yield (
-            f"the input was padded with zeros; the layer has padding_mode={module.padding_mode!r}",
-            with_options(),
-        )
-    if module.groups > 1:
-        groups = module.groups
-
-        def interleaved(layer: nn.Module, call: Call, g: Tensor, p: Tensor) -> Tensor:
-            x = call.inputs[0]
-            x = x.unflatten(1, (x.shape[1] // groups, groups)).transpose(1, 2).flatten(1, 2)
-            return pulled(layer, Call((x,), {}, call.output), g, p)
-
-        yield (
-            f"the input channels were divided into the {groups} groups in turn; torch's groups are "
-            "consecutive channels",
-            interleaved,
-        )
-
-    def at(k: int) -> Change:
-        def change(layer: nn.Module, call: Call, g: Tensor, p: Tensor) -> Tensor:
-            one = torch.zeros_like(g)
-            one.flatten(2)[..., k] = g.flatten(2)[..., k]
-            return pulled(layer, call, one, p)
-
-        return change
-
-    yield "only the first position of the output was counted: sum over all positions", at(0)
-    yield "only the last position of the output was counted: sum over all positions", at(-1)
 
 
 def explain(
