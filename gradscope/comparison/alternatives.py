@@ -27,6 +27,7 @@ from gradscope.core.batch import Batch, Tokens, map_tensors, tensors
 from gradscope.core.texts import count, listed
 from gradscope.errors import GradscopeError
 from gradscope.model.problem import Problem
+from gradscope.process.shortage import is_machine_error
 
 EXPLAINED = VAGUE | {
     "factor",
@@ -159,14 +160,19 @@ class Explanation:
 
     def _first(self, name: str, alternatives: Iterable[Alternative]) -> Mistake | None:
         """Return the first alternative that the gradients of a parameter equal."""
-        for kind, text, row in alternatives:
+        left = iter(alternatives)
+        while True:
             try:
+                kind, text, row = next(left)
                 more = self._equals(name, row)
-            except (RuntimeError, GradscopeError):  # shapes of other layers that do not fit
-                continue
+            except StopIteration:
+                return None
+            except (RuntimeError, IndexError, TypeError, ValueError, GradscopeError) as error:
+                if is_machine_error(error):
+                    raise
+                continue  # this model has no such alternative: shapes, arguments, transforms
             if more is not None:
                 return Mistake(kind, text + more)
-        return None
 
     def _equals(self, name: str, row: Row) -> str | None:
         """Return what to say of the factor if the found rows equal an alternative, else None."""
@@ -580,10 +586,10 @@ class Explanation:
         fix = "Put the model in the same mode in both: model.eval() or model.train()"
         couples = ""
         if layers:
-            names = listed([self._called(k) for k in layers[:3]])
+            names = listed([self._called(k) for k in layers], 3)
             couples = (
-                f", where {names}{', ...' if len(layers) > 3 else ''} computes batch statistics "
-                f"(BatchNorm in training mode), which couple the {noun}s"
+                f", where {names} {'computes' if len(layers) == 1 else 'compute'} batch statistics"
+                f"{'' if words else ' (BatchNorm in training mode)'}, which couple the {noun}s"
             )
             fix = (
                 "Call model.eval() first, or replace these layers by ones without batch "

@@ -595,6 +595,22 @@ def test_a_mean_over_tokens_whose_number_differs():
 # what has no explanation must get none
 
 
+class ByKeyword(Shared):
+    """Its layers are called with keywords."""
+
+    def forward(self, x):
+        return self.head(input=self.step(input=x).tanh())
+
+
+@model_loss
+def by_transforms(model, inputs, targets):
+    """A Laplacian by torch.func, within whose transforms hooks see no tensors to keep."""
+    u = lambda x: model(x[None]).squeeze()  # noqa: E731
+    jacrev = torch.func.jacrev
+    bends = torch.func.vmap(lambda x: jacrev(jacrev(u))(x).trace())(inputs)
+    return bends**2 + model(inputs).squeeze(1) ** 2
+
+
 def test_noise_and_small_changes_are_not_explained():
     strange = {
         "noise": each(lambda g, p: g + 0.1 * g.abs().mean() * torch.randn_like(g)),
@@ -606,6 +622,8 @@ def test_noise_and_small_changes_are_not_explained():
         (Shared, LOSS, classes()),
         (normed, LOSS, classes()),
         (pinn, poisson, field()),
+        (ByKeyword, LOSS, classes()),
+        (pinn, by_transforms, field()),
         (Tied, tokens, (torch.randint(7, (N, 6)), torch.randint(7, (N, 6)))),
     ):
         model = seeded(make)
