@@ -150,7 +150,11 @@ class CompareOptions(Options):
     )
     as_json: bool = JSON
     quiet: bool = QUIET
-    verbose: bool = VERBOSE
+    verbose: bool = option(
+        False,
+        "--verbose",
+        help="Show all parameters that disagree, the chosen kernels, and their times",
+    )
     dry_run: bool = DRY_RUN
 
 
