@@ -1,15 +1,15 @@
-"""Derivatives of a model's output by its input, for losses that contain them.
+"""Derivatives of a model's output with respect to its input, for losses that contain them.
 
 Gradient penalties, physics-informed losses and score matching need ∂u/∂x inside the loss. These
-functions use ordinary autograd, sample by sample independent, and work in every backend:
+functions use ordinary autograd and work in every backend:
 
     @gradscope.model_loss
     def loss(model, inputs, targets):
         u, laplacian = derivatives.laplacian(model, inputs)
         return (laplacian + targets).square()
 
-The samples must not depend on each other; then the gradient of the sum over samples is each
-sample's own.
+The samples must not depend on each other. Then the gradient of the sum over samples contains each
+sample's own gradient.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 def gradient(model: Function, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output and its gradient by the input.
+    """Return the output and its gradient with respect to the input.
 
     Args:
         model: Maps (n, i...) to (n,) or (n, 1).
@@ -33,7 +33,7 @@ def gradient(model: Function, inputs: Tensor) -> tuple[Tensor, Tensor]:
         u (n,) and ∇u (n, i...), both with their graph.
 
     Raises:
-        SpecError: The output is not one number a sample.
+        SpecError: The output does not have one number per sample.
     """
     x = _differentiable(inputs)
     u = _scalar(model(x), x)
@@ -43,7 +43,7 @@ def gradient(model: Function, inputs: Tensor) -> tuple[Tensor, Tensor]:
 def laplacian(model: Function, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output and its Laplacian, Σₖ ∂²u/∂xₖ².
 
-    Costs one backward pass for each of the i entries of a sample's input.
+    This costs one backward pass for each of the i entries of a sample's input.
 
     Args:
         model: Maps (n, i...) to (n,) or (n, 1).
@@ -53,7 +53,7 @@ def laplacian(model: Function, inputs: Tensor) -> tuple[Tensor, Tensor]:
         u (n,) and Δu (n,), both with their graph.
 
     Raises:
-        SpecError: The output is not one number a sample.
+        SpecError: The output does not have one number per sample.
     """
     x = _differentiable(inputs)
     u = _scalar(model(x), x)
@@ -72,20 +72,21 @@ def divergence(model: Function, inputs: Tensor) -> tuple[Tensor, Tensor]:
         v (n, i...) and div v (n,), both with their graph.
 
     Raises:
-        SpecError: The output has another shape than the input.
+        SpecError: The output and the input have different shapes.
     """
     x = _differentiable(inputs)
     field = model(x)
     if field.shape != x.shape:
         raise SpecError(
-            f"a vector field has its input's shape {tuple(x.shape)}, not {tuple(field.shape)}",
+            f"the model returned shape {tuple(field.shape)} for an input of {tuple(x.shape)}",
             where="derivatives.divergence",
+            remedy="Return a vector field: a tensor of the input's shape.",
         )
     return field, _diagonal(field.flatten(1), x)
 
 
 def _differentiable(inputs: Tensor) -> Tensor:
-    """Return the inputs themselves if they require a gradient already, else a copy that does."""
+    """Return the inputs if they require a gradient, else a copy that requires a gradient."""
     return inputs if inputs.requires_grad else inputs.detach().clone().requires_grad_(True)
 
 
@@ -93,8 +94,8 @@ def _scalar(outputs: Tensor, inputs: Tensor) -> Tensor:
     n = inputs.shape[0]
     if outputs.shape not in ((n,), (n, 1)):
         raise SpecError(
-            f"the output must be one number a sample, ({n},) or ({n}, 1), not "
-            f"{tuple(outputs.shape)}",
+            f"the model returned shape {tuple(outputs.shape)}, but must return one number per "
+            f"sample: ({n},) or ({n}, 1)",
             where="derivatives",
             remedy="Select one component of the output, or use divergence for a vector field.",
         )
@@ -102,7 +103,7 @@ def _scalar(outputs: Tensor, inputs: Tensor) -> Tensor:
 
 
 def _by(values: Tensor, inputs: Tensor) -> Tensor:
-    """Return ∂(Σ values)/∂inputs, zeros where the values do not depend on the inputs."""
+    """Return ∂(Σ values)/∂inputs; zeros where the values do not depend on the inputs."""
     if not values.requires_grad:
         return torch.zeros_like(inputs)
     (slope,) = torch.autograd.grad(values.sum(), [inputs], create_graph=True, allow_unused=True)

@@ -1,20 +1,20 @@
-"""The error tree: one root, one branch for each exit code of the command line.
+"""The error tree: one root, and one branch for each exit code of the command line.
 
 GradscopeError                      1   a bug in gradscope, when nothing below fits
 ├── SpecError                       2   usage: an option, run file, chain or loss of the wrong form
-├── InputError                      3   something that was to be read
+├── InputError                      3   an input is absent, unreadable or does not fit
 │   ├── CheckpointError
 │   ├── ModelError                      the user's model factory or model file
 │   ├── DatasetError
 │   └── ResultFileError
-├── RefusedError                    4   gradscope could answer only wrongly, so it does not
-│   ├── UnsupportedError                a backend has no exact way for this model
+├── RefusedError                    4   an exact answer is not possible
+│   ├── UnsupportedError                a backend does not support this model
 │   ├── CoupledSamplesError             a sample's loss depends on other samples
-│   └── CertificateError                a proof, or an audit, failed
-├── OutputError                     6   something that was to be written
-└── NonFiniteError                  7   something is not finite, and that was to be an error
+│   └── CertificateError                a proof or an audit failed
+├── OutputError                     6   an output cannot be written
+└── NonFiniteError                  7   a number is not finite, and the user asked for an error
 
-The inner raise states the fact and the remedy; a boundary adds where it happened with `at`.
+The code that raises states the fact and the remedy. Its callers add the place with `at`.
 """
 
 from collections.abc import Iterator
@@ -24,11 +24,11 @@ from typing import ClassVar, Self
 
 
 class GradscopeError(Exception):
-    """The root of everything gradscope raises on purpose.
+    """The base class of all errors that gradscope raises on purpose.
 
     Args:
-        what: One sentence: what is wrong.
-        where: The file, key, layer or sample it is about.
+        what: What is wrong, in one sentence.
+        where: The file, key, layer or sample that has the problem.
         remedy: What the user can do.
     """
 
@@ -41,13 +41,13 @@ class GradscopeError(Exception):
         self.remedy = remedy
 
     def at(self, where: str) -> Self:
-        """Put `where` in front of what is already known about the place, and return self."""
+        """Put `where` in front of the stored place, and return self."""
         self.where = where if self.where is None else f"{where}: {self.where}"
         return self
 
     @property
     def head(self) -> str:
-        """Where it is and what is wrong, without the remedy."""
+        """The place and what is wrong, without the remedy."""
         return self.what if self.where is None else f"{self.where}: {self.what}"
 
     def __str__(self) -> str:
@@ -55,14 +55,14 @@ class GradscopeError(Exception):
 
 
 class SpecError(GradscopeError):
-    """An option, run file, chain or loss is not of the form it must have."""
+    """An option, run file, chain or loss has the wrong form."""
 
     exit_code = 2
-    parts: tuple["SpecError", ...] = ()  # the single mistakes, where it tells of several
+    parts: tuple["SpecError", ...] = ()  # the separate mistakes, if the error reports several
 
 
 class InputError(GradscopeError):
-    """Something that was to be read is absent, damaged or does not fit."""
+    """An input is absent, damaged or does not fit."""
 
     exit_code = 3
 
@@ -76,21 +76,21 @@ class ModelError(InputError):
 
 
 class DatasetError(InputError):
-    """The data cannot be read or do not fit their description."""
+    """The data cannot be read or do not match their description."""
 
 
 class ResultFileError(InputError):
-    """A result file is absent, damaged or not one of ours."""
+    """A result file is absent, damaged, or not a gradscope file."""
 
 
 class RefusedError(GradscopeError):
-    """An exact answer does not exist or cannot be had; no other answer is given."""
+    """No exact answer exists or can be computed, so gradscope gives no answer."""
 
     exit_code = 4
 
 
 class UnsupportedError(RefusedError):
-    """A backend has no exact way for this model; `where` names the layer."""
+    """A backend does not support this model; `where` names the layer."""
 
 
 class CoupledSamplesError(RefusedError):
@@ -98,24 +98,24 @@ class CoupledSamplesError(RefusedError):
 
 
 class CertificateError(RefusedError):
-    """The numbers of a batch failed its proof, so they are not given out."""
+    """The gradients of a batch failed their proof, so they are not returned."""
 
 
 class OutputError(GradscopeError):
-    """Something that was to be written cannot be."""
+    """An output cannot be written."""
 
     exit_code = 6
 
 
 class NonFiniteError(GradscopeError):
-    """A gradient, or what a chain made of it, is not finite, and the run was told to fail then."""
+    """A gradient or a chain's result is not finite, and the run was asked to fail in this case."""
 
     exit_code = 7
 
 
 @contextmanager
 def located(where: Path | str) -> Iterator[None]:
-    """Add a place to errors of gradscope that have none."""
+    """Add a place to gradscope errors that have none."""
     try:
         yield
     except GradscopeError as error:

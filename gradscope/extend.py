@@ -1,4 +1,4 @@
-"""Additions from outside: one import, one decorator for each kind of thing, one file an addition.
+"""Extensions: one module to import, and one decorator for each kind of extension.
 
     from gradscope import extend
 
@@ -10,13 +10,14 @@
 | `transform(name, scope)` | options to a function of `Gradients` | a stage of a chain |
 | `reducer(name)` | options to a `Reducer` | a stage of a chain |
 | `loss(name)` | `(outputs, targets, *, options) -> (n,)` | `--loss name` |
-| `node_rule(node_type)` | a `Site` to a `Block` | what `hooks` does with that operation |
-| `dataset_reader(name, matches)` | a path to `StoredArrays` | files that begin as `matches` says |
-| `checkpoint_reader(name, matches)` | a path to containers of tensors | likewise |
+| `node_rule(node_type)` | a `Site` to a `Block` | the rule of `hooks` for that operation |
+| `dataset_reader(name, matches)` | a path to `StoredArrays` | reads files that `matches` accepts |
+| `checkpoint_reader(name, matches)` | a path to containers of tensors | the same |
 | `statistic(name)` | `Data` to a `Record` | a section of `gradscope stats` |
 
-A name that is taken is refused. An entry point of the group that belongs to the kind
-(`gradscope.transforms`, ...) names the decorated function: it is loaded when names are looked up.
+A name that is already registered raises an error. A package can name the decorated function in the
+entry point group of its kind (`gradscope.transforms`, ...). gradscope loads it when it looks up
+names.
 """
 
 from collections.abc import Callable
@@ -128,12 +129,12 @@ def reducer(name: str) -> Callable[[Callable[..., Reducer]], Callable[..., Reduc
 
 
 def node_rule(node_type: str) -> Callable[[Rule], Rule]:
-    """Register what the backend `hooks` does with an operation on samples and parameters.
+    """Register how the backend `hooks` handles an operation on samples and parameters.
 
     Args:
-        node_type: The name of its node in the autograd graph, such as "MaximumBackward0". The
-            rule takes a `Site` and returns the block of the input at `site.slot`, or None where
-            it does not apply: the operation is then masked sample by sample.
+        node_type: The name of its node in the autograd graph, such as "MaximumBackward0". The rule
+            takes a `Site` and returns the block of the input at `site.slot`, or None if the rule
+            does not apply. Then the operation is evaluated sample by sample.
     """
     return node_rules.register(node_type)
 
@@ -141,11 +142,11 @@ def node_rule(node_type: str) -> Callable[[Rule], Rule]:
 def dataset_reader(
     name: str, matches: Matches
 ) -> Callable[[Callable[[Path], StoredArrays]], Reader[StoredArrays]]:
-    """Register a reader of data files; whatever it raises is told as an error of the file.
+    """Register a reader of data files; its exceptions are reported as errors of the file.
 
     Args:
         name: The format's name.
-        matches: Whether a file is of the format, by its first bytes, at most 4,096.
+        matches: Takes the first bytes of a file, at most 4,096; returns whether it has the format.
     """
     return lambda read: dataset_readers.register(name)(matching(matches)(read))
 
@@ -153,10 +154,10 @@ def dataset_reader(
 def checkpoint_reader(
     name: str, matches: Matches
 ) -> Callable[[Callable[[Path], Any]], Reader[Any]]:
-    """Register a reader of checkpoints: it returns plain containers of tensors.
+    """Register a reader of checkpoints, which returns plain containers of tensors.
 
     Args:
         name: The format's name.
-        matches: Whether a file is of the format, by its first bytes, at most 4,096.
+        matches: Takes the first bytes of a file, at most 4,096; returns whether it has the format.
     """
     return lambda read: checkpoint_readers.register(name)(matching(matches)(read))

@@ -1,4 +1,4 @@
-"""`Scope`: a model and a loss, bound once, asked about many batches; and the same in one call."""
+"""`Scope` binds a model and a loss for use with many batches; functions do the same in one call."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -32,16 +32,16 @@ from gradscope.model.ranks import Ranks
 from gradscope.stages.chain import Chain, Chained
 from gradscope.stages.labels import Mode
 
-_STREAMED = 512  # samples held at a time where only a summary is asked for
-_TOKEN_BYTES = 2**30  # of dense gradients of tokens, unless they are known to have a structure
+_STREAMED = 512  # samples per part, if only a summary is asked for
+_TOKEN_BYTES = 2**30  # of dense token gradients per part, unless they are factored
 
 
 class NonFiniteWarning(UserWarning):
-    """Samples without a finite gradient were left out of an expectation."""
+    """Some samples have no finite gradient and were left out of an expectation."""
 
 
 class UncopiedHandle:
-    """What a model may hold: a copy of the model holds the same one, a file has None."""
+    """A value that a model may hold: a copied model shares it, and a pickle stores None."""
 
     def __copy__(self) -> Self:
         return self
@@ -56,36 +56,38 @@ class UncopiedHandle:
 class Scope(UncopiedHandle):
     """Per-sample gradients of a model, in the mode the model is in.
 
-    Nothing is attached to the model or its parameters, and both are left as they were found.
+    Nothing is attached to the model or its parameters. Both are left unchanged.
 
     Args:
-        model: Any module; its trainable parameters are differentiated by.
+        model: Any module. Gradients are taken with respect to its trainable parameters.
         loss: A name (`gradscope list losses`), `(outputs, targets) -> (n,)`, or a `model_loss`.
         parameters: Globs of parameter names; all trainable ones when None.
-        backend: `auto`, or one of `gradscope list backends`.
-        verify: Prove the first batch and audit those that follow ("audit"), prove the first, every
-            batch ("always"), or none ("never"). An audit takes a twentieth of the time at most; of
-            a scope that is left as a context manager, the last batch always has one.
-        coupling: What to do when a sample's loss depends on its batch: "refuse"; "own-loss" for
-            ∂Lᵢ/∂θ through everybody's statistics (backends loop and vmap; the rows depend on which
-            samples share a batch, so none is split); "frozen" puts normalisation layers on their
-            running statistics.
-        nonfinite: What reducers do with samples whose gradient is not finite: "skip" leaves them
+        backend: `auto`, or a name from `gradscope list backends`.
+        verify: Which batches to prove: "audit" proves the first batch and audits some later ones,
+            "first" only the first, "always" every batch, "never" no batch. Audits take at most 5 %
+            of the time. A scope used as a context manager always audits the last batch.
+        coupling: What to do if a sample's loss depends on its batch. "refuse" raises. "own-loss"
+            returns ∂Lᵢ/∂θ through the shared statistics, with backends loop and vmap; the batch is
+            then never split, because the rows depend on it. "frozen" puts normalisation layers on
+            their running statistics.
+        nonfinite: What reducers do with samples whose gradient is not finite. "skip" leaves them
+            out and warns, "fail" raises, "keep" includes them.
             out and tells, "fail" raises, "keep" lets them through.
-        labels: "data", "sampled" from the model's predictions with `seed`, or "exact": the
+        labels: "data"; "sampled": drawn from the model's predictions with `seed`; or "exact": the
             expectation over all classes.
-        seed: Of what is drawn at random: samples that are compared, batches, labels.
-        randomness: What to do when the model draws random numbers (dropout in train mode):
-            "refuse"; "fixed" draws by `seed`, call and sample, so that a sample has the same
-            numbers in any batch and with any backend.
-        compile: Compile gradient and reduction as one program where that can be done; under `auto`
-            where it is also measured to be faster. What was done is in `notes`.
-        rows: What has a row: "sample", or "token": each position of a loss (n, t), or of a pair of
-            such losses and booleans (n, t) that say which positions count; `positions` says which
-            row is which, and n of everything else here is their number.
+        seed: Seed of random choices: samples to compare, batches, labels.
+        randomness: What to do if the model draws random numbers (dropout in train mode). "refuse"
+            raises. "fixed" derives them from `seed`, call and sample: a sample has the same numbers
+            in any batch and with any backend.
+        compile: Compile gradient and reduction as one program if the model allows it; with backend
+            `auto` only if it is also measured to be faster. `notes` says what was done.
+        rows: "sample", or "token": one row for each position of a loss (n, t). The loss may also
+            return a pair (losses, counted), both (n, t), where the booleans select positions.
+            `positions` returns sample and position of each row. Every other n here is then the
+            number of rows.
 
     Attributes:
-        session: What evaluates and proves.
+        session: The `Session` that evaluates and proves batches.
 
     Raises:
         SpecError: A name is unknown, or no parameter is selected.
@@ -123,27 +125,27 @@ class Scope(UncopiedHandle):
 
     @property
     def backend(self) -> str:
-        """The backend in use; `auto` until the first batch has been seen."""
+        """The backend in use; `auto` before the first batch."""
         return self.session.backend
 
     @property
     def certificate(self) -> Certificate | None:
-        """The proof of the first batch (the last proof, if every batch has one), or None."""
+        """The proof of the first batch (of the last batch with verify="always"), or None."""
         return self.session.certificate
 
     @property
     def auditor(self) -> Auditor:
-        """Says what was audited, `auditor.audits`."""
+        """The auditor; `auditor.audits` lists the audits."""
         return self.session.auditor
 
     @property
     def notes(self) -> list[str]:
-        """What was chosen and why."""
+        """Decisions that gradscope made, with reasons."""
         return self.session.notes
 
     @property
     def problem(self) -> Problem:
-        """The model, its loss, and the parameters it is differentiated by."""
+        """The model, its loss, and the parameters that gradients are taken for."""
         return self.session.problem
 
     def evaluate(
@@ -154,7 +156,7 @@ class Scope(UncopiedHandle):
         ordinal: int | None = None,
         last: bool = False,
     ) -> Evaluation:
-        """Return losses (n,) and gradients of a batch as blocks; see `engine.Session.evaluate`."""
+        """Return losses (n,) and gradients as blocks of a batch; see `engine.Session.evaluate`."""
         return self.session.evaluate(batch, request, ordinal=ordinal, last=last)
 
     def per_sample_gradients(
@@ -165,44 +167,46 @@ class Scope(UncopiedHandle):
         *,
         index: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return {name: (n, *shape)}, each row the gradient of one sample's own loss.
+        """Return {name: (n, *shape)}: each row is the gradient of one sample's own loss.
 
-        An empty batch (n = 0) has the rows (0, *shape); the model is not run on it.
+        For an empty batch (n = 0) the result is (0, *shape), and the model does not run.
 
         Args:
             inputs: A tensor, tuple or dict, sample axis first.
-            targets: Likewise, or None.
-            out: Buffers to write into, as returned by an earlier call.
-            index: (n,) int64, which samples these are, 0 to n-1 when None: labels that are sampled
-                and random numbers that are fixed are drawn by it.
+            targets: As `inputs`, or None.
+            out: Buffers to write into, as an earlier call returned them.
+            index: (n,) int64, the samples' positions in the data set; 0 to n-1 when None.
+                Sampled labels and fixed random numbers depend on them.
         """
         self.session.labels.require_one()
         batch = self.session.rows_of(self._batch(inputs, targets, index, "per_sample_gradients"))
         sharded = self.session.model_parallel
         if sharded is not None:
             if out is not None:
-                raise SpecError("gradients of a sharded model cannot be written into buffers")
+                raise SpecError("`out` does not support a sharded model", remedy="Leave `out` out.")
             return self.session.repeated(lambda: sharded.rows(batch))
         return self.session.repeated(lambda: self._rows(batch, out))
 
     def positions(self, inputs: Any, targets: Any = None) -> tuple[Tensor, Tensor]:
-        """Return of which sample (n,) and which position (n,) of it each row is, rows="token".
+        """Return the sample (n,) and the position (n,) of each row, with rows="token".
 
         Args:
             inputs: A tensor, tuple or dict, sample axis first.
-            targets: Likewise, or None.
+            targets: As `inputs`, or None.
         """
         batch = Batch.of(inputs, targets, empty=True)
         rows = [self.session.rows_of(part) for part in self.parts(batch)]
         found = [row for row in rows if isinstance(row, Tokens)]
         if not found and self.session.settings.rows == "token":
-            return batch.index, batch.index.clone()  # of no sample
+            return batch.index, batch.index.clone()
         if not found:
-            raise SpecError("rows of samples have no positions", remedy='Use Scope(rows="token").')
+            raise SpecError(
+                "positions are defined for token rows only", remedy='Use Scope(rows="token").'
+            )
         return torch.cat([row.samples for row in found]), torch.cat([row.position for row in found])
 
     def _rows(self, batch: Batch, out: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """Return {name: (n, *shape)}, of a batch that was proved with the norms of its proof."""
+        """Return {name: (n, *shape)}; for a proved batch, also check the norms of the proof."""
         session = self.session
         gradients = session.evaluate(batch, Request(out=out)).gradients
         rows = gradients.dense(out)
@@ -222,20 +226,20 @@ class Scope(UncopiedHandle):
         *,
         index: Tensor | None = None,
     ) -> Any:
-        """Return the L2 norms of the per-sample gradients; no gradient need be formed.
+        """Return the L2 norms of the per-sample gradients, in general without forming gradients.
 
         Args:
-            inputs: A tensor, tuple or dict, sample axis first; worked through in parts.
-            targets: Likewise, or None.
+            inputs: A tensor, tuple or dict, sample axis first; evaluated in parts.
+            targets: As `inputs`, or None.
             per: "sample" or "parameter".
-            index: (n,), which samples these are; see `per_sample_gradients`.
+            index: (n,), the samples' positions in the data set; see `per_sample_gradients`.
 
         Returns:
-            (n,) over all parameters together, or {name: (n,)} with `per="parameter"`; (0,) of an
+            (n,) over all parameters together, or {name: (n,)} with `per="parameter"`. (0,) for an
             empty batch.
         """
         if per not in ("sample", "parameter"):
-            raise SpecError(f"per is sample or parameter, not {per!r}")
+            raise SpecError(f"per must be 'sample' or 'parameter', not {per!r}")
         self.session.labels.require_one()
         batch = self._batch(inputs, targets, index, "norms")
         sharded = self.session.model_parallel
@@ -247,7 +251,7 @@ class Scope(UncopiedHandle):
                 return [evaluation.gradients for _, evaluation, own in every if own]
             return [
                 self.evaluate(part, request, last=k == len(parts) > 1).gradients
-                for k, part in enumerate(parts, start=1)  # of several, the last is audited
+                for k, part in enumerate(parts, start=1)  # with several parts, audit the last
             ]
 
         found = self.session.repeated(evaluated)
@@ -261,19 +265,20 @@ class Scope(UncopiedHandle):
     def expectation(
         self, chain: Chained, inputs: Any, targets: Any = None, *, index: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Return E[T(g)] over the samples: {name: (*shape)}, sums in the gradients' precision.
+        """Return E[T(g)] over the samples: {name: (*shape)}, summed in the gradients' precision.
 
-        Samples without a finite gradient are left out, with a `NonFiniteWarning`. Of an empty batch
-        sums are zero (`clip:max_norm=1 | sum | noise:std=1` is the noise alone), and means are
-        refused.
+        Samples without a finite gradient are left out, with a `NonFiniteWarning`. For an empty
+        batch, sums are zero (`clip:max_norm=1 | sum | noise:std=1` returns only noise), and means
+        raise.
 
         Args:
-            chain: For example "clip:max_norm=1.0 | mean"; a chain without a reducer means `mean`.
-                Or a function from the per-sample gradients {name: (n, *shape)} to such a dict, each
-                row by itself; or a list of both kinds, such as [function, "mean | abs"].
-            inputs: A tensor, tuple or dict, sample axis first; worked through in parts.
-            targets: Likewise, or None.
-            index: (n,), which samples these are; see `per_sample_gradients`.
+            chain: For example "clip:max_norm=1.0 | mean"; a chain without a reducer ends with
+                `mean`. Or a function that maps per-sample gradients {name: (n, *shape)} to a dict
+                of that form, row by row. Or a list of strings and functions, such as [function,
+                "mean | abs"].
+            inputs: A tensor, tuple or dict, sample axis first; evaluated in parts.
+            targets: As `inputs`, or None.
+            index: (n,), the samples' positions in the data set; see `per_sample_gradients`.
         """
         return self.expectations([chain], inputs, targets, index=index)[0]
 
@@ -285,7 +290,7 @@ class Scope(UncopiedHandle):
         *,
         index: Tensor | None = None,
     ) -> list[dict[str, Tensor]]:
-        """Return what `expectation` does for several chains, in one pass over the samples."""
+        """Return the results of `expectation` for several chains, in one pass over the samples."""
         ranks, chains = self.problem.ranks, [*map(self._chain, texts)]
         asked = [chain.text for chain in chains]
         whole = self._batch(inputs, targets, index, f"expectations {asked}", ranks)
@@ -303,7 +308,7 @@ class Scope(UncopiedHandle):
             found, skipped = self.session.repeated(summed, again=one_pass)
         if skipped:
             warnings.warn(
-                f"{skipped} samples have no finite gradient and were left out",
+                f"{skipped} samples have no finite gradient and are left out of the expectation",
                 NonFiniteWarning,
                 stacklevel=3,
             )
@@ -312,13 +317,13 @@ class Scope(UncopiedHandle):
     def _expectations(
         self, chains: Sequence[Chain], whole: Batch
     ) -> tuple[list[dict[str, Tensor]], int]:
-        """Return each chain's result, and how many samples of this process were left out."""
+        """Return the result of each chain, and how many samples of this process were left out."""
         if not len(whole) and self.problem.ranks is None:
             states = [state_of_none(self.problem, chain) for chain in chains]
             return [c.result(state) for c, state in zip(chains, states, strict=True)], 0
         parts = self.parts(whole)
         chains = prepare_chains(self.session, chains, lambda: self.parts(whole))
-        count = len(parts) if len(parts) > 1 else None  # of several, the last is audited
+        count = len(parts) if len(parts) > 1 else None  # with several parts, audit the last
         total, skipped = fold(self.session, parts, dict(enumerate(chains)), count=count)
         ranks = self.problem.ranks
         found: list[dict[str, Tensor]] = []
@@ -340,14 +345,14 @@ class Scope(UncopiedHandle):
         what: str,
         ranks: Ranks | None = None,
     ) -> Batch:
-        """Return the samples of a call, numbered over all processes that share its answer.
+        """Return the samples of a call, numbered over all processes that share its result.
 
         Args:
-            inputs: As they were given.
-            targets: Likewise.
-            index: Likewise.
-            what: What is asked; it has to be the same on every process.
-            ranks: These processes; if None, those that a sharded model is on.
+            inputs: The inputs of the call.
+            targets: The targets of the call.
+            index: The index of the call, or None.
+            what: A description of the call; it must be the same on every process.
+            ranks: The processes; if None, the processes of a sharded model.
         """
         ranks, empty = ranks or self.problem.model_parallel, self.problem.model_parallel is None
         if ranks is None:
@@ -357,18 +362,18 @@ class Scope(UncopiedHandle):
         return ranks.numbered(make, what, given=index is not None)
 
     def close(self) -> None:
-        """Let go of what the backend holds; the scope can be used again afterwards."""
+        """Release what the backend holds. The scope can be used again afterwards."""
         self.session.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Audit the last batch, unless that was done or an error is under way, and close."""
+        """Close; audit the last batch first, unless it has an audit or an error is being raised."""
         self.session.__exit__(kind, *rest)
 
     def _chain(self, text: Chained) -> Chain:
-        """Return a bound chain, which most are for as long as the scope lives."""
+        """Return a bound chain; keep it for later calls if it can be reused."""
         known = self._bound.get(text) if isinstance(text, str) else None
         found = known or bind(text, reduced=True)
         if found.lasting:
@@ -376,7 +381,7 @@ class Scope(UncopiedHandle):
         return found
 
     def parts(self, batch: Batch) -> list[Batch]:
-        """Return a batch in the parts in which it is worked through."""
+        """Split a batch into the parts in which it is evaluated."""
         session = self.session
         if is_empty(batch):
             return [batch]
@@ -400,7 +405,7 @@ def per_sample_gradients(
     targets: Any = None,
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Return {name: (n, *shape)} in one call; `options` are those of `Scope`."""
+    """Return {name: (n, *shape)} in one call; `options` are the arguments of `Scope`."""
     with Scope(model, loss, **options) as scope:
         return scope.per_sample_gradients(inputs, targets)
 

@@ -1,1 +1,1 @@
-"""Batches, chains, dtypes and registries: what every other room refers to."""
+"""Batches, chains, dtypes and registries: used by every other package."""

@@ -1,12 +1,12 @@
-"""A batch of samples, or of positions in them: inputs, targets, and which samples they are.
+"""Batches of samples, or of positions in samples: inputs, targets, and an index.
 
-Inputs are a tensor, a tuple (positional arguments of the model) or a dict (keyword arguments).
-Every tensor among inputs and targets with at least one axis has the sample axis n first; a tensor
-without axes is a constant that all samples share.
+Inputs are a tensor, a tuple (positional arguments of the model) or a dict (keyword arguments). The
+first axis of every tensor among inputs and targets is the sample axis n. All samples share a tensor
+without axes: it is a constant.
 
-In a batch of `Tokens` a row is one position t of a sample i, with its loss L_it. A loss that
-returns (n, t) keeps the positions of a sample apart. ∂L_it/∂θ is defined for any model: it goes
-through all that position t depends on.
+In a batch of `Tokens`, each row has a sample i, a position t and a loss L_it. The loss
+returns (n, t), so the positions of a sample stay separate. ∂L_it/∂θ is defined for any model: it
+includes everything that position t depends on.
 """
 
 from collections import UserDict
@@ -29,15 +29,15 @@ from gradscope.errors import DatasetError, SpecError
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device))
 
 
-Rebuild = Callable[[list[Any]], Any]  # makes a container anew, of other values
+Rebuild = Callable[[list[Any]], Any]  # makes a new container with other values
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Apply `fn` to every tensor in nested containers; leave the rest as it is.
+    """Apply `fn` to every tensor in nested containers; leave other values unchanged.
 
-    Containers keep their types, and no constructor of a user's class runs: tuples, lists and dicts
-    and what is derived from them (named tuples, `PackedSequence`, transformers' outputs), other
-    mappings, dataclasses, and what is registered with torch's pytree.
+    Containers keep their types, and no constructor of a user's class runs. The containers are
+    tuples, lists, dicts and their subclasses (named tuples, `PackedSequence`, transformers'
+    outputs), other mappings, dataclasses, and types that are registered with torch's pytree.
     """
     if isinstance(tree, Tensor):
         return fn(tree)
@@ -62,7 +62,7 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 def _values(tree: Any) -> Iterable[Any]:
-    """Return what a container holds: nothing where it is no container."""
+    """Return the values in a container; nothing if `tree` is not a container."""
     kind = type(tree)
     if kind is dict:
         return tree.values()  # type: ignore[no-any-return]
@@ -73,7 +73,7 @@ def _values(tree: Any) -> Iterable[Any]:
 
 
 def _opened(tree: Any) -> tuple[list[Any], Rebuild] | None:
-    """Return what a container holds and how to make it anew, None of what is no container."""
+    """Return the values in a container and a function that rebuilds it, or None."""
     kind = type(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_make"):  # a constructor may check its arguments
         return [*tree], partial(_with_attributes, tree, tree._make)
@@ -95,7 +95,7 @@ def _opened(tree: Any) -> tuple[list[Any], Rebuild] | None:
 
 
 def _with_attributes(tree: Any, make: Rebuild, values: list[Any]) -> Any:
-    """Return a container of a user's class with other values, and with the attributes it had."""
+    """Return a container of a user's class with other values and the same attributes."""
     made = make(values)
     if hasattr(tree, "__dict__"):
         made.__dict__.update(tree.__dict__)
@@ -103,10 +103,10 @@ def _with_attributes(tree: Any, make: Rebuild, values: list[Any]) -> Any:
 
 
 def _copied(tree: Any, keys: list[Any], values: list[Any]) -> Any:
-    """Return a copy of a list or mapping with other values; a plain one if it is immutable."""
+    """Return a copy of a list or mapping with other values; a plain container if immutable."""
     kind: Any = type(tree)
     new = partial(_with_attributes, tree, lambda _: kind.__new__(kind))
-    for duplicate in (copy, new):  # the copy of some classes calls the constructor
+    for duplicate in (copy, new):  # copying calls the constructor in some classes
         with suppress(TypeError):
             made = duplicate(tree)
             for key, value in zip(keys, values, strict=True):
@@ -124,28 +124,28 @@ def _filled(tree: Any, names: list[str], values: list[Any]) -> Any:
 
 
 def strided(t: Tensor) -> Tensor:
-    """Return a tensor that autograd takes, as it does not take those of inference mode.
+    """Return a tensor that autograd accepts: tensors of inference mode are cloned.
 
     Raises:
-        DatasetError: It is sparse or nested.
+        DatasetError: The tensor is sparse or nested.
     """
     if t.is_nested or t.layout != torch.strided:
         kind = "nested" if t.is_nested else str(t.layout).removeprefix("torch.")
         raise DatasetError(
-            f"a {kind} tensor among inputs and targets has no sample axis to go by",
-            remedy="Give dense tensors (n, ...); pad sequences, and mask the loss.",
+            f"inputs or targets contain a {kind} tensor, which has no sample axis",
+            remedy="Give dense tensors (n, ...): pad the sequences and mask the loss.",
         )
     with torch.inference_mode(False):
         return t.clone() if t.is_inference() else t
 
 
 def _require_padded(tree: Any) -> None:
-    """Refuse packed sequences, whose rows are positions of many samples."""
+    """Raise for packed sequences, in which one row has positions of many samples."""
     if isinstance(tree, PackedSequence):
         steps, entries = tree.batch_sizes, tuple(tree.data.shape)
         raise DatasetError(
-            f"a PackedSequence of {int(steps[0])} sequences among inputs and targets has no sample "
-            f"axis: its data {entries} hold all positions of all sequences",
+            f"inputs or targets contain a PackedSequence of {int(steps[0])} sequences: its data "
+            f"{entries} has no sample axis",
             remedy="Give padded sequences (n, t, ...) and their lengths (n,) as inputs, and call "
             "pack_padded_sequence in forward.",
         )
@@ -154,7 +154,7 @@ def _require_padded(tree: Any) -> None:
 
 
 def call(model: nn.Module | Callable[..., Any], inputs: Any) -> Any:
-    """Call the model as the form of `inputs` says: one argument, positional, or by keyword."""
+    """Call the model with `inputs`: one argument, a tuple of arguments, or a dict of keywords."""
     if isinstance(inputs, dict):
         return model(**inputs)
     if isinstance(inputs, (tuple, list)):
@@ -163,9 +163,10 @@ def call(model: nn.Module | Callable[..., Any], inputs: Any) -> Any:
 
 
 def output(answer: Any) -> Any:
-    """Return what losses by name take of a model's answer: a tensor, its logits, its only tensor.
+    """Return the part of a model's output that named losses use: a tensor.
 
-    As transformers, diffusers and torchvision answer; anything else is returned as it is.
+    It is the output itself, its `logits`, or its only tensor, as in the outputs of transformers,
+    diffusers and torchvision. Any other output is returned unchanged.
     """
     if isinstance(answer, Tensor):
         return answer
@@ -179,10 +180,10 @@ def output(answer: Any) -> Any:
 
 @dataclass(frozen=True)
 class Batch:
-    """Some samples."""
+    """Samples with inputs, targets, and positions in the data set."""
 
     inputs: Any  # a tensor, tuple or dict of tensors (n, ...)
-    targets: Any  # likewise, or None
+    targets: Any  # the same, or None
     index: Tensor  # (n,) int64, the position of each sample in its data set
 
     @classmethod
@@ -194,8 +195,8 @@ class Batch:
         *,
         empty: bool = False,
     ) -> "Batch":
-        """Check that all tensors agree on n and wrap them; n = 0 is allowed if `empty`."""
-        if isinstance(inputs, UserDict):  # a tokenizer's answer
+        """Check that all tensors have the same n and wrap them; n = 0 is allowed if `empty`."""
+        if isinstance(inputs, UserDict):  # a tokenizer returns it
             inputs = dict(inputs)
         _require_padded((inputs, targets))
         inputs, targets = map_tensors(strided, (inputs, targets))
@@ -206,14 +207,14 @@ class Batch:
             shapes = [tuple(t.shape) for t in tensors((inputs, targets))]
             raise DatasetError(
                 f"inputs and targets have different numbers of samples: {sizes}",
-                remedy=f"Their first axis must be the sample axis; the shapes are {shapes}.",
+                remedy=f"The first axis must be the sample axis; the shapes are {shapes}.",
             )
         index = torch.arange(sizes[0]) if index is None else index.cpu()
         if tuple(index.shape) != (sizes[0],) or index.dtype != torch.int64:
             raise DatasetError(
-                f"the index is {tuple(index.shape)} of {index.dtype}, and there are {sizes[0]} "
-                "samples",
-                remedy="Give one number of dtype int64 for each sample: its position in the data.",
+                f"the index has shape {tuple(index.shape)} and dtype {index.dtype}, but must have "
+                f"shape ({sizes[0]},) and dtype torch.int64",
+                remedy="Give the position of each sample in the data set.",
             )
         return cls(inputs, targets, index)
 
@@ -222,14 +223,14 @@ class Batch:
 
     @property
     def told(self) -> str:
-        """Which samples these are, in words."""
+        """The samples of the batch in words."""
         if not len(self):
             return "no sample"
         first, last = int(self.index.min()), int(self.index.max())
         return f"sample {first}" if first == last else f"samples {first} to {last}"
 
     def select(self, rows: slice | Tensor) -> "Batch":
-        """Return the samples `rows` (a slice, or a tensor of positions or a mask) of this batch."""
+        """Return the selected samples; `rows` is a slice, or a tensor of positions or a mask."""
 
         def chosen(t: Tensor) -> Tensor:
             if not t.dim():
@@ -243,7 +244,7 @@ class Batch:
         return self.select(slice(position, position + 1))
 
     def resized(self, n: int) -> "Batch":
-        """Return a batch of `n` samples made of this one's, repeated from the first if need be."""
+        """Return a batch of `n` samples, taken from this batch in turn."""
         return self.select(torch.arange(n) % len(self))
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> "Batch":
@@ -258,7 +259,7 @@ class Batch:
         )
 
     def in_double_precision(self) -> "Batch":
-        """Return the batch in float64 and complex128; on the CPU where its device has neither."""
+        """Return the batch in float64 and complex128; on the CPU if its device has no float64."""
 
         def wide(t: Tensor) -> Tensor:
             t = on_host(t)
@@ -267,25 +268,25 @@ class Batch:
         return self.map(wide)
 
     def detached(self) -> "Batch":
-        """Return the batch with every tensor cut from any graph it came with."""
+        """Return the batch with every tensor detached from its graph."""
         return self.map(Tensor.detach)
 
 
 @dataclass(frozen=True)
 class Tokens(Batch):
-    """Some positions of some samples: m rows of n samples, of which each is held once.
+    """Positions of samples: m rows from n samples. Each sample is stored once.
 
-    Inputs and targets are those of the samples (n, ...); the index (m,) tells rows apart.
+    Inputs and targets belong to the samples (n, ...). The index (m,) identifies rows.
     """
 
-    held: Tensor  # (n,) int64, where in the data set each sample is
-    sample: Tensor  # (m,) int64, which of the samples at hand each row is of
-    position: Tensor  # (m,) int64, and which of its positions
+    held: Tensor  # (n,) int64, the position of each sample in the data set
+    sample: Tensor  # (m,) int64, the sample of each row, as a position among the n samples
+    position: Tensor  # (m,) int64, the position of each row in its sample
     positions: int  # t
 
     @classmethod
     def among(cls, batch: Batch, counted: Tensor) -> "Tokens":
-        """Return the rows of a batch that count, by a mask (n, t), sample after sample."""
+        """Return the rows that a mask (n, t) selects, sample after sample."""
         sample, position = counted.cpu().nonzero().unbind(1)
         t = counted.shape[1]
         used, own = torch.unique(sample, return_inverse=True)
@@ -300,31 +301,31 @@ class Tokens(Batch):
 
     @property
     def told(self) -> str:
-        """Which tokens these are, in words."""
+        """The tokens of the batch in words."""
         what = f"position {int(self.position)}" if len(self) == 1 else f"{len(self)} tokens"
         return f"{what} of {self.whole.told}"
 
     @property
     def samples(self) -> Tensor:
-        """Where in the data set the sample of each row is (m,)."""
+        """The position in the data set of each row's sample (m,)."""
         return self.held[self.sample]
 
     @property
     def named(self) -> list[str]:
-        """SAMPLE:POSITION of each row, the sample by where it is in the data set."""
+        """SAMPLE:POSITION of each row; SAMPLE is the position in the data set."""
         pairs = zip(self.samples.tolist(), self.position.tolist(), strict=True)
         return [f"{sample}:{position}" for sample, position in pairs]
 
     def as_samples(self) -> Batch:
-        """Return m samples, one a row, with targets (targets, position (m,)).
+        """Return m samples, one for each row, with targets (targets, position (m,)).
 
-        `Problem.of_single_tokens` takes such batches.
+        `Problem.of_single_tokens` takes these batches.
         """
         many = self.whole.select(self.sample)
         return Batch(many.inputs, (many.targets, self.position), many.index)
 
     def select(self, rows: slice | Tensor) -> "Tokens":
-        """Return the rows `rows` of this batch, with the samples that they are of."""
+        """Return the selected rows, with their samples."""
         used, sample = torch.unique(self.sample[rows], return_inverse=True)
         held = self.whole
         held = held if len(used) == len(held) else held.select(used)
@@ -338,22 +339,22 @@ class Tokens(Batch):
 
 
 def whole_of(batch: Batch) -> Batch:
-    """Return the samples that a batch is of: itself, unless its rows are tokens."""
+    """Return the samples of a batch: `batch.whole` for tokens, else the batch."""
     return batch.whole if isinstance(batch, Tokens) else batch
 
 
 def is_empty(batch: Batch) -> bool:
-    """Whether there is no sample; tokens are always of some samples, even if none counts."""
+    """Whether there is no sample; `Tokens` always have samples, even if no position counts."""
     return not len(batch) and not isinstance(batch, Tokens)
 
 
 def samples_of(batch: Batch) -> Tensor:
-    """Return which of the samples at hand each row is of (m,): itself, unless it is a token's."""
+    """Return the sample of each row (m,), as a position among the batch's samples."""
     return batch.sample if isinstance(batch, Tokens) else torch.arange(len(batch))
 
 
 def with_samples(batch: Batch, samples: Batch) -> Batch:
-    """Return a batch with other samples in the place of its own: as many, of the same shapes."""
+    """Return a batch with its samples replaced by `samples`, of the same number and shapes."""
     if not isinstance(batch, Tokens):
         return samples
     inputs, targets = samples.inputs, samples.targets
@@ -361,20 +362,20 @@ def with_samples(batch: Batch, samples: Batch) -> Batch:
 
 
 def require_counted(rows: int) -> None:
-    """Refuse samples of which so many positions count, if that is none."""
+    """Raise if no position of the batch counts towards the loss."""
     if not rows:
         raise SpecError(
-            "no position of these samples counts",
+            "no position of these samples counts towards the loss",
             where="rows token",
-            remedy="The loss says which positions count: see its mask or ignore_index.",
+            remedy="Check the mask or ignore_index of the loss: it decides which positions count.",
         )
 
 
 def token_losses(found: Any, n: int, name: str) -> tuple[Tensor, Tensor | None]:
-    """Check what a loss has returned: losses (n, t), or these and which of them count (n, t) bool.
+    """Check the result of a loss: losses (n, t), or a pair of losses and a mask (n, t) bool.
 
     Raises:
-        SpecError: It has another shape.
+        SpecError: The result has another shape or dtype.
     """
     values, counted = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     fits = isinstance(values, Tensor) and values.dim() == 2 and values.shape[0] == n
@@ -383,16 +384,17 @@ def token_losses(found: Any, n: int, name: str) -> tuple[Tensor, Tensor | None]:
         if isinstance(values, Tensor):
             shape = f"{tuple(values.shape)} of {str(values.dtype).removeprefix('torch.')}"
         raise SpecError(
-            f"with rows token the loss {name!r} must return one number a position, shape ({n}, t) "
-            f"of floating point; it returned {shape}",
+            f"with rows token, the loss {name!r} must return floating-point values of shape "
+            f"({n}, t), one per position; it returned {shape}",
             where="loss",
-            remedy="Use reduction='none', and flatten all axes but the first into one; or rows "
-            "sample. Of positions that do not count, return (losses, counted), both (n, t).",
+            remedy="Use reduction='none', and flatten all axes but the first into one; or use rows "
+            "sample. If some positions do not count, return (losses, counted), both (n, t).",
         )
     mask = isinstance(counted, Tensor) and counted.dtype == torch.bool
     if counted is not None and not (mask and counted.shape == values.shape):
         raise SpecError(
-            f"the loss {name!r} must say which positions count as booleans {tuple(values.shape)}",
+            f"the second result of the loss {name!r} must be booleans of shape "
+            f"{tuple(values.shape)}: which positions count",
             where="loss",
         )
     return values, counted

@@ -1,16 +1,16 @@
-"""The index of an HDF5 data set's chunks, looked at before HDF5 reads by it."""
+"""Check of the chunk index of an HDF5 data set, before HDF5 uses the index."""
 
 from typing import Any
 
 
 def index_is_sound(dataset: Any, size: int) -> bool:
-    """Whether chunks lie inside a file of `size` bytes, and none is there twice.
+    """Whether all chunks lie inside a file of `size` bytes, and no chunk is listed twice.
 
-    HDF5 itself crashes when it reads by some indices that are not.
+    HDF5 itself can crash when it reads with an unsound index.
 
     Args:
         dataset: An h5py data set with chunks.
-        size: Of its file.
+        size: The size of its file.
     """
     places = set()
 
@@ -19,6 +19,6 @@ def index_is_sound(dataset: Any, size: int) -> bool:
         if not inside or chunk.chunk_offset in places:
             return True
         places.add(chunk.chunk_offset)
-        return None  # None goes on
+        return None  # h5py stops at any other value
 
     return not dataset.id.chunk_iter(wrong)

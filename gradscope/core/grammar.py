@@ -1,7 +1,8 @@
 """The grammar of chains: `stage | stage | ...`, a stage is `name` or `name:key=value,key=value`.
 
-A name is a registered one or `FILE.py:function`. A value that holds `|` or `,` stands in double
-quotes. Parsing and binding need no torch: words are checked before anything is loaded.
+A name is a registered name or `FILE.py:function`. Put a value that contains `|` or `,` in double
+quotes. Parsing and binding do not need torch: names and arguments are checked before anything is
+loaded.
 """
 
 import inspect
@@ -26,12 +27,12 @@ _CODE = re.compile(r".+\.py:[A-Za-z_][A-Za-z0-9_]*")
 def _integer(text: str) -> int:
     value = int(text)
     if not -(2**63) <= value < 2**63:
-        raise SpecError(f"{text} takes more than 64 bits", remedy="Give a smaller number.")
+        raise SpecError(f"{text} does not fit into 64 bits", remedy="Give a smaller number.")
     return value
 
 
 def _plain(text: str) -> Any:
-    """Return what a text is to whoever does not say: numbers, one of true and false, or itself."""
+    """Convert a text without a declared type: to a number, a boolean, a tuple, or the text."""
     for convert in (_CONVERTERS[int], _CONVERTERS[float], _CONVERTERS[bool], _CONVERTERS[tuple]):
         with suppress(ValueError, KeyError):
             return convert(text)
@@ -39,7 +40,7 @@ def _plain(text: str) -> Any:
 
 
 def entries(text: str) -> list[str]:
-    """Split a list at its commas; a list of one may end with one, as in Python."""
+    """Split a list at its commas; like a Python tuple, it may end with a comma."""
     return text.removesuffix(",").split(",")
 
 
@@ -64,30 +65,30 @@ _CONVERTERS: dict[Any, Callable[[str], Any]] = {
     list[int]: lambda text: list(map(_integer, entries(text))),
 }
 _NUMBERS = (tuple, list, tuple[float, ...], list[float])
-_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *these, **and these
-_SIMPLE = (bool, int, float, str, tuple, list)  # defaults that say what an option is
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args and **kwargs
+_SIMPLE = (bool, int, float, str, tuple, list)  # types of defaults that determine an option's type
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage as written, and where it begins in the whole chain, for messages."""
+    """One stage as written, with its position in the chain for error messages."""
 
     name: str
     arguments: dict[str, str] = field(default_factory=dict)
     chain: str = ""
     position: int = 0
-    of_function: bool = False  # a Python function stands in the chain in its place
+    of_function: bool = False  # a Python function is in the chain at this position
 
     @property
     def files(self) -> dict[str, Path]:
         """The files that arguments name: `with=FILE.h5:CHAIN`; `state=` and `names=` of `adam`."""
         found = {}
         if "with" in self.arguments:
-            place, h5, _ = self.arguments["with"].rpartition(".h5:")  # a chain may hold colons
+            place, h5, _ = self.arguments["with"].rpartition(".h5:")  # a chain may contain colons
             found["with"] = Path(f"{place}{h5[:-1]}")
         if self.name == "adam" and "state" in self.arguments:
             found["state"] = Path(self.arguments["state"])
-            if self.arguments.get("names", "model") != "model":  # the order of the model
+            if self.arguments.get("names", "model") != "model":  # "model": the model's order
                 found["names"] = Path(self.arguments["names"])
         return found
 
@@ -101,12 +102,17 @@ class Stage:
         converters: Mapping[Any, Callable[[str], Any]] | None = None,
         skip: int = 0,
     ) -> T:
-        """Call `factory` with the arguments converted as its annotations say.
+        """Call `factory` with the arguments, converted according to its annotations.
 
-        An argument named by a keyword of Python, such as `with`, goes to `with_`. One without an
-        annotation is what its default is, or else what it looks like, as is one that only a
-        `**mapping` takes. `converters` turn text into annotations other than int, float, bool, str,
-        lists of numbers and Literal; the first `skip` parameters are not the stage's.
+        An argument named like a Python keyword, such as `with`, is passed as `with_`. Without an
+        annotation, the default determines the type. Without a default, or for `**mapping`, the text
+        itself determines it.
+
+        Args:
+            factory: Makes the stage.
+            converters: Functions that convert text to types beyond int, float, bool, str, lists of
+                numbers and Literal.
+            skip: The number of leading parameters that are not arguments of the stage.
         """
         every = list(signature(factory).parameters.values())[skip:]
         known = {p.name.rstrip("_"): p for p in every if p.kind not in _REST}
@@ -122,7 +128,7 @@ class Stage:
         def reads(key: str) -> bool:
             return any(kind is k for kind in own for k in _alternatives(kinds[key]))
 
-        for key in sorted(kinds, key=reads):  # words are checked before files are read
+        for key in sorted(kinds, key=reads):  # check words before reading files
             name = known[key].name if key in known else key
             values[name] = self._converted(key, self.arguments[key], kinds[key], own)
         missing = [k for k, p in known.items() if p.default is p.empty and p.name not in values]
@@ -139,7 +145,8 @@ class Stage:
     def _converted(
         self, key: str, text: str, kind: Any, own: Mapping[Any, Callable[[str], Any]]
     ) -> Any:
-        kinds = sorted(_alternatives(kind), key=lambda k: k is str)  # every text is one
+        # every text is a str, so try it last
+        kinds = sorted(_alternatives(kind), key=lambda k: k is str)
         known = [(k, convert) for k in kinds if (convert := _converter(k, own)) is not None]
         for _, convert in known:
             try:
@@ -151,8 +158,8 @@ class Stage:
         if known:
             told = " or ".join(_told(k) for k, _ in known)
             raise self.error(f"{self.name}:{key} must be {told}, not {text!r}")
-        remedy = "Declare it int, float, bool, str, Literal or list[float]; or give it no type."
-        what = f"{self.name}:{key} is declared {_told(kind)}, which is not made from text"
+        remedy = "Declare it as int, float, bool, str, Literal or list[float], or without a type."
+        what = f"{self.name}:{key} has the type {_told(kind)}, and text cannot be converted to it"
         raise self.error(what, remedy)
 
     def __str__(self) -> str:
@@ -161,10 +168,10 @@ class Stage:
 
 
 def signature(factory: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a function, also where type checkers alone know some of its types."""
+    """Return the signature of a function; types that cannot be evaluated stay text."""
     try:
         return inspect.signature(factory, eval_str=True)
-    except Exception:  # whatever evaluating the text of an annotation raises: that one stays a text
+    except Exception:  # evaluating an annotation can raise anything; its annotation stays text
         found, names = inspect.signature(factory), _globals(factory)
         every = found.parameters.values()
         return found.replace(
@@ -187,9 +194,9 @@ def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
 
 
 def _kind(option: inspect.Parameter) -> Any:
-    """Return the type that an option is declared to have, or else that of its default, or Any."""
+    """Return the declared type of an option, else the type of its default, or Any."""
     if option.annotation is not option.empty:
-        return _evaluated(option.annotation, {})  # a text within the text, as of x: "float"
+        return _evaluated(option.annotation, {})  # a text within a text, as in x: "'float'"
     return type(option.default) if isinstance(option.default, _SIMPLE) else Any
 
 
@@ -200,12 +207,12 @@ def _alternatives(kind: Any) -> list[Any]:
 
 
 def _converter(kind: Any, own: Mapping[Any, Callable[[str], Any]]) -> Callable[[str], Any] | None:
-    """Return what makes a value of a type from a text, or None where nothing does."""
+    """Return the function that converts text to a type, or None."""
     if get_origin(kind) is Literal:
         return {str(word): word for word in get_args(kind)}.__getitem__
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
-    with suppress(TypeError):  # whatever is written as an annotation may have no hash
+    with suppress(TypeError):  # an annotation may be unhashable
         return own.get(kind, _CONVERTERS.get(kind))
     return None
 
@@ -221,9 +228,9 @@ def _told(kind: Any) -> str:
 
 
 class StageFactory(Generic[T]):
-    """What makes a stage from its arguments, given by keyword.
+    """Makes a stage from keyword arguments.
 
-    Name, help text and signature are those of `make`.
+    It has the name, help text and signature of `make`.
     """
 
     def __init__(self, make: Callable[..., T]) -> None:
@@ -236,7 +243,7 @@ class StageFactory(Generic[T]):
 
 
 def parse(chain: str) -> tuple[Stage, ...]:
-    """Split a chain into its stages; an error points at the place that is wrong."""
+    """Split a chain into its stages; an error points at the position of the mistake."""
     stages, position = [], 0
     for piece in _split(chain, "|"):
         start = position + len(piece) - len(piece.lstrip())
@@ -246,7 +253,7 @@ def parse(chain: str) -> tuple[Stage, ...]:
 
 
 def arguments(chain: str, name: str, text: str, position: int) -> dict[str, str]:
-    """Split `text`, the `key=value,key=value` of `name`, which begins at `position` of `chain`."""
+    """Parse `text`, the `key=value,...` of stage `name`, which begins at `position` of `chain`."""
     found: dict[str, str] = {}
     for piece in _split(text, ","):
         key, equals, value = (part.strip() for part in piece.partition("="))
@@ -255,7 +262,7 @@ def arguments(chain: str, name: str, text: str, position: int) -> dict[str, str]
             if found and not equals and _NAME.fullmatch(value := piece.strip()):
                 remedy = f"Put | between stages: {name}:{text.partition(',')[0]} | {value}."
             elif found:
-                remedy = 'Put a value that holds a comma in double quotes: NAME="1,2".'
+                remedy = 'Put a value that contains a comma in double quotes: NAME="1,2".'
             what = f"expected name=value after {name!r}, found {piece.strip()!r}"
             raise pointed(chain, position, what, remedy)
         if key in found:
@@ -266,9 +273,9 @@ def arguments(chain: str, name: str, text: str, position: int) -> dict[str, str]
 
 
 def anchored(chain: str, base: Path) -> str:
-    """Make the paths in a chain absolute: of `FILE.py:function` and of a stage's `files`.
+    """Make the paths in a chain absolute, in `FILE.py:function` and in `Stage.files`.
 
-    A chain that does not parse is returned as it is; binding it will say what is wrong.
+    A chain that does not parse is returned unchanged; binding it reports the error.
     """
     try:
         stages = parse(chain)
@@ -297,7 +304,9 @@ def _stage(chain: str, text: str, start: int) -> Stage:
     head = code.group() if code else text.partition(":")[0]
     name, rest = head.strip(), text[len(head) :]
     if not text:
-        raise pointed(chain, start, "a stage is empty", "Write stages like clip:max_norm=1 | mean.")
+        raise pointed(
+            chain, start, "a stage is empty", "Write stages as in clip:max_norm=1 | mean."
+        )
     if not (code or _NAME.fullmatch(name)) or rest[:1] not in ("", ":"):
         raise pointed(chain, start, f"{name!r} is not the name of a stage")
     given = arguments(chain, name, rest[1:], start + len(head) + 1) if rest else {}

@@ -1,4 +1,4 @@
-"""Names of dtypes, and the widest one of a device: float64, or float32 where that is all (MPS)."""
+"""Names of dtypes, and the widest dtype of a device: float64, or float32 on MPS."""
 
 import warnings
 from functools import cache
@@ -22,25 +22,25 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def double(device: torch.device) -> torch.dtype:
-    """Return the dtype in which sums are taken on a device."""
+    """Return the dtype for sums on a device."""
     always = device.type in ("cpu", "cuda", "meta")
     return torch.float64 if always or _has_double(device) else torch.float32
 
 
 def wider(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype, real or complex, in which sums of `dtype` are taken on a device."""
+    """Return the dtype, real or complex, for sums of `dtype` on a device."""
     return torch.promote_types(dtype, double(device))
 
 
 def doubled(t: Tensor) -> Tensor:
-    """Return a tensor, real or complex, in the dtype in which its sums are taken."""
+    """Return a tensor, real or complex, in the dtype for its sums."""
     return t.to(wider(t.dtype, t.device))
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast a model's floating-point tensors, complex ones to the complex dtype of that width.
+    """Cast a model's floating-point tensors; complex tensors to the complex dtype of that width.
 
-    `model.to(dtype)` would drop their imaginary parts.
+    `model.to(dtype)` would drop imaginary parts.
     """
     if not any(t.is_complex() for t in (*model.parameters(), *model.buffers())):
         return model.to(dtype)
@@ -57,14 +57,15 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def products(device: torch.device) -> torch.dtype:
     """Return a dtype with the digits to which a device may round the factors of float32 products.
 
-    That is float32's own, unless it is allowed TF32, with the digits of float16, or less.
+    The result is float32, unless TF32 is allowed: then float16, which has the digits of TF32, or
+    bfloat16.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch remarks on TF32 whenever these flags are read
+        warnings.simplefilter("ignore")  # torch warns about TF32 whenever these flags are read
         try:
             asked = torch.get_float32_matmul_precision()
             convolutions = device.type == "cuda" and torch.backends.cudnn.allow_tf32
-        except RuntimeError:  # they were set by two interfaces: ask for no more than either allows
+        except RuntimeError:  # set by two interfaces: assume the lower precision of both
             asked, convolutions = "high", True
     if asked == "medium":
         return torch.bfloat16
@@ -72,7 +73,7 @@ def products(device: torch.device) -> torch.dtype:
 
 
 def perturbed(t: Tensor, share: float, draw: torch.Generator) -> Tensor:
-    """Return a tensor whose entries are larger or smaller by up to this share, at random."""
+    """Return a tensor with each entry scaled at random, by a factor within 1 ± `share`."""
     real = torch.view_as_real(t) if t.is_complex() else t
     wide = on_host(real).double()
     noise = torch.rand(wide.shape, generator=draw, device=wide.device, dtype=torch.float64)
@@ -81,5 +82,5 @@ def perturbed(t: Tensor, share: float, draw: torch.Generator) -> Tensor:
 
 
 def on_host(t: Tensor) -> Tensor:
-    """Return a tensor where there is float64: where it is, or on the CPU."""
+    """Return a tensor on a device with float64: its own device, or the CPU."""
     return t if double(t.device) == torch.float64 else t.cpu()

@@ -1,7 +1,7 @@
-"""Names for things that users choose: backends, transforms, reducers, losses, readers, node rules.
+"""Registries: the names of backends, transforms, reducers, losses, readers and node rules.
 
-A registry refuses duplicates, is open to other packages through entry points of the group
-`gradscope.KIND`, and is the only source of every "supported: ..." message and of `gradscope list`.
+A registry raises for duplicate names. Other packages add names through entry points of the group
+`gradscope.KIND`. Every "Supported: ..." message and `gradscope list` read from registries.
 """
 
 import difflib
@@ -14,11 +14,11 @@ from gradscope.errors import SpecError
 
 T = TypeVar("T")
 
-_LONG = 200  # letters; a longer name is no misspelling, and comparing it takes long
+_LONG = 200  # letters; a longer name is not a misspelling, and the comparison would be slow
 
 
 def suggestion(name: str, known: list[str]) -> str:
-    """Return a sentence that helps somebody who wrote `name` where one of `known` was expected."""
+    """Return a sentence with the nearest known name, and all known names, for an unknown `name`."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5) if len(name) < _LONG else []
     hint = f"Did you mean {near[0]!r}? " if near else ""
     return f"{hint}Supported: {', '.join(known)}."
@@ -37,7 +37,7 @@ class Registry(Generic[T]):
         self._plugins_loaded = False
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that files its argument under `name` and returns it unchanged."""
+        """Return a decorator that registers its argument under `name` and returns it unchanged."""
 
         def add(entry: T) -> T:
             if name in self._entries:
@@ -66,7 +66,7 @@ class Registry(Generic[T]):
 
     @property
     def group(self) -> str:
-        """The entry point group in which other packages name their entries."""
+        """The entry point group for entries of other packages."""
         plural = "es" if self.kind.endswith("s") else "s"
         return f"gradscope.{self.kind.replace(' ', '_').replace('-', '_')}{plural}"
 
@@ -85,7 +85,7 @@ class Registry(Generic[T]):
     def _load_plugins(self) -> None:
         if self._plugins_loaded:
             return
-        self._plugins_loaded = True  # first: a plugin may itself look a name up
+        self._plugins_loaded = True  # set first: a plugin may look up a name
         for point in entry_points(group=self.group):
             entry = point.load()
             if self._entries.get(point.name) is not entry:  # its module may have registered it

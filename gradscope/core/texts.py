@@ -1,16 +1,16 @@
-"""Texts for people: counts, lists of names, and strings whose control characters are escaped."""
+"""Texts for messages: counts, lists of names, and strings with escaped control characters."""
 
 import unicodedata
 from collections.abc import Iterable
 
 
 def printable(text: str) -> str:
-    """Return text that UTF-8 can hold: half of a surrogate pair as JSON and Python escape it."""
+    """Return text that UTF-8 can encode; lone surrogates are escaped as in JSON and Python."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def listed(names: Iterable[str], limit: int = 10) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first `limit` names, and the number of the rest."""
     every = list(names)
     more = f" and {len(every) - limit:,} more" if len(every) > limit else ""
     return ", ".join(every[:limit]) + more
@@ -22,12 +22,12 @@ def count(n: int, noun: str) -> str:
 
 
 def article(noun: str) -> str:
-    """Return a noun behind "a" or "an"."""
+    """Return a noun with "a" or "an"."""
     return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"
 
 
 def unequal(first: float, second: float) -> tuple[str, str]:
-    """Return two numbers with three digits, or as many as show that they differ."""
+    """Return two numbers with three digits, or with enough digits to differ."""
     for digits in range(3, 18):
         told = f"{first:.{digits}g}", f"{second:.{digits}g}"
         if told[0] != told[1]:
@@ -39,10 +39,10 @@ _UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
 def visible(text: str, keep: str = "") -> str:
-    r"""Replace unprintable characters but those to `keep` by escapes like \x1b."""
+    r"""Replace unprintable characters, except those in `keep`, by escapes like \x1b."""
     return "".join(
         character if character in keep or unicodedata.category(character) not in _UNSAFE
-        # repr's escapes, and no more of its quotes
+        # # the escapes of repr, but quotes unchanged
         else character.encode("unicode_escape", "surrogatepass").decode("ascii")
         for character in text
     )  # fmt: skip

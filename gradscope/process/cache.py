@@ -1,8 +1,8 @@
-"""What was measured on this machine, kept for later processes in the user's cache folder.
+"""Measurements on this machine, stored for later processes in the user's cache folder.
 
-Each fact is a small JSON file of its own, in a folder for the machine it was measured on, so that
-a person can read or delete it. Files are complete when they appear, and the first to write one
-wins: processes that measure at the same time go on with the same answer. What cannot be read
+Each measurement is a small JSON file that a person can read or delete. A folder holds the
+measurements of one machine. Files are complete when they appear. The first process to write a file
+wins, so processes that measure at the same time use the same value. A file that cannot be read
 counts as absent.
 """
 
@@ -24,22 +24,23 @@ from gradscope.process.memory import accelerator_module
 
 _VARIABLE = "GRADSCOPE_CACHE"
 _OFF = ("", "0", "off", "no", "none")
-_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # on instructions
-_PROCESSOR = ("vendor_id", "cpu family", "model", "stepping", "model name")  # of /proc/cpuinfo
+# limit the processor's instructions
+_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+_PROCESSOR = ("vendor_id", "cpu family", "model", "stepping", "model name")  # in /proc/cpuinfo
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Facts by name, of one kind and one machine."""
+    """Measurements by name, of one kind, on one machine."""
 
     folder: Path
 
     @classmethod
     def of(cls, kind: str, device: torch.device) -> "Cache | None":
-        """Return the facts of this machine and its present settings, None if none can be kept.
+        """Return the cache for this machine and its current settings, or None.
 
-        They lie in the folder that `GRADSCOPE_CACHE` names, by default the user's cache folder;
-        `GRADSCOPE_CACHE=off` is for nothing to be read or kept.
+        The folder is `GRADSCOPE_CACHE`, by default the user's cache folder. With
+        `GRADSCOPE_CACHE=off` nothing is read or stored.
         """
         asked = os.environ.get(_VARIABLE)
         if asked is not None and asked.lower() in _OFF:
@@ -51,7 +52,7 @@ class Cache:
         return cls(folder) if os.access(folder, os.R_OK | os.W_OK | os.X_OK) else None
 
     def get(self, name: str) -> dict[str, Any] | None:
-        """Return what is known under a name, if it is there and whole."""
+        """Return the stored fact of this name, or None."""
         try:
             found = json.loads(self._place(name).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
@@ -61,12 +62,12 @@ class Cache:
         return found["fact"] if isinstance(found.get("fact"), dict) else None
 
     def put(self, name: str, fact: Mapping[str, Any], *, over: bool = False) -> dict[str, Any]:
-        """Keep a fact, unless another process was first; return the one that is kept.
+        """Store a fact, unless another process stored one first; return the stored fact.
 
         Args:
-            name: What it is about.
+            name: The name of the fact.
             fact: Plain data.
-            over: What is there is of no use, and is replaced.
+            over: Replace a stored fact.
         """
         text = json.dumps({"name": name, "fact": fact}, indent=1) + "\n"
         place = self._place(name)
@@ -76,7 +77,8 @@ class Cache:
                 with open(file, "w", encoding="utf-8") as stream:  # noqa: PTH123
                     stream.write(text)
                 place.hardlink_to(draft)
-            except OSError:  # another was first; or it is damaged, or there are no links here
+            # another process was first, the file is damaged, or the file system has no links
+            except OSError:
                 if over or self.get(name) is None:
                     Path(draft).replace(place)
             finally:
@@ -88,7 +90,7 @@ class Cache:
 
 
 def machine(device: torch.device) -> str:
-    """Return what measured times depend on, as a folder's name."""
+    """Return a folder name made of everything that measured times depend on."""
     parts = [processor(), torch.backends.cpu.get_cpu_capability()]
     parts += [f"{name}={os.environ[name]}" for name in _LIMITS if name in os.environ]
     parts += [f"{torch.get_num_threads()} threads", f"torch {torch.__version__}"]
@@ -101,7 +103,7 @@ def machine(device: torch.device) -> str:
 
 @cache
 def processor() -> str:
-    """Return what the system tells of the processor's kind."""
+    """Return the system's description of the processor."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -115,5 +117,5 @@ def processor() -> str:
 
 
 def _file_name(text: str) -> str:
-    """Return a text as a file's name; `Cache.get` tells two of one name apart."""
+    """Return a text as a file name; `Cache.get` checks the full name."""
     return re.sub(r"[^\w.,=+()-]+", "-", text)[:200]

@@ -1,4 +1,4 @@
-"""Functions of Linux' C library that Python does not offer, where there are any."""
+"""Functions of the Linux C library that Python does not offer."""
 
 import ctypes
 import os
@@ -10,15 +10,15 @@ from functools import cache
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
-_LARGEST_KEPT = 2**25  # bytes of a block that is kept when it is freed
-_MOST_KEPT = 2**29  # bytes at the end of the heap, beyond which they are given back
+_LARGEST_KEPT = 2**25  # bytes of the largest freed block that is kept
+_MOST_KEPT = 2**29  # bytes at the end of the heap; more than these are given back
 
 
 @cache
 def function(name: str, *arguments: type) -> Callable[..., int] | None:
-    """Return a C function by its name and its arguments' ctypes, None if there is none.
+    """Return a C function by its name and its arguments' ctypes, or None.
 
-    A call lets go of the GIL and sets ctypes' errno.
+    A call releases the GIL and sets ctypes' errno.
     """
     if not sys.platform.startswith("linux"):
         return None
@@ -30,12 +30,12 @@ def function(name: str, *arguments: type) -> Callable[..., int] | None:
 
 @cache
 def keep_pages() -> bool:
-    """Let the process keep freed tensors of up to 32 MiB, half a GiB of them, and say so.
+    """Let the process keep freed tensors up to 32 MiB each, 512 MiB together; True if set.
 
-    glibc maps larger blocks than a threshold freshly, unmaps them when they are freed, and gives
-    the end of its heap back: a pass over a ResNet-18 then fetches 17,000 fresh pages, which takes a
-    fifth of its time. Peak memory is the same. Nothing is done where the environment says how
-    malloc is to behave, nor elsewhere than under glibc.
+    By default, glibc maps each larger block anew, unmaps it when it is freed, and gives back the
+    end of its heap. A pass over a ResNet-18 then fetches 17,000 fresh pages, which takes a fifth of
+    its time. Peak memory is the same. The function does nothing if the environment configures
+    malloc, or without glibc.
     """
     if any(name in os.environ for name in _SETTINGS):
         return False

@@ -1,4 +1,4 @@
-"""What a device has left, what this process holds there, and what a call takes: bytes, seconds."""
+"""Memory and time: what a device has free, what this process uses, and what a call takes."""
 
 import ctypes
 import gc
@@ -20,44 +20,44 @@ if sys.platform != "win32":
 T = TypeVar("T")
 
 _SYSTEM = Path("/")
-_SLACK = 4 * 2**20  # the kernel counts resident pages in bundles
-_FILES = {  # of a control group: its limit and its use, versions 2 and 1
+_SLACK = 4 * 2**20  # the kernel counts resident pages in batches
+_FILES = {  # limit and use of a control group, in versions 2 and 1
     "memory.max": "memory.current",
     "memory.limit_in_bytes": "memory.usage_in_bytes",
 }
 
 
 def slices(n: int, size: int, most: int) -> Iterator[slice]:
-    """Cut n things of `size` bytes each into slices of at most `most` bytes, or of one thing."""
+    """Cut n items of `size` bytes each into slices of at most `most` bytes, or of one item."""
     step = max(1, most // max(1, size))
     return (slice(start, min(start + step, n)) for start in range(0, n, step))
 
 
 def accelerator_module(device: torch.device | None) -> Any:
-    """Return torch's module of a device that is not the CPU, such as `torch.cuda`, or None."""
+    """Return torch's module of a device, such as `torch.cuda` (None for the CPU)."""
     if device is None or device.type in ("cpu", "meta"):
         return None
     return getattr(torch, device.type, None)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done what it was given; on the CPU it is done."""
+    """Wait until a device has finished its work; on the CPU, return immediately."""
     module = accelerator_module(device)
     if module is not None:
         module.synchronize(*([] if device.type == "mps" else [device]))
 
 
 def _counts(device: torch.device) -> Any:
-    """Return the device's module where its allocator counts bytes, as CUDA's and XPU's do."""
+    """Return the device's module if its allocator counts bytes, as for CUDA and XPU."""
     module = accelerator_module(device)
     return module if hasattr(module, "mem_get_info") else None
 
 
 def available(device: torch.device, system: Path = _SYSTEM) -> int | None:
-    """Return the bytes that can still be taken, or None where the system does not tell.
+    """Return the bytes that are available, or None if the system does not report them.
 
-    On a GPU what it has free and what torch holds in reserve; else what the system calls
-    available, or less where a control group or a limit of the process allows less.
+    On a GPU: its free memory and torch's reserve. On the CPU: the system's available memory, or
+    less if a control group or a limit of the process allows less.
     """
     if module := _counts(device):
         reserved = module.memory_reserved(device) - module.memory_allocated(device)
@@ -71,7 +71,7 @@ def available(device: torch.device, system: Path = _SYSTEM) -> int | None:
 
 
 def used_memory(device: torch.device, system: Path = _SYSTEM) -> int | None:
-    """Return the bytes that this process holds on a device, None where the system does not tell."""
+    """Return the bytes that this process uses on a device (None if unknown)."""
     if module := _counts(device):
         return int(module.memory_allocated(device))
     return next(_fields(system / "proc/self/status", "VmRSS"), None)
@@ -80,7 +80,7 @@ def used_memory(device: torch.device, system: Path = _SYSTEM) -> int | None:
 def timed(
     run: Callable[[], T], device: torch.device, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[float, T]:
-    """Return the seconds that `run` takes, with what it leaves to a GPU, and its answer."""
+    """Return the seconds that `run` takes, including its work on a GPU, and its result."""
     synchronize(device)
     begun = clock()
     answer = run()
@@ -90,9 +90,9 @@ def timed(
 
 @contextmanager
 def peak_memory(device: torch.device, system: Path = _SYSTEM) -> Iterator[list[int]]:
-    """Yield a list that afterwards holds the peak bytes above the start, if that can be known.
+    """Yield a list that afterwards contains the peak bytes above the start, if they are known.
 
-    On a GPU it is the allocator's peak; otherwise that of the process's resident memory.
+    On a GPU, this is the allocator's peak; on the CPU, the peak of the resident memory.
     """
     gc.collect()
     result: list[int] = []
@@ -118,7 +118,7 @@ def peak_memory(device: torch.device, system: Path = _SYSTEM) -> Iterator[list[i
 
 
 def release_freed_memory() -> None:
-    """Give freed memory back to the system, or reusing it would not show (glibc only)."""
+    """Give freed memory back to the system, so that its reuse can be measured (glibc only)."""
     trim = function("malloc_trim", ctypes.c_size_t)
     if trim is not None:
         trim(0)
@@ -129,18 +129,18 @@ def _high_water(system: Path) -> Iterator[int]:
 
 
 def _reset_high_water(resident: int, system: Path) -> bool:
-    """Set the kernel's high-water mark to the present; False where that has no effect."""
+    """Set the kernel's high-water mark to the current use; False if that has no effect."""
     try:
         (system / "proc/self/clear_refs").write_text("5")
     except OSError:
         return False
-    # some kernels take the order and ignore it
+    # # a kernel may accept the command and ignore it
     return any(size <= resident + _SLACK for size in _high_water(system))
 
 
 @contextmanager
 def _sampled(system: Path, interval: float = 0.002) -> Iterator[list[int]]:
-    """Read the resident memory again and again from another thread."""
+    """Sample the resident memory repeatedly from another thread."""
     samples: list[int] = []
     done = threading.Event()
 
@@ -160,14 +160,14 @@ def _sampled(system: Path, interval: float = 0.002) -> Iterator[list[int]]:
 
 
 def _fields(path: Path, name: str) -> Iterator[int]:
-    """Yield the field `name: SIZE kB` of a file, in bytes, if it is there."""
+    """Yield the field `name: SIZE kB` of a file, in bytes, if it exists."""
     for line in _text(path).splitlines():
         if line.startswith(f"{name}:"):
             yield int(line.split()[1]) * 1024
 
 
 def _left_in_groups(system: Path) -> Iterator[int]:
-    """Yield what each control group of this process, and those above, still allow."""
+    """Yield the bytes left in each control group of this process, and in its parent groups."""
     for line in _text(system / "proc/self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -183,12 +183,12 @@ def _left_in_groups(system: Path) -> Iterator[int]:
 def _left(folder: Path) -> Iterator[int]:
     for limit, use in _FILES.items():
         allowed, taken = _text(folder / limit).strip(), _text(folder / use).strip()
-        if allowed.isdecimal() and taken.isdecimal():  # else "max": there is no limit
+        if allowed.isdecimal() and taken.isdecimal():  # otherwise "max": no limit
             yield int(allowed) - int(taken) + _reclaimable(folder)
 
 
 def _reclaimable(folder: Path) -> int:
-    """Return the bytes of cached files, which count as used and are given up on demand."""
+    """Return the bytes of cached files, which count as used but can be reclaimed."""
     lines = (line.split() for line in _text(folder / "memory.stat").splitlines())
     stat = {words[0]: int(words[1]) for words in lines if len(words) == 2}
     return stat.get("total_inactive_file", stat.get("inactive_file", 0))

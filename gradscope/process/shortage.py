@@ -1,8 +1,8 @@
-"""Running out of memory or of threads, and how to go on without.
+"""Shortage of memory or threads, and how to continue.
 
-`ThreadPoolExecutor` starts a thread with the first piece of work it has no idle one for. Where
-the system starts none, for want of memory or by a limit, it raises, though the work is in its queue
-by then. So `thread_pool` starts all threads at once, or does without any.
+`ThreadPoolExecutor` starts a thread when work arrives and no thread is idle. If the system cannot
+start a thread, `submit` raises, although the work is already in the queue. So `thread_pool` starts
+all threads at once, or uses none.
 """
 
 import errno
@@ -16,7 +16,7 @@ import torch
 P = ParamSpec("P")
 T = TypeVar("T")
 
-RESERVE = 2**24  # bytes: a chunk of a file and what compresses it, several times
+RESERVE = 2**24  # bytes: several times a chunk of a file and its compressor
 
 _WORDS = (
     "can't allocate memory",  # torch's allocator on the CPU
@@ -24,43 +24,43 @@ _WORDS = (
     "out of memory",
     "ALLOC_FAILED",  # CUDA's libraries
     "std::bad_alloc",
-    "could not create a primitive\n",  # oneDNN, after it has described it
-    "can't start new thread",  # Python, where there is none left for its stack
+    "could not create a primitive\n",  # oneDNN, after the description
+    "can't start new thread",  # Python, without memory for the thread's stack
     "memory allocation failed",  # HDF5
 )
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out: on the CPU torch raises a RuntimeError."""
+    """Whether an exception says that memory ran out; torch raises a RuntimeError on the CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno == errno.ENOMEM
     text = f"{error}\n"
-    known = isinstance(error, RuntimeError | OSError)  # h5py raises both
+    known = isinstance(error, RuntimeError | OSError)  # h5py raises either
     return known and any(words in text for words in _WORDS)
 
 
 def is_device_lost(error: BaseException) -> bool:
-    """Whether an exception says that a GPU has stopped, of what it was asked some time before."""
+    """Whether an exception says that a GPU has failed, perhaps in an earlier operation."""
     return isinstance(error, torch.AcceleratorError) and not is_shortage(error)
 
 
 def is_machine_error(error: BaseException) -> bool:
-    """Whether it is the machine's: memory ran out, or a GPU has stopped."""
+    """Whether the machine caused the error: memory ran out, or a GPU has failed."""
     return is_shortage(error) or is_device_lost(error)
 
 
 def require_memory(size: int = RESERVE) -> None:
-    """Raise a MemoryError if there are not `size` bytes: HDF5 may crash where it finds none."""
-    bytearray(size)  # taken from the system, not touched, and given back
+    """Raise a MemoryError if `size` bytes are not available; HDF5 may crash without memory."""
+    bytearray(size)  # allocated, not touched, and freed
 
 
 class InlineExecutor(Executor):
-    """Does what is submitted before `submit` returns."""
+    """Runs submitted work before `submit` returns."""
 
     def submit(self, action: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Call `action`; what it returns or raises is in the future."""
+        """Call `action` and store its result or exception in the future."""
         future: Future[T] = Future()
         try:
             future.set_result(action(*args, **kwargs))
@@ -70,13 +70,13 @@ class InlineExecutor(Executor):
 
 
 def thread_pool(count: int, name: str) -> Executor:
-    """Return a pool of `count` running threads, or `InlineExecutor`; names begin with `name`."""
+    """Return a pool of `count` started threads, or `InlineExecutor`; names begin with `name`."""
     pool, all_here = ThreadPoolExecutor(count, name), Barrier(count + 1)
     try:
         for _ in range(count):
-            pool.submit(all_here.wait)  # nobody is idle while all wait for each other
+            pool.submit(all_here.wait)  # no thread is idle while all wait for each other
         all_here.wait()
-    except BaseException as error:  # an interrupt, too, must not leave anybody waiting
+    except BaseException as error:  # after an interrupt, too, no thread may keep waiting
         all_here.abort()
         pool.shutdown(cancel_futures=True)
         if isinstance(error, RuntimeError | MemoryError):

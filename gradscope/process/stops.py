@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM: at once as long as there is nothing to keep, then by unwinding.
+"""Ctrl-C and SIGTERM: exit at once while there is no result, later unwind by an exception.
 
-Modules that are half imported do not survive an exception, and some of torch's swallow it. A stop
-passes through the user's code, and is no error of theirs.
+Half-imported modules do not survive an exception, and some modules of torch swallow it. An
+exception for a signal passes through the user's code, but is not an error of that code.
 """
 
 import atexit
@@ -13,31 +13,31 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from os import _exit  # as it is before anybody takes its place
+from os import _exit  # the original, before anybody replaces it
 from types import FrameType
 from typing import TypeVar
 
 T = TypeVar("T")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_AGAIN = 1.0  # seconds; what passes signals on to its children often sends them twice
+_AGAIN = 1.0  # seconds; parents that forward signals often send them twice
 _Handler = Callable[[int, FrameType | None], object] | int
 
-_code: int | None = None  # of the command that this process was, once it is done
+_code: int | None = None  # exit code of the finished command
 _shuts_down = True
 
 
 class Stopped(BaseException):
-    """SIGINT or SIGTERM arrived; it unwinds, so that what is finished is kept."""
+    """SIGINT or SIGTERM arrived. The exception unwinds, so that finished results are kept."""
 
     def __init__(self, number: int, word: str | None = None) -> None:
         super().__init__(number)
         self.number = number  # the signal
-        self.word = word  # what there is to say about it
+        self.word = word  # the message for the user
 
 
 class OutOfTime(Stopped):
-    """What was given so many seconds takes longer."""
+    """An operation exceeds its time limit."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -48,7 +48,7 @@ _OVER: ContextVar[Callable[[], bool] | None] = ContextVar("over", default=None)
 
 @contextmanager
 def time_limit(seconds: float, clock: Callable[[], float]) -> Iterator[None]:
-    """Raise `OutOfTime` in the body where something long would begin after so many seconds."""
+    """Raise `OutOfTime` in the body, at the next `require_time` after so many seconds."""
     end = clock() + seconds
     before = _OVER.set(lambda: clock() > end)
     try:
@@ -58,10 +58,11 @@ def time_limit(seconds: float, clock: Callable[[], float]) -> Iterator[None]:
 
 
 def require_time(agree: Callable[[bool], bool] = bool) -> None:
-    """Raise `OutOfTime` if the seconds are over that the caller has given.
+    """Raise `OutOfTime` if the time limit of the caller is over.
 
     Args:
-        agree: Says whether they are over for any of the processes that all come here together.
+        agree: Takes whether time is over in this process; returns whether it is over in any
+            process. All processes must call it together.
     """
     over = _OVER.get()
     if over is not None and agree(over()):
@@ -69,7 +70,7 @@ def require_time(agree: Callable[[bool], bool] = bool) -> None:
 
 
 def until_time_limit(items: Iterable[T]) -> Iterator[T]:
-    """Yield items as long as there is time."""
+    """Yield items; raise `OutOfTime` when the time limit is over."""
     for item in items:
         require_time()
         yield item
@@ -79,7 +80,7 @@ class _Unwinding:
     """Handles a signal by raising `Stopped`, once; a later signal ends the process."""
 
     def __init__(self) -> None:
-        self.arrived = 0  # the signal that came
+        self.arrived = 0  # the first signal
         self._at = 0.0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -91,7 +92,7 @@ class _Unwinding:
 
 
 class _Leaving:
-    """Handles a signal by saying a word and ending the process with `code`, or the signal's."""
+    """Handles a signal: prints a message and exits with `code`, or with the signal's code."""
 
     def __init__(self, word: str, code: int | None = None) -> None:
         self._word, self._code = word, code
@@ -101,19 +102,19 @@ class _Leaving:
 
 
 def exit_on_signal() -> None:
-    """From here on, let a signal end the process where it is."""
+    """From now on, exit at once on a signal."""
     _handle(_Leaving("stopped before anything was computed\n"))
 
 
 def raise_on_signal() -> None:
-    """From here on, let a signal raise `Stopped`."""
+    """From now on, raise `Stopped` on a signal."""
     _handle(_Unwinding())
 
 
 def exit_with(code: int) -> None:
-    """From here on, let a signal end the process with the code of the command, which is done.
+    """From now on, exit on a signal with the code of the finished command.
 
-    What is left is to wait for threads of the user's own, and for the interpreter to shut down.
+    The process still waits for the user's threads and for the shutdown of the interpreter.
     """
     global _code
     _handle(_Leaving("", code))
@@ -121,17 +122,18 @@ def exit_with(code: int) -> None:
 
 
 def without_shutdown() -> None:
-    """Let the process of a command that is done end before the interpreter shuts down.
+    """Exit a finished command before the interpreter shuts down.
 
-    Gloo's threads may still let go of the last tensors then, for which they need an interpreter;
-    they end with their group, and a model that fully_shard has divided keeps it.
+    During the shutdown, Gloo's threads may release their last tensors, which needs an interpreter.
+    These threads end with their process group, and a model sharded by fully_shard keeps the group
+    alive.
     """
     global _shuts_down
     _shuts_down = False
 
 
 def register_end() -> None:
-    """Prepare for the time when the interpreter has called what others have asked it to call."""
+    """Register `_end` to run last: after all other atexit functions."""
     atexit.register(_end)
 
 
@@ -139,26 +141,26 @@ def _end() -> None:
     _handle(signal.SIG_IGN)
     if _code is not None and not _shuts_down:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # closed, or nobody is there to read it
+            with suppress(OSError, ValueError):  # closed, or without a reader
                 stream.flush()
         _exit(_code)
 
 
 @contextmanager
 def restore_handlers() -> Iterator[None]:
-    """Leave the handlers as they were before the body."""
+    """Restore the signal handlers after the body."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # as another language may have set it
+            if handler is not None:  # None: set by another language
                 signal.signal(number, handler)
 
 
 @contextmanager
 def stop_message(message: Callable[[], str]) -> Iterator[None]:
-    """Raise `Stopped` with a message when a signal stops the body, whatever the body raises."""
+    """Raise `Stopped` with a message if a signal stops the body, even if the body raises."""
     try:
         yield
     except BaseException as error:
@@ -169,17 +171,17 @@ def stop_message(message: Callable[[], str]) -> Iterator[None]:
 
 
 def raise_pending() -> None:
-    """Raise `Stopped` if a signal has raised it and the user's code has swallowed it."""
+    """Raise `Stopped` if a signal raised it and the user's code swallowed it."""
     for handler in map(signal.getsignal, _SIGNALS):
         if isinstance(handler, _Unwinding) and handler.arrived:
             raise Stopped(handler.arrived)
 
 
 def is_stop(error: BaseException) -> bool:
-    """Whether an exception comes from outside, and not from the code that it passes through.
+    """Whether an exception comes from a signal, and not from the code that it passes through.
 
-    A `KeyboardInterrupt` is Ctrl-C only in the main thread, and only where SIGINT has a handler
-    that raises one: the command line's own do not.
+    A `KeyboardInterrupt` is Ctrl-C only in the main thread, and only if the handler of SIGINT
+    raises it. The handlers of the command line do not.
     """
     if not isinstance(error, KeyboardInterrupt):
         return isinstance(error, Stopped)
@@ -189,7 +191,7 @@ def is_stop(error: BaseException) -> bool:
 
 
 def stop_cause(error: BaseException) -> Stopped | None:
-    """Return the stop that an exception was raised in answer to, if it was."""
+    """Return the `Stopped` that led to an exception, or None."""
     found: BaseException | None = error
     seen: set[int] = set()
     while found is not None and id(found) not in seen:
@@ -202,11 +204,11 @@ def stop_cause(error: BaseException) -> Stopped | None:
 
 def _handle(handler: _Handler) -> None:
     for number in _SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
+        if signal.getsignal(number) is not signal.SIG_IGN:  # set by nohup
             signal.signal(number, handler)
 
 
 def _leave(word: str, code: int) -> None:
-    with suppress(OSError):  # nobody may be there to read it
+    with suppress(OSError):  # there may be no reader
         os.write(2, word.encode())
     _exit(code)

@@ -1,8 +1,7 @@
-"""Where results and notices go: the process's own stdout and stderr, whatever else prints.
+"""Streams for results and notices: the process's own stdout and stderr.
 
-While a command runs, stdout is for its results alone. Other code, also a library in C and programs
-that are started, prints to stderr instead; and it may close or replace `sys.stdout` and
-`sys.stderr` as it likes.
+While a command runs, stdout is for its results only. Other code (also C libraries and child
+processes) prints to stderr instead. It may close or replace `sys.stdout` and `sys.stderr`.
 """
 
 import errno
@@ -44,10 +43,10 @@ def err() -> TextIO:
 
 @contextmanager
 def reserve_stdout() -> Iterator[None]:
-    """Keep stdout for what is written to `out()` in the body.
+    """Reserve stdout for text that the body writes to `out()`.
 
     Raises:
-        OSError: What was written cannot be delivered.
+        OSError: The text cannot be written.
     """
     before = sys.stdout, sys.stderr
     own = _Streams(*map(_copy, before))
@@ -63,50 +62,50 @@ def reserve_stdout() -> Iterator[None]:
         _own.reset(token)
         for stream, original in zip(own, before, strict=True):
             if stream is not original:
-                with suppress(OSError):  # told already, or nobody is there to be told
+                with suppress(OSError):  # reported already, or without a reader
                     stream.close()
 
 
 @contextmanager
 def report_write_errors() -> Iterator[None]:
-    """Leave quietly when a pipe is closed, as `head` closes it; say so when stdout is full.
+    """Exit silently if a pipe is closed, as by `head`; raise an error if stdout is full.
 
     Raises:
-        OutputError: stdout is full.
+        OutputError: stdout is full, or a device failed.
     """
     try:
         yield
     except SystemExit as stop:
-        if isinstance(stop.__context__, BrokenPipeError):  # typer and rich exit with 1 then
+        if isinstance(stop.__context__, BrokenPipeError):  # typer and rich then exit with 1
             sys.exit(CLOSED_PIPE)
         raise
     except OSError as error:
         if error.filename is not None or error.errno not in _FULL:
             raise
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (nothing is left to be flushed)
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (nothing remains to be flushed)
         raise OutputError(
-            f"cannot be written to: {error.strerror}",
+            f"cannot be written: {error.strerror}",
             where="stdout",
-            remedy="Free space where it goes. A result file that is complete stays.",
+            remedy="Free space at the destination. A complete result file is kept.",
         ) from error
 
 
 def open_standard_ones() -> None:
-    """Put the null device where stdin, stdout or stderr is closed.
+    """Open the null device for each of stdin, stdout and stderr that is closed.
 
-    A file that is opened would get its number, and what is printed would go into that file.
+    Otherwise the next opened file would get its number, and printed text would go into that file.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
 
 
 class _Shield(io.TextIOWrapper):
-    """Writes to stderr; closing it does nothing."""
+    """Writes to stderr; closing it has no effect."""
 
     def close(self) -> None:
         """Stay open."""
@@ -115,7 +114,7 @@ class _Shield(io.TextIOWrapper):
 
 
 def _number(stream: TextIO) -> int | None:
-    """Return the descriptor that a stream writes to, None where there is none."""
+    """Return the file descriptor of a stream, or None."""
     try:
         return stream.fileno()
     except (OSError, ValueError, AttributeError):
@@ -123,7 +122,7 @@ def _number(stream: TextIO) -> int | None:
 
 
 def _copy(stream: TextIO) -> TextIO:
-    """Return a stream of our own to the same place, or the very same where that is not possible."""
+    """Return a separate stream to the same destination; the same stream if that is impossible."""
     number = _number(stream)
     if number is None:
         return stream
@@ -143,7 +142,7 @@ def _shield(stream: TextIO) -> TextIO:
 
 @contextmanager
 def _first_is_second(stdout: TextIO) -> Iterator[None]:
-    """Let what is written to descriptor 1 go where 2 goes, if 1 is stdout's own."""
+    """Redirect descriptor 1 to descriptor 2, if descriptor 1 belongs to stdout."""
     saved = os.dup(1) if _number(stdout) == 1 else None
     if saved is not None:
         with suppress(OSError):  # there may be no stderr
