@@ -1,8 +1,8 @@
-"""Per-sample gradients as blocks, which know their own structure.
+"""Blocks: per-sample gradients in a form that keeps their structure.
 
-A block stands for the per-sample gradients (n, *shape) of one parameter. It knows exactly its
-dense form, squared norms, weighted sum, elementwise-square sum, dot product and Gram matrix, and
-takes a shortcut where its structure allows one. What has no shortcut falls back to dense tiles.
+A block represents the per-sample gradients (n, *shape) of one parameter. It computes exactly its
+dense form, squared norms, weighted sum, elementwise-square sum, dot product and Gram matrix. It
+takes a shortcut if its structure allows one, and uses dense tiles otherwise.
 """
 
 from collections.abc import Mapping
@@ -69,7 +69,7 @@ __all__ = [
 
 
 def from_factors(kind: str, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Block:
-    """Return the block of which these are the `Factors`."""
+    """Return the block that has these `Factors`."""
     if kind == "scatter":
         return ScatterBlock(tensors["index"], tensors["rows"], shape[0])
     return OuterBlock(tensors["left"], tensors["right"], shape)

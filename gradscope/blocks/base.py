@@ -1,4 +1,4 @@
-"""What every block can do: from dense tiles where it knows no better way; and the dense block."""
+"""The operations of every block, by default from dense tiles; and the dense block."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -12,18 +12,18 @@ from torch import Tensor
 
 from gradscope.core.precision import wider
 
-# A tile stays near the caches, yet keeps the matrix kernels busy; glibc hands blocks of 32 MiB and
-# more out as fresh pages every time, which cost five times as much. Sizes are fixed, not measured:
-# sums are split by them, and the same run is to give the same last digits anywhere.
+# A tile fits into or near the caches, yet keeps the matrix kernels busy. glibc returns blocks of
+# 32 MiB and more as fresh pages each time, which take five times as long. The sizes are fixed, not
+# measured: they decide how sums are split, and a run must give the same last digits everywhere.
 TILE_BYTES = 4 * 2**20
 _LONG_ROW = 2**18  # bytes
-_RUN = 1024  # numbers that are summed one after the other
-_LONG_RUN = 2**13  # in products of matrices, which have many sums at a time
-PIECE_BYTES = 8 * TILE_BYTES  # what meets a piece (a random matrix) is made anew for each
+_RUN = 1024  # numbers that are summed one after another
+_LONG_RUN = 2**13  # in matrix products, which compute many sums at once
+PIECE_BYTES = 8 * TILE_BYTES  # a random matrix that multiplies pieces is drawn again for each piece
 
 
 def precise(t: Tensor) -> Tensor:
-    """Widen half precision to float32, so that squares neither overflow nor round away."""
+    """Cast half precision to float32, so that squares neither overflow nor underflow."""
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
@@ -33,17 +33,17 @@ def squares(t: Tensor) -> Tensor:
 
 
 def as_rows(t: Tensor) -> Tensor:
-    """Return (n, ...) as a matrix (n, entries), also where a sample is a single number."""
+    """Return (n, ...) as a matrix (n, entries); a single number per sample gives one entry."""
     return t.reshape(t.shape[0], prod(t.shape[1:]))
 
 
 def squared_sizes(rows: Tensor) -> Tensor:
-    """Return Σⱼ |rowsᵢⱼ|² (n,) of a matrix (n, entries), which is read once and not copied."""
+    """Return Σⱼ |rowsᵢⱼ|² (n,) of a matrix (n, entries), in one read and without a copy."""
     n, entries = rows.shape
     if entries < 2 * _RUN:
         whole: Tensor = torch.linalg.vector_norm(rows, dim=1)
         return whole.square()
-    count = entries // _RUN  # sums of many numbers one after the other lose digits
+    count = entries // _RUN  # a long sequential sum loses digits
     runs, rest = rows[:, : count * _RUN].reshape(n, count, _RUN), rows[:, count * _RUN :]
     of_runs: Tensor = torch.linalg.vector_norm(runs, dim=2)
     return of_runs.square().sum(1) + squared_sizes(rest)
@@ -52,11 +52,12 @@ def squared_sizes(rows: Tensor) -> Tensor:
 def inner(rows: Tensor, vector: Tensor) -> Tensor:
     """Return Σⱼ rowsᵢⱼ vⱼ (n,) of a matrix (n, entries) and a vector (entries,), in runs.
 
-    One product of all would add number after number: of 10⁸ in float32, percents are lost.
+    A single product would add all numbers in sequence. For 10⁸ numbers in float32, its error is
+    several percent.
     """
     n, entries = rows.shape
     count, at = entries // _LONG_RUN, entries // _LONG_RUN * _LONG_RUN
-    if count < 16:  # it is exact enough, and faster
+    if count < 16:  # exact enough, and faster
         return rows @ vector
     runs = rows[:, :at].reshape(n, count, _LONG_RUN).transpose(0, 1)
     of_runs = runs @ vector[:at].view(count, _LONG_RUN, 1)  # (count, n, 1)
@@ -64,12 +65,12 @@ def inner(rows: Tensor, vector: Tensor) -> Tensor:
 
 
 def size(t: Tensor) -> Tensor:
-    """Return the L2 norm of all entries together (0-d), in float32 at least."""
+    """Return the L2 norm of all entries (0-d), computed in float32 or wider."""
     return squared_sizes(precise(t).reshape(1, -1))[0].sqrt()
 
 
 def over_samples(factors: Tensor, like: Tensor) -> Tensor:
-    """Return `factors` (n,) with trailing axes and of a dtype to multiply `like` (n, ...) by."""
+    """Return `factors` (n,) with trailing axes and a dtype for the product with `like` (n, ...)."""
     both = torch.promote_types(like.dtype, factors.dtype)
     return factors.to(both if factors.is_complex() else like.dtype).reshape(
         -1, *[1] * (like.dim() - 1)
@@ -77,12 +78,12 @@ def over_samples(factors: Tensor, like: Tensor) -> Tensor:
 
 
 def times(values: Tensor, factors: Tensor | None) -> Tensor:
-    """Return `values` (n, ...) times a factor (n,) for each sample, if there are any."""
+    """Return `values` (n, ...) times a factor (n,) for each sample; unchanged without factors."""
     return values if factors is None else values * over_samples(factors, values)
 
 
 def p_norms(rows: Tensor, p: float) -> Tensor:
-    """Return ‖rowᵢ‖ₚ (n,) of a matrix (n, entries); large entries do not overflow on the way."""
+    """Return ‖rowᵢ‖ₚ (n,) of a matrix (n, entries), without overflow of large entries."""
     sizes = rows.abs()
     if sizes.shape[1] == 0:
         return sizes.sum(1)
@@ -94,7 +95,7 @@ def p_norms(rows: Tensor, p: float) -> Tensor:
 
 
 class Factors(NamedTuple):
-    """What a block can be put together from again, by `from_factors`."""
+    """The tensors from which `from_factors` can rebuild a block."""
 
     # "outer": left (n, k, t, r) and right (n, k, t, c); "scatter": index (n, t) int64 and rows
     # (n, t, d)
@@ -106,11 +107,11 @@ class Factors(NamedTuple):
 class Block(ABC):
     """The per-sample gradients (n, *shape) of one parameter.
 
-    Blocks are immutable: every operation returns a new block or a tensor. What an operation means
-    is said here; a kind of block overrides those that its structure makes cheaper.
+    Blocks are immutable: every operation returns a new block or a tensor. This class documents the
+    operations. A subclass overrides operations that its structure makes cheaper.
 
     Attributes:
-        kind: Of its `factors`, or None where it has none.
+        kind: The kind of its `factors`, or None.
         has_shortcuts: Whether norms and sums are cheaper than the dense form.
     """
 
@@ -135,38 +136,38 @@ class Block(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where the block's tensors are."""
+        """The device of the block's tensors."""
 
     @property
     def held(self) -> Tensor | None:
-        """The dense form (n, *shape) where it is in memory already; else None."""
+        """The dense form (n, *shape) if it is already in memory, else None."""
         return None
 
     @property
     def sums_squares(self) -> bool:
-        """Whether `squared_sum` forms no dense gradient."""
+        """Whether `squared_sum` works without dense gradients."""
         return False
 
     @property
     def factored_size(self) -> int | None:
-        """The entries of a sample's factors, found without making them; None if there are none."""
+        """The number of entries of a sample's factors, computed without them, or None."""
         return None
 
     def factors(self) -> Factors | None:
-        """Return the factors of a block that has some, else None."""
+        """Return the factors of the block, or None."""
         return None
 
     def terms(self) -> "tuple[Block, ...]":
-        """Return the blocks that the block is the sum of: itself, unless it is a sum."""
+        """Return the summands if the block is a sum, else the block alone."""
         return (self,)
 
     def cross(self, other: "Block") -> Tensor | None:
-        """Return Re⟨gᵢ, hᵢ⟩ (n,) with another block's rows where there is a shortcut, else None."""
+        """Return Re⟨gᵢ, hᵢ⟩ (n,) with the rows of another block, or None without a shortcut."""
         return None
 
     @abstractmethod
     def dense(self, out: Tensor | None = None) -> Tensor:
-        """Return the gradients (n, *shape), written into `out` if one is given."""
+        """Return the gradients (n, *shape), written into `out` if given."""
 
     def add_to(self, out: Tensor) -> None:
         """Add the gradients to `out` (n, *shape)."""
@@ -196,7 +197,7 @@ class Block(ABC):
         return DenseBlock(self.dense().transpose(*moved))
 
     def tiles(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (rows, dense gradients of these rows), a bounded number of bytes at a time."""
+        """Yield (rows, dense gradients of these rows); the size of a tile is bounded."""
         for part in self._parts(TILE_BYTES):
             yield part, self.select(part).dense()
 
@@ -211,7 +212,7 @@ class Block(ABC):
         return torch.cat([p_norms(as_rows(precise(t)), p) for _, t in self.tiles()])
 
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
-        """Return Σᵢ wᵢ gᵢ (*shape); all weights (n,) are 1 when none are given."""
+        """Return Σᵢ wᵢ gᵢ (*shape); all weights (n,) are 1 if not given."""
         parts = ((precise(tile), rows) for rows, tile in self.tiles())
         return reduce(torch.Tensor.add_, (summed(*part, weights) for part in parts))
 
@@ -223,11 +224,11 @@ class Block(ABC):
     def sums(
         self, weights: Tensor | None = None, for_squares: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return Σᵢ wᵢ gᵢ and Σᵢ uᵢ |gᵢ|², both (*shape), for what one of them costs.
+        """Return Σᵢ wᵢ gᵢ and Σᵢ uᵢ |gᵢ|², both (*shape), in one pass.
 
         Args:
-            weights: w (n,), all 1 when none are given.
-            for_squares: u (n,), likewise.
+            weights: w (n,), all 1 if not given.
+            for_squares: u (n,), all 1 if not given.
         """
         if self.sums_squares:
             return self.weighted_sum(weights), self.squared_sum(for_squares)
@@ -241,7 +242,7 @@ class Block(ABC):
                 first += summed(values, part, weights)
                 second += summed(squares(values), part, for_squares)
                 continue
-            ones = [1.0] * len(values)  # long rows, one by one: each is read once
+            ones = [1.0] * len(values)  # long rows: one by one, so that each is read once
             w, u = (ones if f is None else f[part].tolist() for f in (weights, for_squares))
             for row, a, b in zip(values, w, u, strict=True):
                 first.add_(row, alpha=a)
@@ -249,16 +250,15 @@ class Block(ABC):
         return first, second
 
     def dot(self, vector: Tensor) -> Tensor:
-        """Return ⟨gᵢ, v⟩ (n,) for `vector` (*shape); conjugates the vector when complex."""
+        """Return ⟨gᵢ, v⟩ (n,) for `vector` (*shape); a complex vector is conjugated."""
         flat = precise(vector.conj()).flatten()
         return torch.cat([flat[:0], *(inner(as_rows(precise(t)), flat) for _, t in self.tiles())])
 
     def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield (samples, entries, values (m, w)): what is linear goes through all of them once.
+        """Yield (samples, entries, values (m, w)): pieces of the gradients, for linear operations.
 
-        Laid into zeros (n, P) and added where they meet, they are the gradients, flattened. Each
-        has a bounded number of bytes, and is valid until the next is asked for; all samples come
-        together where the structure allows it.
+        Added into zeros (n, P), the pieces give the flattened gradients. A piece has a bounded size
+        and is valid until the next is requested. It has all samples if the structure allows it.
         """
         for part in self._parts(PIECE_BYTES):
             yield part, slice(0, prod(self.shape)), as_rows(self.select(part).dense())
@@ -268,7 +268,7 @@ class Block(ABC):
 
         Args:
             left: (a, r), real; r is the parameter's first axes together.
-            right: (b, c), real; c is all its other axes together.
+            right: (b, c), real; c is all other axes of the parameter together.
         """
         dtype = torch.promote_types(self.dtype, left.dtype)
         rows, columns = left.to(dtype), right.to(dtype).mT
@@ -276,7 +276,7 @@ class Block(ABC):
         from_left = a * c * (r + b) <= r * b * (c + a)  # multiplications
 
         def both(tile: Tensor) -> Tensor:
-            if c == 1:  # one product for all samples, and no kernel for each of them
+            if c == 1:  # one product for all samples, instead of one kernel each
                 return (tile.reshape(len(tile), r) @ rows.mT).unsqueeze(2) * columns
             matrices = tile.reshape(len(tile), r, c)
             return rows @ matrices @ columns if from_left else rows @ (matrices @ columns)
@@ -284,7 +284,7 @@ class Block(ABC):
         return torch.cat([both(tile.to(dtype)) for _, tile in self.tiles()])
 
     def gram(self) -> Tensor:
-        """Return ⟨gᵢ, gⱼ⟩ (n, n), the second factor conjugated when complex."""
+        """Return ⟨gᵢ, gⱼ⟩ (n, n); the second factor is conjugated if complex."""
         rows = []
         for _, a in self.tiles():
             left = as_rows(precise(a))
@@ -292,46 +292,47 @@ class Block(ABC):
         return torch.cat(rows)
 
     def bound(self) -> Tensor:
-        """Return a number (0-d) that no ‖gᵢ‖ exceeds, found cheaply; infinite if there is none."""
+        """Return a cheap upper bound (0-d) on all ‖gᵢ‖; infinite if unknown."""
         return torch.tensor(inf, device=self.device)
 
     def formed(self, anyway: bool = False) -> "Block":
-        """Return the same gradients, dense where norms and then a weighted sum cost less so.
+        """Return the same gradients, as a dense block if that makes norms plus a sum cheaper.
 
         Args:
-            anyway: The dense gradients are needed besides, so that they cost nothing.
+            anyway: The dense gradients are needed in any case, so they cost nothing extra.
         """
         return self
 
     def _parts(self, size: int) -> Iterator[slice]:
-        """Yield samples whose dense form has at most `size` bytes, or one sample."""
+        """Yield samples whose dense form has at most `size` bytes; at least one sample each."""
         row = max(1, prod(self.shape) * self.dtype.itemsize)
-        # parts of nearly one size, all alike to plan; one of no sample where there is none
+        # equal parts, so that they share one plan; one empty part if there are no samples
         count = max(1, -(-self.n // max(1, size // row)))
         for k in range(count):
             yield slice(self.n * k // count, self.n * (k + 1) // count)
 
 
 def summed(values: Tensor, part: slice, weights: Tensor | None) -> Tensor:
-    """Return Σᵢ wᵢ vᵢ (*shape) of the samples `part`; all weights are 1 when none are given."""
+    """Return Σᵢ wᵢ vᵢ (*shape) of the samples `part`; all weights are 1 if not given."""
     return times(values, None if weights is None else weights[part]).sum(0)
 
 
 def wide(block: Block) -> Block:
-    """Cast a block to float64 or complex128, where its sums are then taken."""
+    """Cast a block to float64 or complex128, for precise sums."""
     return block.to(wider(block.dtype, block.device))
 
 
 @dataclass(frozen=True, eq=False)
 class TensorBlock(Block):
-    """A block of tensors (n, ...), which are its first fields."""
+    """A block whose first fields are tensors (n, ...)."""
 
     numbers: ClassVar[tuple[str, ...]]  # names of the fields whose product is the gradient
-    places: ClassVar[tuple[str, ...]] = ()  # names of those that say where it goes
+    places: ClassVar[tuple[str, ...]] = ()  # names of the fields that say where it goes
 
     @property
     def shape(self) -> tuple[int, ...]:
-        found: tuple[int, ...] = vars(self)["parameter_shape"]  # a field, or the tensors tell it
+        # a field; other subclasses derive the shape
+        found: tuple[int, ...] = vars(self)["parameter_shape"]
         return found
 
     @property
@@ -362,7 +363,7 @@ class TensorBlock(Block):
 
 @dataclass(frozen=True, eq=False)
 class DenseBlock(TensorBlock):
-    """Gradients without structure, held as they are."""
+    """Gradients without structure, stored densely."""
 
     values: Tensor  # (n, *shape)
     numbers = ("values",)

@@ -1,9 +1,13 @@
-"""Gradients of convolution kernels, kept as the input and the output gradient.
+"""Gradients of convolution kernels, stored as the input and the output gradient.
 
-Summed over samples they are what the ordinary backward kernel computes, so a weighted sum is one
-call of it. Sample by sample there are three exact variants: the patches of the input as the factor
-of an outer product, the backward kernel for each sample, or that kernel once with the samples as
-groups of channels. Which is the fastest depends on the sizes and the machine.
+The ordinary backward kernel computes a sum over samples in one call. Gradients of single samples
+are computed in one of three exact ways:
+
+- outer products with patches of the input,
+- the backward kernel for each sample,
+- the backward kernel once, with samples as groups of channels.
+
+The fastest way depends on the sizes and the machine.
 """
 
 from collections.abc import Iterator
@@ -28,12 +32,12 @@ from gradscope.blocks.base import (
 from gradscope.blocks.outer import KEPT, OuterBlock
 from gradscope.blocks.variants import Variant, fastest, seconds
 
-PATCH_BYTES = 2**24  # of patches made at a time on the way to a buffer, which is not read again
+PATCH_BYTES = 2**24  # patches per step when the result goes to a buffer and is not read again
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a convolution walks; one number for each spatial axis."""
+    """The geometry of a convolution; one number for each spatial axis."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -59,7 +63,7 @@ class Geometry:
         return windows.flatten(2 + d).flatten(1, 1 + d)
 
     def padded(self, values: Tensor, positions: tuple[int, ...], kernel: tuple[int, ...]) -> Tensor:
-        """Return (N, c, *space) with the zeros around it that windows at the positions touch."""
+        """Return (N, c, *space), padded with the zeros that windows at the positions need."""
         pads: list[int] = []
         spans = zip(values.shape[2:], self.reach(positions, kernel), self.padding, strict=True)
         for length, reach, pad in spans:
@@ -67,15 +71,15 @@ class Geometry:
         return F.pad(values, pads) if any(pads) else values
 
     def reach(self, positions: tuple[int, ...], kernel: tuple[int, ...]) -> tuple[int, ...]:
-        """Return how many pixels the windows at all positions span, along each axis."""
+        """Return the number of pixels that the windows at all positions span, along each axis."""
         walk = zip(positions, kernel, self.stride, self.dilation, strict=True)
         return tuple((t - 1) * step + (k - 1) * spread + 1 for t, k, step, spread in walk)
 
     def met(self, values: Tensor, positions: tuple[int, ...], kernel: tuple[int, ...]) -> Tensor:
-        """Return the products of any two windows (N, positions, positions) of (N, c, *space).
+        """Return the inner products of all pairs of windows (N, positions, positions).
 
-        They are sums of products of pixels, which are many fewer than the windows' entries: the
-        pixels' Gram matrix is added up at the kernel's offsets, one axis after the other.
+        `values` is (N, c, *space). The result adds up the Gram matrix of the pixels at the offsets
+        of the kernel, one axis after another. There are far fewer pixels than window entries.
         """
         padded = self.padded(values, positions, kernel)
         space, pixels = padded.shape[2:], padded.flatten(2)
@@ -93,12 +97,12 @@ class Geometry:
 
 @dataclass(frozen=True, eq=False)
 class ConvolutionBlock(TensorBlock):
-    """The kernel's gradient of a (transposed) convolution."""
+    """The gradient of the kernel of a (transposed) convolution."""
 
-    inputs: Tensor  # (n, f, c, *space), f frames a sample
-    gradients: Tensor  # (n, f, o, *out space), of the output
+    inputs: Tensor  # (n, f, c, *space), f frames per sample
+    gradients: Tensor  # output gradients (n, f, o, *out space)
     parameter_shape: tuple[int, ...]  # the kernel's shape
-    geometry: Geometry  # how the convolution walks
+    geometry: Geometry  # stride, padding and so on
     numbers = ("inputs", "gradients")
     kind = "outer"
 
@@ -127,7 +131,7 @@ class ConvolutionBlock(TensorBlock):
             "patches": Variant(seconds(flops, patches), lambda: self._from_patches(out)),
             "a kernel a sample": Variant(each, lambda: self._each(out)),
         }
-        if self.inputs.shape[1] == 1:  # a kernel that is bad on small maps and with few channels
+        if self.inputs.shape[1] == 1:  # slow on small maps and with few channels
             grouped = Variant(seconds(flops, 0, 2), lambda: self._grouped(out), optional=True)
             variants["grouped kernel"] = grouped
         shape = "x".join(map(str, self.shape))
@@ -135,8 +139,9 @@ class ConvolutionBlock(TensorBlock):
         return fastest(f"gradients of a kernel {shape}", sizes, self.inputs, variants)
 
     def _from_patches(self, out: Tensor | None) -> Tensor:
-        """One matrix product a sample, of the output gradient and the windows of the input."""
-        size = TILE_BYTES if out is None else PATCH_BYTES  # tiles are used where they were made
+        """Compute one matrix product per sample, of output gradients and input windows."""
+        # tiles are used while they are in the cache
+        size = TILE_BYTES if out is None else PATCH_BYTES
         if self._patches_at_once(size) >= self.n:
             return self.outer.dense(out)
         if out is None:
@@ -146,7 +151,7 @@ class ConvolutionBlock(TensorBlock):
         return out
 
     def _each(self, out: Tensor | None) -> Tensor:
-        """The backward kernel, once for each sample."""
+        """Call the backward kernel once for each sample."""
         if out is None:
             out = self.inputs.new_empty(self.n, *self.shape, dtype=self.dtype)
         for i in range(self.n):
@@ -154,7 +159,7 @@ class ConvolutionBlock(TensorBlock):
         return out
 
     def _grouped(self, out: Tensor | None) -> Tensor:
-        """The backward kernel, once, with samples as groups of channels."""
+        """Call the backward kernel once, with samples as groups of channels."""
         n = self.n
         together = replace(self.geometry, groups=n * self.geometry.groups)
         gradients, inputs = (
@@ -165,7 +170,7 @@ class ConvolutionBlock(TensorBlock):
         return found if out is None else out.copy_(found)
 
     def tiles(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (rows, dense gradients of these rows); where patches are small, of many at once."""
+        """Yield (rows, dense gradients of these rows), many rows at once if patches are small."""
         _, t, r, _ = self.sizes
         if t >= r:
             yield from super().tiles()
@@ -189,27 +194,27 @@ class ConvolutionBlock(TensorBlock):
         return first, second
 
     def _with_patches(self, size: int) -> Iterator[tuple[int, OuterBlock]]:
-        """Yield (first sample, outer products) of as many samples as have `size` bytes of patches.
+        """Yield (first sample, outer products) for parts with at most `size` bytes of patches.
 
-        One at least.
+        Each part has at least one sample.
         """
         step = self._patches_at_once(size)
         for start in range(0, self.n, step):
             yield start, self.select(slice(start, start + step)).outer
 
     def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield all samples at once, or all samples of some channels where patches are small."""
+        """Yield all samples at once, or all samples of some channels if patches are small."""
         k, t, r, c = self.sizes
         large = self.n * k * r * c * self.dtype.itemsize > PIECE_BYTES
         yield from self.outer.pieces() if large and t <= r else super().pieces()
 
     def squared_norms(self) -> Tensor:
-        """Return ‖gᵢ‖² (n,), by the Gram matrices of patches where these are smaller."""
+        """Return ‖gᵢ‖² (n,), from Gram matrices of patches if these are smaller."""
         k, t, r, c = self.sizes
         item, work = self.dtype.itemsize, 2.0 * self.n * k * t
         tiles = seconds(work * r * c, 4.0 * self.n * k * r * c)
         variants = {"dense": Variant(tiles, super().squared_norms)}
-        if t * t < r * c:  # or else the Gram matrices are larger than the gradients
+        if t * t < r * c:  # otherwise the Gram matrices are larger than the gradients
             patches = 2.0 * self.n * k * t * c * item
             ghost = seconds(0.6 * work * t * (r + c), patches / 2, 6)
             variants["gram of patches"] = Variant(ghost, lambda: self.outer.ghost_norms())
@@ -219,7 +224,7 @@ class ConvolutionBlock(TensorBlock):
         return fastest(f"norms of a kernel {shape}", {"t": t, "n": self.n}, self.inputs, variants)
 
     def _pixel_norms(self) -> Tensor:
-        """Return ‖gᵢ‖² (n,) by the Gram matrices over positions and over the input's pixels."""
+        """Return ‖gᵢ‖² (n,), from the Gram matrices over positions and over input pixels."""
         k, small, large = self.geometry.groups, *map(precise, self._small_and_large)
         rows, values = (f.reshape(self.n * k, -1, *f.shape[3:]) for f in (small, large))
         windows = self.geometry.met(values, tuple(rows.shape[2:]), self.shape[2:])
@@ -236,13 +241,13 @@ class ConvolutionBlock(TensorBlock):
         return self._kernel(gradients, inputs, self.geometry, self.shape)
 
     def bound(self) -> Tensor:
-        """Return the product of the factors' norms; a window meets an entry once a kernel entry."""
+        """Return ‖inputs‖·‖gradients‖ times the kernel size: each entry is in that many windows."""
         return size(self.inputs) * size(self.gradients) * prod(self.shape[2:])
 
     def formed(self, anyway: bool = False) -> Block:
-        """Return the dense block where it stays near the caches and is cheaper than two kernels.
+        """Return the dense block if it fits near the caches and is cheaper than two kernels.
 
-        The cost model alone decides: norms and the backward kernel, or the dense gradients once.
+        The cost model decides between norms plus the backward kernel, and the dense gradients.
         """
         k, t, r, c = self.sizes
         entries, work = self.n * k * r * c, 2.0 * self.n * k * t
@@ -260,7 +265,7 @@ class ConvolutionBlock(TensorBlock):
     def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
         """Return left · Gᵢ · rightᵀ (n, a, b), by a convolution with `right` or from all Gᵢ."""
         (k, t, r, c), n = self.sizes, self.n
-        if left.shape[1] != k * r:  # seen as another matrix
+        if left.shape[1] != k * r:  # read as a matrix of another shape
             return super().two_sided(left, right)
         a, b, windows = len(left), len(right), self.dtype.itemsize * n * k * t
         through = n * k * t * (r * a + c * b + a * b)
@@ -279,7 +284,7 @@ class ConvolutionBlock(TensorBlock):
         return fastest(f"kernel {shape} from both sides, {a}x{b}", sizes, self.inputs, variants)
 
     def _on_sides(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return left · Gᵢ · rightᵀ (n, a, b); each window times `right` is a convolution."""
+        """Return left · Gᵢ · rightᵀ (n, a, b); a convolution multiplies each window by `right`."""
         dtype = torch.promote_types(self.dtype, left.dtype)
         walk, groups = self.geometry, self.geometry.groups
         small, large = self._small_and_large
@@ -302,36 +307,36 @@ class ConvolutionBlock(TensorBlock):
 
     @property
     def _small_and_large(self) -> tuple[Tensor, Tensor]:
-        """What has an entry a position, and what the windows are cut from."""
+        """The tensor with one entry per position, and the tensor that windows are cut from."""
         pair = self.gradients, self.inputs
         return pair[::-1] if self.geometry.transposed else pair
 
     @property
     def _pixels(self) -> float:
-        """How many pixels the windows of a sample span, infinite where it has several frames."""
+        """The number of pixels that the windows of a sample span; infinite for several frames."""
         small, _ = self._small_and_large
         reach = self.geometry.reach(tuple(small.shape[3:]), self.shape[2:])
         return prod(reach) if small.shape[1] == 1 else inf
 
     @property
     def _pixel_seconds(self) -> float:
-        """What `_pixel_norms` takes, as the cost model has it."""
+        """The seconds that the cost model predicts for `_pixel_norms`."""
         k, t, r, c = self.sizes
         n, space, kernel = self.n * k, self._pixels, self.shape[2:]
         flops = 2.0 * n * (space**2 * c / prod(kernel) + t * t * r)
         return seconds(flops, 4.0 * n * self.dtype.itemsize * space**2, 8 + 2.0 * sum(kernel))
 
     def _patches_at_once(self, size: int) -> int:
-        """Return how many samples' patches have at most `size` bytes; one at least."""
+        """Return how many samples have patches of at most `size` bytes together; at least 1."""
         groups, t, _, c = self.sizes
         return max(1, size // max(1, groups * t * c * self.dtype.itemsize))
 
     @staticmethod
     def _kernel(gradients: Tensor, inputs: Tensor, g: Geometry, shape: tuple[int, ...]) -> Tensor:
         """Return the gradient of a kernel of `shape`, summed over a batch (N, ...)."""
-        weight = inputs.new_empty(()).expand(shape)  # only its shape matters
+        weight = inputs.new_empty(()).expand(shape)  # only its shape is used
         how = (g.stride, g.padding, g.dilation, g.transposed, g.output_padding, g.groups)
-        wanted = (False, True, False)  # of inputs, weight and bias
+        wanted = (False, True, False)  # gradients with respect to inputs, weight, bias
         found: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
             gradients, inputs, weight, None, *how, wanted
         )

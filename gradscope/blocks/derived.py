@@ -13,17 +13,17 @@ from gradscope.blocks.base import TILE_BYTES, Block, precise, squares, times, wi
 from gradscope.blocks.outer import OuterBlock
 from gradscope.core.precision import doubled
 
-# ‖g − μ‖² = ‖g‖² − 2⟨g, μ⟩ + ‖μ‖² loses what the result is smaller than its terms. It is taken in
-# float64; below this share of the terms the difference itself is squared instead.
+# ‖g − μ‖² = ‖g‖² − 2⟨g, μ⟩ + ‖μ‖² cancels if the result is much smaller than its terms. It is
+# computed in float64. Below this share of the terms, the difference itself is squared.
 _CANCELS = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
 class DerivedBlock(Block):
-    """What blocks that are made from another one have in common."""
+    """Common parts of blocks that are made from another block."""
 
-    base: Block  # the block it is made from, of the same n and shape
-    each: ClassVar[tuple[str, ...]] = ()  # names of further fields (n, ...), of single samples
+    base: Block  # the original block, of the same n and shape
+    each: ClassVar[tuple[str, ...]] = ()  # names of further fields (n, ...), one entry per sample
 
     @property
     def n(self) -> int:
@@ -42,7 +42,7 @@ class DerivedBlock(Block):
         return self.base.device
 
     def dense(self, out: Tensor | None = None) -> Tensor:
-        """Return the gradients (n, *shape); what is needed on the way is made a tile at a time."""
+        """Return the gradients (n, *shape), computed tile by tile."""
         if out is None:
             if self.n * prod(self.shape) * self.dtype.itemsize <= TILE_BYTES:
                 return self._values(self.base.dense())
@@ -59,23 +59,23 @@ class DerivedBlock(Block):
         return replace(self, base=self.base.select(rows), **own)
 
     def scale(self, factors: Tensor) -> Block:
-        """Multiply sample i by `factors[i]`, when the gradients are asked for."""
+        """Multiply sample i by `factors[i]`, when the gradients are computed."""
         return ScaledBlock(self, factors)
 
     def to(self, dtype: torch.dtype) -> Self:
-        """Cast the base, from which the rest is then computed; complex stays complex."""
+        """Cast the base; the rest is computed from it. A complex block stays complex."""
         if self.base.dtype.is_complex and not dtype.is_complex:
             dtype = torch.promote_types(dtype, torch.complex64)
         return replace(self, base=self.base.to(dtype))
 
     @abstractmethod
     def _values(self, base: Tensor) -> Tensor:
-        """Return the dense form from the base's (n, *shape)."""
+        """Return the dense form, computed from the base's dense form (n, *shape)."""
 
 
 @dataclass(frozen=True, eq=False)
 class ScaledBlock(DerivedBlock):
-    """fᵢ gᵢ, for a base that has no factor to put fᵢ into."""
+    """fᵢ gᵢ, for a base without a factor that could absorb fᵢ."""
 
     by: Tensor  # the factors fᵢ (n,)
     each = ("by",)
@@ -98,7 +98,7 @@ class ScaledBlock(DerivedBlock):
         return times(self.base.norms(p), self.by.abs())
 
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
-        if self.by.is_complex():  # a real base takes no complex weights
+        if self.by.is_complex():  # a real base does not take complex weights
             return super().weighted_sum(weights)
         return self.base.weighted_sum(_product(self.by, weights))
 
@@ -132,10 +132,10 @@ def _product(factors: Tensor, weights: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class MappedBlock(DerivedBlock):
-    """f(gᵢ), entry by entry: dense when asked, never before.
+    """f(gᵢ), entry by entry, computed only when the dense form is needed.
 
-    `fn` acts on each entry of a tensor alone; `grows`, if known, takes a number (0-d) that no ‖gᵢ‖
-    exceeds to one that no ‖f(gᵢ)‖ does.
+    `fn` acts on each entry separately. `grows`, if given, maps an upper bound (0-d) on all ‖gᵢ‖ to
+    an upper bound on all ‖f(gᵢ)‖.
     """
 
     fn: Callable[[Tensor], Tensor]
@@ -154,7 +154,7 @@ class MappedBlock(DerivedBlock):
 
 @dataclass(frozen=True, eq=False)
 class SquaredBlock(MappedBlock):
-    """|gᵢ|² entry by entry, whose weighted sum the base may know without any dense form."""
+    """|gᵢ|² entry by entry; the base may compute its weighted sum without a dense form."""
 
     fn: Callable[[Tensor], Tensor] = squares
     grows: Callable[[Tensor], Tensor] | None = torch.square
@@ -172,12 +172,12 @@ class SquaredBlock(MappedBlock):
 
 @dataclass(frozen=True, eq=False)
 class RandomBlock(DerivedBlock):
-    """f(gᵢ, keyᵢ), where f draws the random numbers that belong to the key.
+    """f(gᵢ, keyᵢ), where f draws random numbers that the key determines.
 
-    However often and in whatever tiles it is made dense, a sample's row is the same.
+    A sample's row is always the same, however the tiles are cut.
     """
 
-    keys: Tensor  # (n,) int64, what each sample draws by
+    keys: Tensor  # (n,) int64, seeds the numbers of each sample
     fn: Callable[[Tensor, Tensor], Tensor]  # from (m, *shape) and keys (m,) to (m, *shape)
     each = ("keys",)
 
@@ -187,9 +187,9 @@ class RandomBlock(DerivedBlock):
 
 @dataclass(frozen=True, eq=False)
 class ExpectedBlock(DerivedBlock):
-    """Σ_c w[i, c] b[i·C + c] for each sample i; what is linear in it never forms it.
+    """Σ_c w[i, c] b[i·C + c] for each sample i; linear operations do not form it.
 
-    The base has n·C rows, the C of one sample next to each other.
+    The base has n·C rows; the C rows of a sample are adjacent.
     """
 
     weights: Tensor  # (n, C)
@@ -199,7 +199,7 @@ class ExpectedBlock(DerivedBlock):
         return len(self.weights)
 
     def dense(self, out: Tensor | None = None) -> Tensor:
-        """Return the expectations (n, *shape), a few samples and all their classes at a time."""
+        """Return the expectations (n, *shape), computed for a few samples at a time."""
         if out is None:
             out = torch.empty(self.n, *self.shape, dtype=self.dtype, device=self.device)
         for rows in self._parts(TILE_BYTES):
@@ -230,13 +230,13 @@ class ExpectedBlock(DerivedBlock):
         return base.reshape(self.n, -1, *self.shape).sum(1)
 
     def _parts(self, size: int) -> Iterator[slice]:
-        """Yield samples of which all classes fit."""
+        """Yield samples whose rows of all classes have at most `size` bytes."""
         return super()._parts(size // max(1, self.weights.shape[1]))
 
 
 @dataclass(frozen=True, eq=False)
 class CenteredBlock(DerivedBlock):
-    """gᵢ − μ, the difference taken in float64."""
+    """gᵢ − μ, computed in float64."""
 
     mean: Tensor  # μ (*shape), float64 or complex128
 
@@ -289,7 +289,7 @@ class CenteredBlock(DerivedBlock):
 
 @dataclass(frozen=True, eq=False)
 class PreconditionedBlock(DerivedBlock):
-    """d ∘ gᵢ: every entry times a fixed number."""
+    """d ∘ gᵢ: each entry times a fixed number."""
 
     diagonal: Tensor  # d (*shape), real, float64
 
@@ -305,7 +305,7 @@ class PreconditionedBlock(DerivedBlock):
         return _rounded(found * squares(self.diagonal), self)
 
     def squared_norms(self) -> Tensor:
-        """Return ‖d ∘ gᵢ‖² (n,); of one outer product it is b² D² a²."""
+        """Return ‖d ∘ gᵢ‖² (n,); for one outer product it is b² D² a²."""
         if isinstance(self.base, OuterBlock) and self.base.sizes[1] == 1:
             found = SquaredBlock(wide(self.base)).dot(squares(self.diagonal))
             return _rounded(found, self)
@@ -318,25 +318,25 @@ class PreconditionedBlock(DerivedBlock):
         return _rounded(base.dot(vector.to(base.dtype) * self.diagonal), self)
 
     def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield the base's pieces times d, in d's precision."""
+        """Yield the base's pieces times d, in the precision of d."""
         for samples, entries, values in self.base.pieces():
             yield samples, entries, values * self.diagonal.flatten()[entries]
 
     def _values(self, base: Tensor) -> Tensor:
-        # in float64: 1/√v may be beyond what g's dtype holds, although g/√v is not
+        # in float64: 1/√v may overflow in g's dtype, although g/√v does not
         return (base * self.diagonal).to(base.dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class KroneckerBlock(DerivedBlock):
-    """L Gᵢ Rᵀ, with the gradient of k·r·c entries read as k matrices Gᵢ (r, c)."""
+    """L Gᵢ Rᵀ, where Gᵢ is the gradient read as k matrices (r, c)."""
 
     left: Tensor  # L (k, r, r), float64 or complex128
     right: Tensor  # R (k, c, c)
 
     @classmethod
     def of(cls, base: Block, left: Tensor, right: Tensor) -> Block:
-        """Return the block; of outer products it is the outer products of L b and R a."""
+        """Return the block; for outer products of b and a, the outer products of L b and R a."""
         sizes = (left.shape[0], left.shape[-1], right.shape[-1])
         if isinstance(base, OuterBlock) and (base.sizes[0], *base.sizes[2:]) == sizes:
             widened = wide(base)
@@ -361,6 +361,6 @@ class KroneckerBlock(DerivedBlock):
 
 
 def _rounded(values: Tensor, block: Block) -> Tensor:
-    """Return what was taken in float64 in the block's own precision."""
+    """Cast float64 values to the block's precision, float32 or wider."""
     dtype = torch.promote_types(block.dtype.to_real(), torch.float32)
     return values.to(dtype.to_complex() if values.is_complex() else dtype)

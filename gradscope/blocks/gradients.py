@@ -1,4 +1,4 @@
-"""The gradients of a batch: one block a parameter."""
+"""The gradients of a batch: one block per parameter."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,19 +12,19 @@ from gradscope.blocks.base import Block
 from gradscope.blocks.derived import ScaledBlock
 from gradscope.core.precision import doubled
 
-FORMED_BYTES = 2**28  # bytes of dense gradients that are kept at a time, over all parameters
+FORMED_BYTES = 2**28  # bytes of dense gradients kept at a time, over all parameters
 
 
 class Gradients(Mapping[str, Block]):
     """Per-sample gradients of all selected parameters, by name, in the model's order.
 
     Args:
-        blocks: At least one, all of the same n.
-        index: (n,) int64, each sample's position in its data set, by which anything random is
-            drawn; None for an aggregate, which is no sample.
-        powers: The sums over samples that will be asked for: 1 for Σ gᵢ, 2 for Σ |gᵢ|².
-        weights: (samples, r) if each sample has r rows, one after the other: what Σ g gᵀ over
-            them weighs each by. None if each row is a sample.
+        blocks: At least one, all with the same n.
+        index: (n,) int64, each sample's position in its data set; random numbers depend on it. Is
+            None for an aggregate of samples.
+        powers: The sums over samples that will be requested: 1 for Σ gᵢ, 2 for Σ |gᵢ|².
+        weights: (samples, r) if each sample has r consecutive rows: the weights of the rows in
+            Σ g gᵀ. Is None if each row is a sample.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class Gradients(Mapping[str, Block]):
         return torch.stack(list(self.squared_norms.values())).sum(0).sqrt()
 
     def _within_range(self, squared: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Take squared norms that are not finite from the dense rows.
+        """Recompute squared norms that are not finite from dense rows.
 
-        The square of a factor may overflow where the gradient, a product of factors, does not.
+        The square of a factor may overflow although the gradient, a product of factors, does not.
         """
         if bool(torch.stack(list(squared.values())).isfinite().all()):
             return squared
@@ -85,14 +85,14 @@ class Gradients(Mapping[str, Block]):
 
     @property
     def norms_known(self) -> bool:
-        """Whether something has asked for the norms already."""
+        """Whether the norms have been computed."""
         return self._squared is not None
 
     def formed(self, anyway: bool = False) -> "Gradients":
-        """Return the same gradients in the form that suits norms and then a weighted sum best.
+        """Return the same gradients in the best form for norms followed by a weighted sum.
 
         Args:
-            anyway: The dense gradients are needed besides.
+            anyway: The dense gradients are needed in any case.
         """
         if self.norms_known:
             return self
@@ -106,16 +106,16 @@ class Gradients(Mapping[str, Block]):
         return found
 
     def bounded(self) -> bool:
-        """Whether a cheap bound on the norms shows that every gradient is finite."""
+        """Whether a cheap bound on the norms proves that every gradient is finite."""
         bounds = torch.stack([doubled(block.bound()) for block in self.values()])
         return bool((bounds < torch.finfo(torch.float32).max).all())
 
     def power_sum(self, name: str, power: int) -> Tensor:
-        """Return Σᵢ gᵢ (power 1) or Σᵢ |gᵢ|² (2), (*shape), in the gradients' own precision.
+        """Return Σᵢ gᵢ (power 1) or Σᵢ |gᵢ|² (power 2), (*shape), in the gradients' precision.
 
-        Where both will be asked for, they are taken in one pass.
+        If both will be requested, they are computed in one pass.
         """
-        found = self._sums.pop((name, power), None)  # asked for once: it need not be kept
+        found = self._sums.pop((name, power), None)  # requested once, so not kept
         if found is not None:
             return found
         block = self[name]
@@ -126,11 +126,11 @@ class Gradients(Mapping[str, Block]):
         return block.weighted_sum() if power == 1 else block.squared_sum()
 
     def asked(self, powers: frozenset[int]) -> "Gradients":
-        """Return the same gradients, told which sums over samples will be asked for."""
+        """Return the same gradients, with the sums over samples that will be requested."""
         return Gradients(self._blocks, self.index, powers, self.weights)
 
     def weighted(self, weights: Tensor) -> "Gradients":
-        """Return the same gradients as rows of samples, with `weights` (samples, r)."""
+        """Return the same gradients as several rows per sample, with `weights` (samples, r)."""
         found = Gradients(self._blocks, self.index, self._powers, weights)
         found._squared = self._squared
         return found
@@ -140,11 +140,11 @@ class Gradients(Mapping[str, Block]):
         return self.of({name: fn(block) for name, block in self.items()})
 
     def of(self, blocks: Mapping[str, Block]) -> "Gradients":
-        """Return other blocks for the same samples."""
+        """Return a `Gradients` of other blocks for the same samples."""
         return Gradients(blocks, self.index)
 
     def scale(self, factors: Tensor) -> "Gradients":
-        """Multiply sample i by `factors[i]`, (n,); what is dense already is not copied for it."""
+        """Multiply sample i by `factors[i]`, (n,); dense blocks are not copied."""
 
         def scaled(block: Block) -> Block:
             dense = block.held is not None
@@ -166,12 +166,12 @@ class Gradients(Mapping[str, Block]):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a backend returns for a batch."""
+    """The result of a backend for a batch."""
 
     losses: Tensor  # (n,), detached
     gradients: Gradients  # the per-sample gradients
-    new: bool = False  # whether the backend had to find out first how the batch is computed
-    # {key: state} of the requested reductions that were computed with the gradients
+    new: bool = False  # whether the backend analysed the model for this batch
+    # {key: state} of requested reductions that were computed together with the gradients
     states: Mapping[str, dict[str, Tensor]] = field(default_factory=dict)
-    compiled: bool = False  # whether a compiled program has computed it
-    note: str = ""  # what is worth a line of how it was computed
+    compiled: bool = False  # whether a compiled program computed it
+    note: str = ""  # a remark on how it was computed

@@ -1,4 +1,4 @@
-"""Samples of one batch that were computed in several parts, in the order of the batch."""
+"""Blocks for the samples of one batch that were computed in several parts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -19,13 +19,13 @@ _CONCATENATED = (ConvolutionBlock, DenseBlock, OuterBlock, ScatterBlock)
 
 
 def joined(blocks: Sequence[Block], place: Tensor) -> Block:
-    """Return one block for the samples of `blocks`, which are of one parameter.
+    """Return one block for the samples of `blocks`, which belong to one parameter.
 
     Blocks of one kind and of the same sizes become a single block of this kind.
 
     Args:
         blocks: At least one.
-        place: (n,) int64, where each sample is in the blocks, laid end to end.
+        place: (n,) int64, the position of each sample in the concatenated blocks.
     """
     if len(blocks) == 1:
         return blocks[0].select(place)
@@ -34,7 +34,7 @@ def joined(blocks: Sequence[Block], place: Tensor) -> Block:
 
 
 def _concatenated(blocks: Sequence[Block]) -> Block | None:
-    """Return the samples of all blocks as one block of their kind, None where sizes differ."""
+    """Return the samples of all blocks as one block of their kind, or None if sizes differ."""
     first = blocks[0]
     if any(type(block) is not type(first) for block in blocks):
         return None
@@ -54,7 +54,7 @@ def _concatenated(blocks: Sequence[Block]) -> Block | None:
 
 
 def _static(block: Block, own: Sequence[str]) -> Any:
-    """Return what has to be the same of blocks whose samples are put together."""
+    """Return the properties that must be equal before blocks can be concatenated."""
     assert isinstance(block, TensorBlock)
     values = [getattr(block, name) for name in own]
     rest = [getattr(block, field.name) for field in fields(block) if field.name not in own]
@@ -66,7 +66,7 @@ class JoinedBlock(Block):
     """The gradients of samples in several blocks."""
 
     parts: tuple[Block, ...]  # all of the same parameter
-    place: Tensor  # (n,) int64, where each sample is in the parts, laid end to end
+    place: Tensor  # (n,) int64, the position of each sample in the concatenated parts
 
     @property
     def n(self) -> int:
@@ -89,7 +89,7 @@ class JoinedBlock(Block):
         return found if out is None else out.copy_(found)
 
     def select(self, rows: slice | Tensor) -> Block:
-        """Return the samples `rows`; where one part has all of them, in the structure it has."""
+        """Return the samples `rows`; if they are in one part, with its structure."""
         wanted = self.place[rows.to(self.device) if isinstance(rows, Tensor) else rows]
         found, order = [], []
         for part, (start, stop) in zip(self.parts, self._bounds, strict=True):
@@ -137,7 +137,7 @@ class JoinedBlock(Block):
         return torch.stack([part.bound() for part in self.parts]).amax()
 
     def _each(self, fn: Callable[[Block], Tensor]) -> Tensor:
-        """Return what a function finds for each sample (n, ...), in order."""
+        """Return the result of a function for each sample (n, ...), in order."""
         return torch.cat([fn(part) for part in self.parts])[self.place]
 
     def _with(self, weights: Tensor | None) -> Iterator[tuple[Block, Tensor | None]]:
@@ -146,10 +146,10 @@ class JoinedBlock(Block):
         yield from zip(self.parts, own, strict=True)
 
     def _by_part(self, values: Tensor) -> Sequence[Tensor]:
-        """Return values (n,) of samples, part by part."""
+        """Split values (n,) of the samples by part."""
         return values[self.place.argsort()].split([part.n for part in self.parts])  # type: ignore[no-untyped-call,no-any-return]
 
     @cached_property
     def _bounds(self) -> list[tuple[int, int]]:
-        """The positions of the first sample of each part, and of the first after it."""
+        """(start, stop) of each part in the concatenated samples."""
         return [*pairwise(accumulate((part.n for part in self.parts), initial=0))]

@@ -1,8 +1,8 @@
-"""Layers: a weight whose gradient has factors, and the bias that belongs to it, as one matrix.
+"""Layers: a weight whose gradient has factors, together with its bias, as one matrix.
 
-Where a bias is added to what a weight makes, its gradient is the sum over positions of the output
-gradients, Σₜ bₜ, which are one factor of the weight's gradient Σₜ bₜ ⊗ aₜ. Both together are the
-gradient Σₜ bₜ ⊗ (aₜ, 1) of one matrix (o, i + 1). That is read off the numbers, not the modules.
+The gradient of a bias is the sum of the output gradients over positions, Σₜ bₜ. These bₜ are also
+one factor of the weight's gradient Σₜ bₜ ⊗ aₜ. Both together are the gradient Σₜ bₜ ⊗ (aₜ, 1) of
+one matrix (o, i + 1). The code recognises a bias by its numbers, not by modules.
 """
 
 from collections.abc import Mapping
@@ -17,22 +17,22 @@ from gradscope.blocks.gradients import Gradients
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-_ROUNDINGS = 4  # of a factor and of a bias on their way here: a sum over frames, a cast
+_ROUNDINGS = 4  # roundings of a factor and a bias before the comparison: a sum over frames, a cast
 
 
 class LayerWeights(NamedTuple):
-    """A weight, and perhaps its bias, read as k matrices (r, c)."""
+    """A weight, optionally with its bias, read as k matrices (r, c)."""
 
     weight: str  # its name
-    bias: str | None  # the name of the bias that is in the matrices, if any is
-    sizes: tuple[int, int, int]  # (k, r, c), the bias counted
-    # the bias is their last row, as where a weight is stored inputs first; else their last column
+    bias: str | None  # the name of the bias in the matrices, if any
+    sizes: tuple[int, int, int]  # (k, r, c), including the bias
+    # whether the bias is the last row (for weights stored inputs first), not the last column
     below: bool = False
 
     def factors(self, gradients: Gradients) -> tuple[Tensor, Tensor] | None:
-        """Return left (n, k, t, r) and right (n, k, t, c), with ones where the bias is.
+        """Return left (n, k, t, r) and right (n, k, t, c), with ones for the bias, or None.
 
-        None where the weight has no factors in this batch, or the bias is not their sum.
+        None means: the weight has no factors in this batch, or the bias is not their sum.
         """
         found = gradients[self.weight].factors()
         if found is None or found.kind != "outer":
@@ -56,7 +56,7 @@ class LayerWeights(NamedTuple):
         return torch.cat([own, rows[self.bias].reshape(n, k, -1).unsqueeze(axis).to(own)], axis)
 
     def apart(self, matrices: Tensor, shapes: Shapes) -> dict[str, Tensor]:
-        """Return {name: (n, *shape)} of the matrices (n, k, r, c)."""
+        """Split the matrices (n, k, r, c) into {name: (n, *shape)}."""
         n, axis = len(matrices), 2 if self.below else 3
         if self.bias is None:
             return {self.weight: matrices.reshape(n, *shapes[self.weight])}
@@ -69,15 +69,15 @@ class LayerWeights(NamedTuple):
 
 
 def bias_of(weight: str) -> str | None:
-    """Return what the bias of a weight is called: "bias" where "weight" is, in the last word."""
+    """Return the name of a weight's bias: the last word with "weight" replaced by "bias"."""
     path, dot, word = weight.rpartition(".")
     return f"{path}{dot}{word.replace('weight', 'bias')}" if "weight" in word else None
 
 
 def layer_of(weight: str, sizes: tuple[int, int, int], shapes: Shapes) -> LayerWeights | None:
-    """Return the layer with matrices of `sizes` (k, r, c), None where they are not this weight's.
+    """Return the layer with matrices of `sizes` (k, r, c), or None if they do not fit the weight.
 
-    `shapes` are those of all parameters.
+    `shapes` has the shapes of all parameters.
     """
     (k, r, c), bias = sizes, bias_of(weight)
     shape = shapes[weight]
@@ -87,7 +87,7 @@ def layer_of(weight: str, sizes: tuple[int, int, int], shapes: Shapes) -> LayerW
         return LayerWeights(weight, None, sizes)
     beside = (k * r * (c - 1), k * r) == (entries, length)
     below = (k * (r - 1) * c, k * c) == (entries, length)
-    if beside and below:  # k(r-1)c = kr(c-1): which axis comes first decides
+    if beside and below:  # k(r-1)c = kr(c-1): the order of the axes decides
         beside = shape[0] == k * r
     return LayerWeights(weight, bias, sizes, below=not beside) if beside or below else None
 
@@ -98,11 +98,12 @@ def with_ones(factor: Tensor) -> Tensor:
 
 
 def belongs(bias: Block, factor: Tensor) -> Tensor:
-    """Return (n,), True where a bias gradient (k·f) is the factor (n, k, t, f) summed over t.
+    """Return (n,), True where a bias gradient (k·f) equals the factor (n, k, t, f) summed over t.
 
-    Two sums of the same t numbers, taken in float32 at least, differ by t units in the last place
-    of the sum of their sizes at most, and by a few units of the precision they are rounded to on
-    the way. Where that is half of it, nothing is known. What is not finite contradicts nothing.
+    Two sums of the same t numbers in float32 or wider have a tolerance relative to the sum of
+    magnitudes. It is t units in the last place, plus a few units of the precision to which the
+    inputs were rounded. If the tolerance reaches one half, nothing can be concluded: False. Values that are not
+    finite never contradict.
     """
     n, k, t, f = factor.shape
     if prod(bias.shape) != k * f:

@@ -4,15 +4,15 @@ With groups k and positions t, sample i's gradient is
 
     gᵢ[k, r, c] = Σₜ left[i, k, t, r] · right[i, k, t, c],
 
-read in this order as the parameter's shape. For a linear layer left is the output gradient (r = o)
-and right the input (c = i); a convolution's positions are output pixels, its right factors patches
-(Goodfellow 2015, arXiv:1510.01799; Rochette et al. 2019, arXiv:1912.06015). Where a weight is
-stored inputs first, left is the input and right the output gradient: such positions are `turned`.
+read in this order as the parameter's shape. In a linear layer, left is the output gradient (r = o)
+and right is the input (c = i). In a convolution, positions are output pixels and right has patches
+(Goodfellow 2015, arXiv:1510.01799; Rochette et al. 2019, arXiv:1912.06015). If a weight is stored
+inputs first, left is the input and right is the output gradient: the positions are `turned`.
 
-The products are taken by whichever kernel is faster here. oneDNN's kernel of linear layers uses the
-widest vector instructions of every processor; the matrix kernels that torch is built with do not on
-some (half as fast on AMD processors with AVX-512), and are faster on others. Its kernels have no
-derivative, and take float32 on the CPU alone.
+The code uses the kernel that is faster on this machine. oneDNN's linear kernel uses the widest
+vector instructions of every processor. torch's matrix kernels do not on some processors (half as
+fast on AMD with AVX-512), and are faster on others. The oneDNN kernel has no derivative, and
+supports only float32 on the CPU.
 """
 
 from collections.abc import Iterator
@@ -39,8 +39,8 @@ from gradscope.blocks.base import (
 from gradscope.blocks.variants import Variant, fastest, seconds
 from gradscope.process.memory import slices
 
-_READ_AGAIN = 2**19  # bytes formed and read twice, beside two sums: 1.5 MiB, a core's own cache
-KEPT = 2**24  # bytes of dense gradients that are worth keeping from their norms to their sum
+_READ_AGAIN = 2**19  # bytes computed and read twice, next to two sums: 1.5 MiB, one core's cache
+KEPT = 2**24  # bytes of dense gradients that are kept between norms and sum
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +49,8 @@ class OuterBlock(TensorBlock):
 
     left: Tensor  # (n, k groups, t, r rows)
     right: Tensor  # (n, k, t, c columns)
-    parameter_shape: tuple[int, ...]  # any shape of k·r·c entries
-    # whether right, not left, is the output gradient: at all positions, or at each (t,) bool
+    parameter_shape: tuple[int, ...]  # any shape with k·r·c entries
+    # whether right is the output gradient, instead of left: one bool, or (t,) bool by position
     turned: bool | Tensor = False
     numbers = ("left", "right")
     kind = "outer"
@@ -79,13 +79,13 @@ class OuterBlock(TensorBlock):
         return Factors("outer", {"left": self.left, "right": self.right}, self.shape)
 
     def dense(self, out: Tensor | None = None) -> Tensor:
-        """Return the gradients (n, *shape), one matrix product a sample and group."""
+        """Return the gradients (n, *shape), one matrix product per sample and group."""
         k, t, r, c = self.sizes
         left = self.left.to(self.dtype).flatten(0, 1)  # (n·k, t, r)
         right = self.right.to(self.dtype).flatten(0, 1)  # (n·k, t, c)
         direct = out is not None and out.is_contiguous() and out.dtype == self.dtype
         target = out.view(self.n * k, r, c) if direct and out is not None else None
-        if t == 1:  # a broadcast product: no matrix kernel is started for a single term
+        if t == 1:  # a broadcast product is faster than a matrix kernel
             product = torch.mul(left.mT, right, out=target)
         else:
             product = separate(left, right, target)
@@ -93,7 +93,7 @@ class OuterBlock(TensorBlock):
         return dense if out is None or direct else out.copy_(dense)
 
     def scale(self, factors: Tensor) -> "OuterBlock":
-        """Multiply sample i by `factors[i]`: only the smaller factor is touched."""
+        """Multiply sample i by `factors[i]`; only the smaller factor changes."""
         left, right = self.left, self.right
         if left.shape[-1] <= right.shape[-1]:
             return replace(self, left=times(left, factors))
@@ -103,18 +103,18 @@ class OuterBlock(TensorBlock):
         return replace(self, parameter_shape=shape)
 
     def transpose(self, axis0: int, axis1: int) -> Block:
-        """Swap two axes; for a matrix the factors change places."""
+        """Swap two axes; for a matrix, swap the factors."""
         k, _, r, c = self.sizes
         if k == 1 and self.shape == (r, c) and {axis0 % 2, axis1 % 2} == {0, 1}:
             return OuterBlock(self.right, self.left, (c, r), opposite(self.turned))
         return super().transpose(axis0, axis1)
 
     def counted(self) -> Tensor:
-        """Return (n, k, t) bool: whether a position's output gradient has an entry other than 0."""
+        """Return (n, k, t) bool: whether a position's output gradient has a nonzero entry."""
         return nonzero_gradients(self.left, self.right, self.turned)
 
     def squared_norms(self) -> Tensor:
-        """Return ‖gᵢ‖² (n,), by the Gram matrices over positions where these are smaller."""
+        """Return ‖gᵢ‖² (n,), from Gram matrices over positions if these are smaller."""
         k, t, r, c = self.sizes
         left, right = precise(self.left), precise(self.right)
         if t == 1:
@@ -129,14 +129,14 @@ class OuterBlock(TensorBlock):
         return fastest(f"norms {k}x{r}x{c}", {"t": t, "n": self.n}, left, variants)
 
     def ghost_norms(self) -> Tensor:
-        """Return ‖gᵢ‖² (n,) by the Gram matrices over positions."""
+        """Return ‖gᵢ‖² (n,), from the Gram matrices over positions."""
         left, right = (precise(f).flatten(0, 1) for f in (self.left, self.right))
         return ghost(left, right).view(self.n, -1).sum(1).clamp_min(0.0)
 
     def formed(self, anyway: bool = False) -> Block:
-        """Return the dense block where it stays near the caches and is cheaper than two shortcuts.
+        """Return the dense block if it fits near the caches and is cheaper than two shortcuts.
 
-        The cost model alone decides: Gram matrices and one long sum, or the dense gradients once.
+        The cost model decides between Gram matrices plus one long sum, and the dense gradients.
         """
         k, t, r, c = self.sizes
         entries, work = self.n * k * r * c, 2.0 * self.n * k * t
@@ -147,7 +147,7 @@ class OuterBlock(TensorBlock):
         return DenseBlock(self.dense()) if anyway or once < apart else self
 
     def norms(self, p: float = 2.0) -> Tensor:
-        """Return ‖gᵢ‖ₚ (n,); any p-norm of one outer product is the product of its factors'."""
+        """Return ‖gᵢ‖ₚ (n,); for one outer product it is the product of the factors' p-norms."""
         k, t, _, _ = self.sizes
         if p == 2 or t > 1:
             return super().norms(p)
@@ -155,26 +155,26 @@ class OuterBlock(TensorBlock):
         return p_norms((left * right).view(self.n, k), p)
 
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
-        """Return Σᵢ wᵢ gᵢ (*shape): samples and positions are one long sum."""
+        """Return Σᵢ wᵢ gᵢ (*shape), as one long sum over samples and positions."""
         block = self if weights is None else self.scale(weights)
         return contracted(precise(block.left), precise(block.right)).reshape(self.shape)
 
     def squared_sum(self, weights: Tensor | None = None) -> Tensor:
-        """Return Σᵢ wᵢ |gᵢ|² (*shape), with one position Σᵢ wᵢ b²⊗a².
+        """Return Σᵢ wᵢ |gᵢ|² (*shape); with one position it is Σᵢ wᵢ b²⊗a².
 
-        With several, the sum over positions comes before the square: dense tiles are used.
+        With several positions, their sum must be squared, so dense tiles are used.
         """
         if not self.sums_squares:
             return super().squared_sum(weights)
         left, right = squares(precise(self.left)), squares(precise(self.right))
-        if not bool((left.sum() + right.sum()).isfinite()):  # the products may be, nevertheless
+        if not bool((left.sum() + right.sum()).isfinite()):  # the products may still be finite
             return super().squared_sum(weights)
         return contracted(times(left, weights), right).reshape(self.shape)
 
     def sums(
         self, weights: Tensor | None = None, for_squares: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return Σᵢ wᵢ gᵢ and Σᵢ uᵢ |gᵢ|² (*shape); what is formed is read again in the cache."""
+        """Return Σᵢ wᵢ gᵢ and Σᵢ uᵢ |gᵢ|² (*shape), from tiles that stay in the cache."""
         k, t, r, c = self.sizes
         real = self.dtype in (torch.float32, torch.float64) and self.device.type == "cpu"
         if t == 1 or not real:
@@ -195,7 +195,7 @@ class OuterBlock(TensorBlock):
     def _sums_by_bands(
         self, weights: Tensor | None, for_squares: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Form some rows of a matrix (r, c) at a time, one sample after the other."""
+        """Compute some rows of a matrix (r, c) at a time, sample after sample."""
         _, _, r, c = self.sizes
         left, right = (f[:, 0].to(self.dtype) for f in (self.left, self.right))
         first, second = torch.zeros(2, r, c, dtype=self.dtype)
@@ -211,7 +211,7 @@ class OuterBlock(TensorBlock):
         return first.view(self.shape), second.view(self.shape)
 
     def bound(self) -> Tensor:
-        """Return the product of the factors' norms (Cauchy and Schwarz)."""
+        """Return the product of the factors' norms (Cauchy–Schwarz)."""
         return size(self.left) * size(self.right)
 
     def dot(self, vector: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ class OuterBlock(TensorBlock):
         return (torch.matmul(precise(self.left), matrix) * precise(self.right)).sum((1, 2, 3))
 
     def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield some rows of the parameter at a time, of all samples."""
+        """Yield some rows of the parameter at a time, for all samples."""
         k, t, r, c = self.sizes
         row = self.n * c * self.dtype.itemsize
         for group in range(k):
@@ -236,7 +236,7 @@ class OuterBlock(TensorBlock):
                 yield slice(0, self.n), entries, values.flatten(1)
 
     def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return left · Gᵢ · rightᵀ = Σₜ (left bₜ) ⊗ (right aₜ) (n, a, b): no Gᵢ is formed."""
+        """Return left · Gᵢ · rightᵀ = Σₜ (left bₜ) ⊗ (right aₜ) (n, a, b), without any Gᵢ."""
         k, _, r, c = self.sizes
         if left.shape[1] != k * r or right.shape[1] != c:
             return super().two_sided(left, right)
@@ -244,7 +244,7 @@ class OuterBlock(TensorBlock):
         return replace(self, right=self.right.to(dtype) @ right.to(dtype).mT).left_sided(left)
 
     def left_sided(self, left: Tensor) -> Tensor:
-        """Return Σₜ (left bₜ) ⊗ aₜ (n, a, c) for `left` (a, k·r): the groups are added up."""
+        """Return Σₜ (left bₜ) ⊗ aₜ (n, a, c), summed over groups, for `left` (a, k·r)."""
         k, _, r, _ = self.sizes
         dtype = torch.promote_types(self.dtype, left.dtype)
         by_group = left.to(dtype).view(-1, k, r).permute(1, 2, 0)  # (k, r, a)
@@ -262,14 +262,14 @@ class OuterBlock(TensorBlock):
 
 
 def opposite(turned: bool | Tensor) -> bool | Tensor:
-    """Return `turned` of the transposed block."""
+    """Return `turned` for the transposed block."""
     return ~turned if isinstance(turned, Tensor) else not turned
 
 
 def nonzero_gradients(left: Tensor, right: Tensor, turned: bool | Tensor) -> Tensor:
-    """Return (..., t) bool of factors (..., t, r) and (..., t, c): whose output gradient is not 0.
+    """Return (..., t) bool: whether the output gradient at a position has a nonzero entry.
 
-    NaN is not 0. `turned` is the one of the block.
+    NaN counts as nonzero. The factors are (..., t, r) and (..., t, c); `turned` as in the block.
     """
     if isinstance(turned, Tensor):
         return torch.where(turned, (right != 0).any(-1), (left != 0).any(-1))
@@ -279,10 +279,10 @@ def nonzero_gradients(left: Tensor, right: Tensor, turned: bool | Tensor) -> Ten
 def _single(
     left: Tensor, right: Tensor, start: int, step: int
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield pieces of one product a sample, left (n, r) and right (n, c), from entry `start` on.
+    """Yield pieces of one outer product per sample: left (n, r), right (n, c), first entry `start`.
 
-    Samples lie next to each other, in a buffer that stays in the caches: starting one product
-    costs little, and nothing is copied on the way.
+    Samples are adjacent in a buffer that fits into the caches. A product has little overhead, and
+    nothing is copied.
     """
     columns = right.T.contiguous()
     (c, n), r = columns.shape, left.shape[1]
@@ -296,14 +296,15 @@ def _single(
         start += count
 
 
-WORTH_A_CALL = 2**23  # multiplications: four times what a start costs, as `seconds` has it
-_LEAF = 64  # positions below which a Gram matrix is taken whole
+WORTH_A_CALL = 2**23  # multiplications: four times the overhead of a call in `seconds`
+_LEAF = 64  # positions below which a Gram matrix is not split
 
 
 def contracted(left: Tensor, right: Tensor) -> Tensor:
     """Return Σᵢₜ left[i, k, t, r] right[i, k, t, c] as (k, r, c)."""
     positions_first = all(f.stride(2) > f.stride(0) for f in (left, right))
-    order = (1, 2, 0, 3) if positions_first else (1, 0, 2, 3)  # as they lie: nothing is copied
+    # the order in memory, so that nothing is copied
+    order = (1, 2, 0, 3) if positions_first else (1, 0, 2, 3)
     rows, columns = (f.permute(order).flatten(1, 2) for f in (left, right))  # (k, n·t, ·)
     columns = columns.to(rows.dtype)
     k, t, r = rows.shape
@@ -311,7 +312,7 @@ def contracted(left: Tensor, right: Tensor) -> Tensor:
     flops = 2.0 * k * t * r * c
 
     def one_by_one() -> Tensor:
-        if r > c:  # the kernel copies its first factor: better the smaller one
+        if r > c:  # the kernel copies its first factor, so pass the smaller one
             return _one_by_one(columns, rows).mT
         return _one_by_one(rows, columns)
 
@@ -337,7 +338,7 @@ def separate(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
 def ghost(left: Tensor, right: Tensor) -> Tensor:
     """Return ‖Σₜ leftₜ ⊗ rightₜ‖² (m,) = Σₜₛ (leftₜ·leftₛ)(rightₜ·rightₛ) of (m, t, r), (m, t, c).
 
-    The Gram matrices over positions are symmetric: of many positions half are left out (Li et al.
+    The Gram matrices over positions are symmetric, so half of their blocks are skipped (Li et al.
     2021, arXiv:2110.05679, "ghost norms").
     """
     t = left.shape[1]
@@ -353,9 +354,10 @@ def _met(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
 
 
 def _one_by_one(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return leftᵢᵀ rightᵢ (m, r, c) by oneDNN, in `out` if given."""
+    """Return leftᵢᵀ rightᵢ (m, r, c) by oneDNN, written into `out` if given."""
     if out is None and len(left) == 1:
-        return _product(left[0].mT, right[0].mT)[None]  # as it is: a copy costs a third of it
+        # not copied: a copy takes a third of the time
+        return _product(left[0].mT, right[0].mT)[None]
     found = left.new_empty(len(left), left.shape[2], right.shape[2]) if out is None else out
     for place, a, b in zip(found, left, right, strict=True):
         place.copy_(_product(a.mT, b.mT))
@@ -365,20 +367,20 @@ def _one_by_one(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tenso
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """Return left rightᵀ (..., o) by oneDNN."""
     if not (right.is_contiguous() or right.mT.is_contiguous()):
-        right = right.contiguous()  # other strides take a path a hundred times as slow
+        right = right.contiguous()  # other strides are a hundred times slower
     found: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
     return found
 
 
 def _by_onednn(*given: Tensor) -> bool:
-    """Whether oneDNN's kernels take these numbers: plain ones, of which no derivative is asked."""
+    """Whether oneDNN supports these tensors: float32 on the CPU, without derivatives."""
     peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
     if peek is None or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     if not (mkldnn.is_available() and mkldnn.enabled):  # type: ignore[no-untyped-call]
         return False
     tracked = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-    inside = peek() is not None  # of torch.func's transforms
+    inside = peek() is not None  # inside a transform of torch.func
     return not (tracked or inside) and all(
         t.device.type == "cpu"
         and t.dtype == torch.float32

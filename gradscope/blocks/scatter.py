@@ -1,4 +1,4 @@
-"""Gradients that touch few entries: rows of a table (embeddings), or single entries."""
+"""Gradients with few nonzero entries: rows of a table (embeddings), or single entries."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ from gradscope.process.memory import slices
 
 @dataclass(frozen=True, eq=False)
 class ScatterBlock(TensorBlock):
-    """Rows added into a table (v, d): gᵢ[v, :] = Σₜ [index[i, t] = v] · rows[i, t, :]."""
+    """Rows added to a table (v, d): gᵢ[v, :] = Σₜ [index[i, t] = v] · rows[i, t, :]."""
 
-    index: Tensor  # (n, t) int64, which row of the table
-    rows: Tensor  # (n, t, d), what is added to it
+    index: Tensor  # (n, t) int64, the row of the table
+    rows: Tensor  # (n, t, d), the values added to it
     size: int  # v, the number of rows of the table
     numbers, places = ("rows",), ("index",)
     kind = "scatter"
@@ -46,10 +46,10 @@ class ScatterBlock(TensorBlock):
         return Factors("scatter", {"index": self.index, "rows": self.rows}, self.shape)
 
     def cross(self, other: Block) -> Tensor | None:
-        """Return Re⟨gᵢ, hᵢ⟩ (n,) with one group of outer products of the table's own shape.
+        """Return Re⟨gᵢ, hᵢ⟩ (n,) with one group of outer products of the table's shape.
 
-        A tied embedding is a scatter plus an outer product: the scatter's row x meets the entry
-        left[x] · right, so nothing of the table's size is formed.
+        The gradient of a tied embedding is a scatter plus an outer product. Row x of the scatter
+        needs only the entry left[x] of the outer product, so no table is formed.
         """
         factors = other.factors() if other.kind == "outer" else None
         if factors is None:
@@ -58,7 +58,7 @@ class ScatterBlock(TensorBlock):
         if left.shape[1] != 1 or (left.shape[3], right.shape[3]) != self.shape:
             return None
         index = self.index.unsqueeze(1).expand(-1, left.shape[2], -1)  # (n, t, s)
-        met = torch.gather(left[:, 0], 2, index)  # left's entry at each scattered row
+        met = torch.gather(left[:, 0], 2, index)  # the entry of left for each scattered row
         return (met * (right[:, 0] @ precise(self.rows).mH)).sum((1, 2)).real
 
     def dense(self, out: Tensor | None = None) -> Tensor:
@@ -70,7 +70,7 @@ class ScatterBlock(TensorBlock):
         return table if out is None else out.copy_(table)
 
     def add_to(self, out: Tensor) -> None:
-        """Add the rows to `out` (n, v, d) where they belong."""
+        """Add the rows to the table `out` (n, v, d)."""
         if out.is_contiguous() and out.dtype == self.dtype:
             out.view(self.n * self.size, self.shape[1]).index_add_(
                 0, self._flat, self.rows.flatten(0, 1)
@@ -79,17 +79,17 @@ class ScatterBlock(TensorBlock):
             super().add_to(out)
 
     def squared_norms(self) -> Tensor:
-        """Return ‖gᵢ‖² (n,): rows that meet in one table row are added before the square."""
+        """Return ‖gᵢ‖² (n,); rows with the same index are added before squaring."""
         samples, _, merged = self.merged
         norms = torch.zeros(self.n, dtype=squares(merged[:0]).dtype, device=self.device)
         return norms.index_add_(0, samples, squares(merged).sum(1))
 
     def norms(self, p: float = 2.0) -> Tensor:
-        """Return ‖gᵢ‖ₚ (n,), from the touched rows alone."""
+        """Return ‖gᵢ‖ₚ (n,), from the touched rows only."""
         if p == 2:
             return super().norms(p)
         samples, _, merged = self.merged
-        each = p_norms(merged, p)  # (m,), of rows that are laid side by side, one a column:
+        each = p_norms(merged, p)  # norms of rows (m,), arranged in one table row per sample:
         first = torch.searchsorted(samples, samples)
         place = torch.arange(len(samples), device=self.device) - first
         width = int(place.max()) + 1 if len(place) else 0
@@ -106,7 +106,7 @@ class ScatterBlock(TensorBlock):
         return _added(self.size, index, times(squares(merged), own))
 
     def bound(self) -> Tensor:
-        """Return √t times the norm of all rows: at most t of them meet."""
+        """Return √t times the norm of all rows: at most t rows have the same index."""
         most: float = max(1, self.rows.shape[1]) ** 0.5
         return size(self.rows) * most
 
@@ -114,7 +114,7 @@ class ScatterBlock(TensorBlock):
         return (precise(vector.conj())[self.index] * precise(self.rows)).sum((1, 2))
 
     def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield some rows of the table at a time, of all samples; none that nothing touches."""
+        """Yield some rows of the table at a time, for all samples; untouched rows are skipped."""
         width = self.shape[1]
         samples = torch.arange(self.n, device=self.device).unsqueeze(1).expand_as(self.index)
         for touched in slices(self.size, self.n * width * self.dtype.itemsize, TILE_BYTES):
@@ -141,7 +141,7 @@ class ScatterBlock(TensorBlock):
 
     @property
     def _flat(self) -> Tensor:
-        """The position (n·t,) of each row in the tables of all samples laid end to end."""
+        """The position (n·t,) of each row in the concatenated tables of all samples."""
         offset = torch.arange(self.n, device=self.device).unsqueeze(1) * self.size
         return (offset + self.index).flatten()
 
@@ -154,10 +154,10 @@ def _added(size: int, index: Tensor, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class SparseBlock(TensorBlock):
-    """gᵢ has values[i, s] at the places index[i, s], and zeros elsewhere."""
+    """gᵢ has values[i, s] at the positions index[i, s], and zeros elsewhere."""
 
-    # (n, s) int64 into the flattened parameter; no place twice in a sample, but for padding,
-    # whose value is 0
+    # (n, s) int64, positions in the flattened parameter; unique within a sample, except for
+    # padding, whose value is 0
     index: Tensor
     values: Tensor  # (n, s)
     parameter_shape: tuple[int, ...]  # the parameter's shape
@@ -181,6 +181,6 @@ class SparseBlock(TensorBlock):
         return (precise(self.values) * precise(vector.conj()).flatten()[self.index]).sum(1)
 
     def _added(self, values: Tensor, weights: Tensor | None) -> Tensor:
-        """Return Σᵢ wᵢ of the values (n, s) at their places (*shape)."""
+        """Return Σᵢ wᵢ of the values (n, s), placed at their positions (*shape)."""
         table, values = values.new_zeros(prod(self.shape)), times(values, weights)
         return table.index_add_(0, self.index.flatten(), values.flatten()).view(self.shape)

@@ -1,11 +1,12 @@
-"""Sums of outer products over rows that say whose they are: experts, packed graphs, ragged rows.
+"""Sums of outer products over rows with labels: experts, packed graphs, ragged rows.
 
-Row j belongs to sample sₘ and to group eₘ (an expert), in any order and number:
+Row m belongs to sample sₘ and to group eₘ (an expert), in any order and number:
 
     gᵢ[e, r, c] = Σₘ [sₘ = i, eₘ = e] left[m, r] · right[m, c].
 
-The rows of one sample and group are a segment. Nothing is padded to the longest one: Gram matrices
-are taken within segments, and a weighted sum is one product a group over all of its rows.
+The rows of one sample and group form a segment. Segments are not padded to the longest segment.
+Gram matrices are computed within segments. A weighted sum takes one product per group, over all its
+rows.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,8 +32,8 @@ class SegmentBlock(TensorBlock):
     sample: Tensor  # (m,) int64, from 0 to n - 1
     group: Tensor  # (m,) int64, from 0 to k - 1
     sizes: tuple[int, int]  # (n, k)
-    parameter_shape: tuple[int, ...]  # any shape of k·r·c entries
-    turned: Tensor  # (m,) bool, whether right, not left, is the row's output gradient
+    parameter_shape: tuple[int, ...]  # any shape with k·r·c entries
+    turned: Tensor  # (m,) bool, whether right is the row's output gradient, instead of left
     numbers, places = ("left", "right"), ("sample", "group", "turned")
     has_shortcuts = True
 
@@ -57,13 +58,13 @@ class SegmentBlock(TensorBlock):
         return self.sizes[1], int(self.left.shape[1]), int(self.right.shape[1])
 
     def within(self, group: int, groups: int) -> "SegmentBlock":
-        """Return the gradients of a stack (groups, *shape) of which this one group is an entry."""
+        """Return the gradients of a stack (groups, *shape), with this block as entry `group`."""
         place = torch.full_like(self.group, group)
         rows = self.left, self.right, self.sample, place
         return segmented(rows, (self.n, groups), (groups, *self.shape), self.turned)
 
     def dense(self, out: Tensor | None = None) -> Tensor:
-        """Return the gradients (n, *shape), one matrix product a segment."""
+        """Return the gradients (n, *shape), one matrix product per segment."""
         k, r, c = self.rows_by_columns
         direct = out is not None and out.is_contiguous() and out.dtype == self.dtype
         found = out if direct else self.left.new_empty(self.n, *self.shape, dtype=self.dtype)
@@ -80,7 +81,7 @@ class SegmentBlock(TensorBlock):
         return found if out is None or direct else out.copy_(found)
 
     def select(self, rows: slice | Tensor) -> Self:
-        """Return the samples `rows`, also such as are asked for twice."""
+        """Return the samples `rows`; a sample may be selected twice."""
         order, counts, starts = self._by_sample
         wanted, lengths = starts[rows], counts[rows]
         samples = torch.arange(len(lengths), device=self.device).repeat_interleave(lengths)
@@ -89,7 +90,7 @@ class SegmentBlock(TensorBlock):
         return replace(super().select(own), sample=samples, sizes=(len(lengths), self.sizes[1]))
 
     def scale(self, factors: Tensor) -> Self:
-        """Multiply sample i by `factors[i]`: only the smaller factor is touched."""
+        """Multiply sample i by `factors[i]`; only the smaller factor changes."""
         by = factors[self.sample]
         if self.left.shape[1] <= self.right.shape[1]:
             return replace(self, left=times(self.left, by))
@@ -99,7 +100,7 @@ class SegmentBlock(TensorBlock):
         return replace(self, parameter_shape=shape)
 
     def transpose(self, axis0: int, axis1: int) -> Block:
-        """Swap two axes; for each group's matrix the factors change places."""
+        """Swap two axes; for the matrix of each group, swap the factors."""
         k, r, c = self.rows_by_columns
         rank = len(self.shape)
         matrix = self.shape == (k, r, c) or (k == 1 and self.shape == (r, c))
@@ -110,11 +111,11 @@ class SegmentBlock(TensorBlock):
         return super().transpose(axis0, axis1)
 
     def counted(self) -> Tensor:
-        """Return (m,) bool: whether a row's output gradient has an entry other than 0."""
+        """Return (m,) bool: whether a row's output gradient has a nonzero entry."""
         return nonzero_gradients(self.left, self.right, self.turned)
 
     def squared_norms(self) -> Tensor:
-        """Return ‖gᵢ‖² (n,): of each segment, by whichever way its length suggests."""
+        """Return ‖gᵢ‖² (n,), summed over segments."""
         left = precise(self.left[:0])
         found = torch.zeros(self.n, dtype=left.dtype.to_real(), device=self.device)
         for keys, *factors in self._padded():
@@ -122,7 +123,7 @@ class SegmentBlock(TensorBlock):
         return found
 
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
-        """Return Σᵢ wᵢ gᵢ (*shape), one long sum a group: what the batch's own gradient costs."""
+        """Return Σᵢ wᵢ gᵢ (*shape), one long sum per group, at the cost of a batch gradient."""
         block = self if weights is None else self.scale(weights)
         k, r, c = self.rows_by_columns
         if k == 1:
@@ -135,7 +136,7 @@ class SegmentBlock(TensorBlock):
         return found.view(self.shape)
 
     def bound(self) -> Tensor:
-        """Return the product of the factors' norms (Cauchy and Schwarz)."""
+        """Return the product of the factors' norms (Cauchy–Schwarz)."""
         return size(self.left) * size(self.right)
 
     def dot(self, vector: Tensor) -> Tensor:
@@ -148,7 +149,7 @@ class SegmentBlock(TensorBlock):
         return rows.new_zeros(self.n).index_add_(0, self.ordered.sample, rows)
 
     def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield some rows of the parameter at a time, of all samples."""
+        """Yield some rows of the parameter at a time, for all samples."""
         _, r, c = self.rows_by_columns
         for group, part in self._groups():
             for rows in slices(r, self.n * c * self.dtype.itemsize, TILE_BYTES):
@@ -157,7 +158,7 @@ class SegmentBlock(TensorBlock):
                 yield slice(0, self.n), entries, self._matrix(*factors, part.sample).flatten(1)
 
     def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return left · Gᵢ · rightᵀ = Σₘ (left bₘ) ⊗ (right aₘ) (n, a, b): no Gᵢ is formed."""
+        """Return left · Gᵢ · rightᵀ = Σₘ (left bₘ) ⊗ (right aₘ) (n, a, b), without any Gᵢ."""
         k, r, c = self.rows_by_columns
         if left.shape[1] != k * r or right.shape[1] != c:
             return super().two_sided(left, right)
@@ -170,7 +171,7 @@ class SegmentBlock(TensorBlock):
 
     @cached_property
     def ordered(self) -> Self:
-        """The same rows by group, those of a group by sample."""
+        """The same rows, sorted by group and then by sample."""
         key = self._key
         in_order = bool((key[1:] >= key[:-1]).all())
         return self if in_order else super().select(key.argsort(stable=True))
@@ -182,21 +183,21 @@ class SegmentBlock(TensorBlock):
 
     @cached_property
     def _segments(self) -> tuple[Tensor, list[int], Tensor]:
-        """The segments that have rows: key (s,), number of rows, first row (s,), when ordered."""
+        """The nonempty segments of the sorted rows: key (s,), number of rows, first row (s,)."""
         keys, counts = torch.unique_consecutive(self.ordered._key, return_counts=True)
         return keys, counts.tolist(), counts.cumsum(0) - counts
 
     @cached_property
     def _by_sample(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows' order by sample (m,), and each sample's number of rows and first row (n,)."""
+        """The order of the rows by sample (m,); each sample's number of rows and first row (n,)."""
         counts = torch.bincount(self.sample, minlength=self.n)
         return self.sample.argsort(stable=True), counts, counts.cumsum(0) - counts
 
     def _padded(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield segments of similar lengths t: their keys (s,), left (s, t, r), right (s, t, c).
 
-        Padding repeats the segment's own first row, with zeros to the left: what is not finite
-        stays with its sample.
+        The padding repeats the segment's first row, with zeros in left. So values that are not
+        finite stay with their sample.
         """
         keys, counts, starts = self._segments
         block, lengths = self.ordered, [_rounded(count) for count in counts]
@@ -211,7 +212,7 @@ class SegmentBlock(TensorBlock):
             yield keys[own], left, block.right[place]
 
     def _groups(self) -> Iterator[tuple[int, Self]]:
-        """Yield each group's number and rows, when ordered."""
+        """Yield each group's number and its sorted rows."""
         k, block = self.sizes[1], self.ordered
         counts = torch.bincount(block.group, minlength=k)
         bounds = [0, *counts.cumsum(0).tolist()]
@@ -219,14 +220,14 @@ class SegmentBlock(TensorBlock):
             yield group, TensorBlock.select(block, slice(start, stop))
 
     def _matrix(self, left: Tensor, right: Tensor, sample: Tensor) -> Tensor:
-        """Return Σₘ left[m, :] ⊗ right[m, :] (n, r, c) over each sample's rows."""
+        """Return Σₘ left[m, :] ⊗ right[m, :] (n, r, c), summed over the rows of each sample."""
         shape, group = (left.shape[1], right.shape[1]), torch.zeros_like(sample)
         return segmented((left, right, sample, group), (self.n, 1), shape).dense()
 
 
 @dataclass(frozen=True, eq=False)
 class RaggedBlock(SegmentBlock):
-    """Rows of a single group; padded to the longest sample they are factors to be kept."""
+    """Rows of a single group; its stored factors are padded to the longest sample."""
 
     kind = "outer"
 
@@ -257,9 +258,9 @@ def segmented(
     shape: tuple[int, ...],
     turned: bool | Tensor = False,
 ) -> SegmentBlock:
-    """Return the block of the rows left, right, sample, group; the rest are its fields too.
+    """Return the block of the rows left, right, sample, group; other arguments as in the class.
 
-    `turned` is a bool of each row (m,), or of all rows.
+    `turned` has a bool per row (m,), or is a single bool for all rows.
     """
     kind = RaggedBlock if sizes[1] == 1 else SegmentBlock
     left, right, sample, group = rows
@@ -269,6 +270,6 @@ def segmented(
 
 
 def _rounded(count: int) -> int:
-    """Return the next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: few lengths, little padding."""
+    """Round up to one of 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: few lengths, little padding."""
     power = 1 << max(0, count - 1).bit_length()
     return power * 3 // 4 if power > 3 and count <= power * 3 // 4 else power

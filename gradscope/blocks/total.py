@@ -1,4 +1,4 @@
-"""Sums of blocks: weights that a model uses more than once, or ties between layers."""
+"""Sums of blocks, for weights that a model uses several times or that layers share."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from gradscope.blocks.segments import SegmentBlock, segmented
 
 
 def total(blocks: Sequence[Block]) -> Block:
-    """Return one block that stands for the sum of `blocks` (at least one, all of one shape).
+    """Return one block for the sum of `blocks` (at least one, all of one shape).
 
-    Blocks of one kind melt together: outer products and scatters are joined along their
-    positions, dense blocks are added. What is left of different kinds stays a `TotalBlock`.
+    Blocks of one kind are merged: outer products and scatters are concatenated along their
+    positions, dense blocks are added. Blocks of different kinds form a `TotalBlock`.
     """
     if len(blocks) == 1:
         return blocks[0]
@@ -52,7 +52,7 @@ def total(blocks: Sequence[Block]) -> Block:
 
 
 def _turned(blocks: list[OuterBlock]) -> bool | Tensor:
-    """Return which positions of all blocks together are turned."""
+    """Return `turned` for the positions of all blocks together."""
     first, *others = (block.turned for block in blocks)
     if isinstance(first, bool) and all(turned is first for turned in others):
         return first
@@ -94,7 +94,7 @@ class TotalBlock(Block):
         first, *others = sorted(self.parts, key=lambda part: part.kind == "scatter")
         result = first.to(self.dtype).dense(out)
         if out is None and first.kind != "outer":
-            result = result.clone()  # it may be the block's own
+            result = result.clone()  # it may share the block's memory
         for part in others:
             part.add_to(result)
         return result
@@ -120,7 +120,7 @@ class TotalBlock(Block):
         return sum(others, first)
 
     def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield each part's pieces; they are to be added."""
+        """Yield the pieces of each part; pieces of different parts add up."""
         for part in self.parts:
             yield from part.pieces()
 

@@ -1,12 +1,12 @@
-"""Kernel variants: several exact ways to one answer, and the tuner that chooses among them.
+"""Kernel variants: several exact ways to compute one result, and the tuner that chooses one.
 
-Which is fastest differs from one processor, and one release of torch, to the next. So a tuner that
-may measure tries the variants on the first batch that asks, and keeps the fastest for all later
-work of these sizes, in the cache for later processes too. Unmeasured, the way with the least
-arithmetic by torch's own kernels is taken. Another is taken only if it was clearly faster.
+The fastest variant depends on the processor and the torch release. A tuner that may measure tries
+the variants on the first batch. It stores the fastest for later work of the same sizes, and in the
+cache for later processes. Without measurements, the variant with the least arithmetic in torch's
+own kernels is used. A measured variant replaces it only if it is clearly faster.
 
-What is measured differs from run to run, and with it the answer in its last digits. Choices that a
-tuner is given are kept to the letter, so that a run that goes on gives the same bits.
+Measurements differ from run to run, and with them the last digits of a result. A tuner that is
+given choices uses exactly these, so that a resumed run gives the same bits.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,36 +22,37 @@ from gradscope.core.precision import dtype_name
 from gradscope.process.cache import Cache
 from gradscope.process.memory import timed
 
-FASTER = 0.9  # times what the default takes: a variant that takes more does not replace it
-_WORTH_MEASURING = 2e-4  # predicted seconds; below, trying costs more than it can save
-_HOPELESS = 4.0  # times the default's prediction: not tried
-_ROUNDS, _MOST_ROUNDS = 3, 9  # in which all variants take turns, until times are steady
-_ALIKE = 1.2  # times the shortest: longer ones tell of the moment
-_LONG = 0.5  # seconds of trying: in such long calls a moment does not count, and more cost much
-_PATIENCE = 4.0  # times the fastest so far: what takes longer is not tried again,
-_SET_UP = 0.01  # unless within these seconds: a first call sets up kernels
+FASTER = 0.9  # share of the default's time that a variant must beat to replace the default
+_WORTH_MEASURING = 2e-4  # predicted seconds; below, a trial costs more than it can save
+_HOPELESS = 4.0  # times the default's prediction: a slower variant is not tried
+_ROUNDS, _MOST_ROUNDS = 3, 9  # in each round all variants run once, until times are steady
+_ALIKE = 1.2  # times the shortest time: longer times are noise
+# seconds of trials: in such long calls noise does not matter, and more rounds are expensive
+_LONG = 0.5
+_PATIENCE = 4.0  # times the fastest so far: a slower variant is not tried again,
+_SET_UP = 0.01  # except within these seconds: a first call sets up kernels
 
-# of a typical machine: a second's, a call's; fixed, since what is not measured must not differ
+# per second and per call, of a typical machine; fixed, so that unmeasured choices never differ
 _FLOPS, _BYTES, _CALL = 1e11, 1e10, 2e-5
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compute an answer."""
+    """One way to compute a result."""
 
-    seconds: float  # what arithmetic predicts, for a typical machine
-    run: Callable[[], Tensor]  # computes the answer
-    optional: bool = False  # a kernel that is good on some machines: never taken unmeasured
+    seconds: float  # predicted from arithmetic, for a typical machine
+    run: Callable[[], Tensor]  # computes the result
+    optional: bool = False  # a kernel that is fast on some machines: never used unmeasured
 
 
 @dataclass(frozen=True)
 class ChosenVariant:
-    """The variant that was chosen for a request."""
+    """The variant chosen for a request."""
 
-    request: str  # what was asked for, of which sizes
+    request: str  # the operation and its sizes
     variant: str  # its name
-    seconds: dict[str, float]  # what each variant that was tried took, or is predicted to take
-    measured: bool = True  # and the measurement decides
+    seconds: dict[str, float]  # measured or predicted seconds of each variant
+    measured: bool = True  # whether the choice was measured
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -60,16 +61,16 @@ class ChosenVariant:
 
 
 def seconds(flops: float, moved: float = 0.0, calls: float = 1.0) -> float:
-    """Return the predicted seconds of so many multiplications, bytes moved and kernels started."""
+    """Return the predicted seconds for these multiplications, bytes moved and kernel calls."""
     return flops / _FLOPS + moved / _BYTES + calls * _CALL
 
 
 def fastest(request: str, sizes: Mapping[str, int], like: Tensor, variants: "Variants") -> Tensor:
-    """Return the answer by the variant that the active tuner chooses; one is not optional.
+    """Return the result of the variant that the active tuner chooses.
 
-    `request` has the sizes that are the parameter's own; `sizes` are those that differ from batch
-    to batch, such as n and t: choices are kept for each power of two. `like` is a tensor of the
-    dtype and on the device of the work.
+    `variants` has at least one that is not optional. `request` names the operation and the
+    parameter's sizes. `sizes` has sizes that differ between batches, such as n and t; each power of
+    two has its own choice. `like` is a tensor with the dtype and device of the work.
     """
     tuner = _active.get()
     if tuner is None:
@@ -81,50 +82,50 @@ Variants = Mapping[str, Variant]
 
 
 def default(variants: Variants) -> str:
-    """Return the name of the variant that is taken unmeasured: the least arithmetic."""
+    """Return the name of the variant for unmeasured use: the least arithmetic."""
     return min(variants, key=lambda name: (variants[name].optional, variants[name].seconds))
 
 
 def power(n: int) -> int:
-    """Return the smallest power of two that is not below `n`."""
+    """Return the smallest power of two that is at least `n`."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def known_of(device: torch.device) -> Cache | None:
-    """Return what was measured on this machine, None if nothing can be kept."""
+    """Return the cache of measurements on this machine, or None."""
     return Cache.of("variants", device)
 
 
 class Tuner:
-    """Chooses variants while it is active, and remembers what it chose for as long as it lives."""
+    """Chooses variants while it is active, and remembers its choices."""
 
     def __init__(
         self,
         *,
-        measures: bool = True,  # try variants, where that can save time, and look into the cache
-        kept: Mapping[str, str] | None = None,  # choices of earlier, by request, which stand
-        # for a device, what was measured earlier on it, if that is of interest
+        measures: bool = True,  # try variants if that can save time, and read the cache
+        kept: Mapping[str, str] | None = None,  # earlier choices by request, which stay valid
+        # returns the cache of earlier measurements on a device, or None
         cache: Callable[[torch.device], Cache | None] = lambda device: None,
-        preferred: frozenset[str] = frozenset(),  # variants to be taken wherever they exist
-        # runs a variant for a device; returns its seconds and its answer
+        preferred: frozenset[str] = frozenset(),  # variants to use wherever they exist
+        # runs a variant on a device; returns its seconds and its result
         timed: Callable[[Callable[[], Tensor], torch.device], tuple[float, Tensor]] = timed,
     ) -> None:
         self.measures, self.preferred = measures, preferred
-        # by request, in the order chosen
+        # by request, in the order of choice
         self.chosen = {k: ChosenVariant(k, variant, {}) for k, variant in (kept or {}).items()}
-        self._used = set(self.chosen)  # others were asked for only by variants that were tried
+        self._used = set(self.chosen)  # the rest was requested only inside trials of variants
         self._trying = False
         self._cache, self._timed = cache, timed
 
     @classmethod
     def remembering(cls, **options: Any) -> "Tuner":
-        """Return a tuner that knows what earlier processes measured on this machine."""
+        """Return a tuner that uses measurements of earlier processes on this machine."""
         return cls(cache=known_of, **options)
 
     def settled(self) -> dict[str, str]:
-        """Measure nothing any more; return the variant of each request that was measured and used.
+        """Stop measuring; return the variant of each request that was measured and used.
 
-        What is asked for later and is not among these is decided by arithmetic.
+        The cost model decides later requests that are not in the result.
         """
         if self.measures:
             self.measures = False
@@ -134,7 +135,7 @@ class Tuner:
 
     @contextmanager
     def active(self) -> Iterator["Tuner"]:
-        """Choose what is computed in the body, unless another tuner does: the outermost decides."""
+        """Choose for the code in the body, unless an outer tuner is active."""
         outer = _active.get()
         with _set(outer or self):
             yield self
@@ -142,7 +143,7 @@ class Tuner:
     def run(
         self, request: str, sizes: Mapping[str, int], like: Tensor, variants: Variants
     ) -> Tensor:
-        """Return the answer by the variant that is chosen; see `fastest`."""
+        """Return the result of the chosen variant; see `fastest`."""
         for name in self.preferred & variants.keys():
             return variants[name].run()
         likely = default(variants)
@@ -158,7 +159,7 @@ class Tuner:
         return variants[name if name in variants else likely].run()
 
     def _choice(self, key: str, variants: Variants, device: torch.device) -> ChosenVariant:
-        """Choose by what was measured, or is now, or by arithmetic."""
+        """Choose from stored measurements, new measurements, or the cost model."""
         if not self.measures:
             predicted = {name: variant.seconds for name, variant in variants.items()}
             return ChosenVariant(key, default(variants), predicted, measured=False)
@@ -175,13 +176,13 @@ class Tuner:
             return found
         fact = {"way": found.variant, "seconds": found.seconds}
         cache.put(key, fact)
-        known = _remembered(cache, key, variants)  # perhaps another process was first
+        known = _remembered(cache, key, variants)  # another process may have been first
         if known is None:
             cache.put(key, fact, over=True)
         return known or found
 
     def _measured(self, key: str, variants: Variants, device: torch.device) -> ChosenVariant:
-        """Try all variants that are not hopeless, in turn; return the fastest."""
+        """Try all variants that may be fast, in rounds; return the fastest."""
         likely = default(variants)
         limit = _HOPELESS * variants[likely].seconds
         tried = [likely, *(k for k, v in variants.items() if k != likely and v.seconds <= limit)]
@@ -197,18 +198,18 @@ class Tuner:
                 break
         shown = {name: min(times) for name, times in spent.items()}
         found = min(shown, key=lambda name: shown[name])
-        if not sure:  # something else keeps the machine busy
+        if not sure:  # another process keeps the machine busy
             return ChosenVariant(key, likely, shown, measured=False)
         return ChosenVariant(key, found if shown[found] < FASTER * shown[likely] else likely, shown)
 
 
 def _steady(times: list[float]) -> bool:
-    """Whether the two shortest times are alike, or there is only one."""
+    """Whether the two shortest times are similar, or there is only one time."""
     return len(times) < 2 or sorted(times)[1] <= _ALIKE * min(times)
 
 
 def _remembered(cache: Cache, key: str, variants: Variants) -> ChosenVariant | None:
-    """Return what an earlier process chose, if it is one of the variants."""
+    """Return the choice of an earlier process, if this variant still exists."""
     fact = cache.get(key) or {}
     way, spent = fact.get("way"), fact.get("seconds")
     if not (isinstance(way, str) and way in variants and isinstance(spent, dict)):
@@ -220,7 +221,7 @@ def _remembered(cache: Cache, key: str, variants: Variants) -> ChosenVariant | N
 
 @contextmanager
 def unmeasured() -> Iterator[None]:
-    """Let arithmetic alone decide in the body, whichever tuner is active."""
+    """Let the cost model decide in the body, even if a tuner is active."""
     outer = _active.get()
     preferred = frozenset[str]() if outer is None else outer.preferred
     with _set(Tuner(measures=False, preferred=preferred)):

@@ -437,7 +437,7 @@ def test_all_backends_agree_in_compare() -> None:
 def test_what_is_not_of_tokens_is_refused() -> None:
     model, (x, y) = linear(), data("linear")
     for wrong in (lambda v: v.sum(1), lambda v: v[:, :0], lambda v: v.long()):
-        with pytest.raises(SpecError, match="one number a position"):
+        with pytest.raises(SpecError, match="one per position"):
             Scope(model, lambda o, y, wrong=wrong: wrong(squares(o, y)), rows="token").norms(x, y)
     with pytest.raises(SpecError, match="one number a sample") as caught:
         Scope(model, squares).norms(x, y)

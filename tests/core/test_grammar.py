@@ -145,7 +145,7 @@ def others(
 def test_arguments_without_a_type_have_that_of_their_default(text, factory, right):
     """`exact=false` is no text that counts as true; what only checkers know is not evaluated."""
     if right is None:
-        with pytest.raises(SpecError, match="declared OnlyForCheckers"):
+        with pytest.raises(SpecError, match="has the type OnlyForCheckers"):
             bound(text, factory)
         return
     found = bound(text, factory)
