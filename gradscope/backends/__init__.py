@@ -1,3 +1,3 @@
-"""The ways to get every sample's gradient."""
+"""The backends, which compute every sample's gradient."""
 
 from gradscope.backends import expand, hooks, loop, vmap  # noqa: F401  each registers itself

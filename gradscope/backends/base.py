@@ -1,13 +1,12 @@
-"""What a backend is: bound once to a problem, applied to many batches.
+"""Backends: each is bound once to a problem and applied to many batches.
 
-A backend is a function of a problem that returns a context manager, so that clean-up is
-structural; inside it, the bound function maps a batch, and what will be asked of its gradients, to
-losses and per-sample gradients:
+A backend is a function of a problem that returns a context manager, which cleans up at its end.
+Inside it, the bound function maps a batch and a request to losses and per-sample gradients:
 
     with backend(problem) as evaluate:
         evaluation = evaluate(batch, request)
 
-It is exact, or it raises a `RefusedError` that names the layer and the remedy.
+The result is exact, or a `RefusedError` names the layer and the remedy.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,10 +27,11 @@ from gradscope.model.problem import Problem, RowKind
 
 AUTO = "auto"
 
-_ORDER = ("hooks", "vmap", "expand", "loop")  # of auto: hooks keeps structure, loop runs anything
+# for auto: hooks keeps structure, loop runs every model
+_ORDER = ("hooks", "vmap", "expand", "loop")
 
-CHUNK_BYTES = 2**28  # of dense gradients that are computed at a time
-_ROWS = 8  # of tokens, at least, for which their samples are computed at a time
+CHUNK_BYTES = 2**28  # size of the dense gradients in one part of a batch
+_ROWS = 8  # token rows per part, at least
 
 State = dict[str, Tensor]
 Starts = Callable[[Sequence[str], Gradients], dict[str, State]]
@@ -40,30 +40,30 @@ LossesAndRows = tuple[Tensor, dict[str, Tensor]]  # losses (n,) and {name: gradi
 
 @dataclass(frozen=True)
 class Request:
-    """What will be asked of the gradients beside their norms; a backend may ignore it."""
+    """Results requested in addition to norms of the gradients; a backend may ignore it."""
 
-    rows: bool = True  # the gradients themselves
-    keys: tuple[str, ...] = ()  # of the reductions
-    # takes keys and gradients; returns the state of each reduction after this batch
+    rows: bool = True  # whether the gradients themselves are requested
+    keys: tuple[str, ...] = ()  # keys of the requested reductions
+    # maps keys and gradients to the state of each reduction after this batch
     starts: Starts = lambda keys, gradients: {}
-    # {name: (n, *shape)}, what the gradients will be written into, if that is known
+    # buffers {name: (n, *shape)} for the gradients, if known
     out: Mapping[str, Tensor] | None = None
-    stored: bool = False  # the dense gradients are stored, each entry of them
-    left: int | None = None  # how many batches are to come, this one included, if that is known
-    proved: bool = False  # the answer will be, and with it that the samples are independent
-    factors: bool = False  # what structure the gradients have is to be kept, of single samples too
+    stored: bool = False  # whether each entry of the dense gradients is stored
+    left: int | None = None  # the number of batches to come, including this one, if known
+    proved: bool = False  # whether the result will be proved, including independence of the samples
+    factors: bool = False  # whether to keep the gradients' structure, even for a single sample
 
 
-# a word of an exception's message: what it means, and what helps
+# {part of an exception's message: (its meaning, the remedy)}
 Reasons = Mapping[str, tuple[str, str]]
 
 ANOTHER = (
-    'Use backend="auto": it takes the first backend that runs this model and is proved. loop runs '
-    "every model that trains with a batch of one."
+    'Use backend="auto": it takes the first backend that runs this model and passes the proof. '
+    "The backend loop runs every model that can train with a batch of one."
 )
 OF_TEXT = (
     "the model uses the text of a tensor (str or repr) as a value",
-    'Use the number, int(x) or x.item(), or backend="loop".',
+    'Use int(x) or x.item() instead of the text, or use backend="loop".',
 )
 
 ROWS = Request()
@@ -81,18 +81,19 @@ Backend = Callable[[Problem], AbstractContextManager[Evaluate]]
 
 backends: Registry[Backend] = Registry("backend")
 own_loss_backends: Registry[Backend] = Registry("own-loss backend")
-token_backends: Registry[Backend] = Registry("token backend")  # with a way of their own
+# backends with their own code for tokens
+token_backends: Registry[Backend] = Registry("token backend")
 
 
 def candidates(name: str, *, own_loss: bool = False) -> tuple[str, ...]:
-    """Return the backends to try for a chosen name: for `auto`, fastest first.
+    """Return the backends to try for a name: one, or for `auto` several, fastest first.
 
     Args:
         name: A backend's name, or `auto`.
-        own_loss: Coupled samples are to get the gradients of their own losses.
+        own_loss: Whether the backend must support coupling="own-loss".
 
     Raises:
-        SpecError: No backend (that can do this) has this name.
+        SpecError: No suitable backend has this name.
     """
     registry = own_loss_backends if own_loss else backends
     if name == AUTO:
@@ -108,16 +109,16 @@ def backend_of(name: str, rows: RowKind = "sample", *, own_loss: bool = False) -
     if own_loss:
         return own_loss_backends.get(name)
     plain = backends.get(name)
-    if rows == "sample" or name == "loop":  # it takes one row at a time anyway
+    if rows == "sample" or name == "loop":  # loop evaluates one row at a time anyway
         return plain
     return token_backends.find(name) or partial(one_token_a_sample, plain)
 
 
 @contextmanager
 def one_token_a_sample(backend: Backend, problem: Problem) -> Iterator[Evaluate]:
-    """Any backend, for rows of tokens: each row is computed from a copy of its sample.
+    """Compute each token row from a copy of its sample, with any backend.
 
-    Exact for every model; a sample costs as much as t samples do.
+    This is exact for every model. A sample costs as much as t samples.
     """
     with backend(problem.of_single_tokens) as evaluate:
 
@@ -129,7 +130,7 @@ def one_token_a_sample(backend: Backend, problem: Problem) -> Iterator[Evaluate]
                 found = evaluate(batch.as_samples(), Request(proved=request.proved))
                 return found.losses, found.gradients.dense()
 
-            each = max(_ROWS, len(batch.whole))  # so many samples fit into memory
+            each = max(_ROWS, len(batch.whole))  # this many samples fit into memory
             parts = torch.split(torch.arange(len(batch)), each)
             return dense_evaluation(*in_parts(problem, batch, parts, some))
 
@@ -158,13 +159,13 @@ def in_parts(
 
 
 def chunks(problem: Problem, batch: Batch, size: int) -> Sequence[Tensor]:
-    """Return the positions of samples, as many at a time as have `size` bytes of gradients."""
+    """Return the positions of samples in parts, each with at most `size` bytes of gradients."""
     row = sum(p.numel() * p.element_size() for p in problem.parameters.values())
     return torch.split(torch.arange(len(batch)), max(1, size // max(1, row)))
 
 
 def dense_evaluation(losses: Tensor, values: Mapping[str, Tensor]) -> Evaluation:
-    """Return losses (n,) and dense gradients (n, *shape) as an evaluation."""
+    """Return losses (n,) and dense gradients (n, *shape) as an `Evaluation`."""
     return Evaluation(losses, Gradients({name: DenseBlock(g) for name, g in values.items()}))
 
 
@@ -178,24 +179,24 @@ def no_samples(problem: Problem) -> Evaluation:
 
 
 def require_unhooked(backend: str, problem: Problem) -> None:
-    """Refuse parameters with a hook on their gradient, which this backend would not run."""
+    """Raise if a parameter has a hook on its gradient; this backend would not call the hook."""
     for name, p in problem.parameters.items():
         if p._backward_hooks:
             raise UnsupportedError(
-                f"the parameter has a hook on its gradient, which {backend} does not run",
+                f"the parameter has a hook on its gradient, and {backend} does not call such hooks",
                 where=f"parameter {name!r}",
-                remedy='Use backend="loop", as auto does, or remove the hook.',
+                remedy='Use backend="loop" (auto does), or remove the hook.',
             )
 
 
 def refusing(backend: str, model: nn.Module, remedy: str) -> AbstractContextManager[None]:
-    """Turn what torch raises inside a backend into an `UnsupportedError` that names the layer."""
+    """Convert torch's exceptions in a backend to an `UnsupportedError` that names the layer."""
     return unsupported(f"the {backend} backend cannot run this model", model, remedy)
 
 
 @contextmanager
 def explained(backend: str, reasons: Reasons) -> Iterator[None]:
-    """Say what an exception means that speaks of the tensors inside a backend."""
+    """Explain exceptions that are about the internal tensors of a backend."""
     try:
         yield
     except UnsupportedError as error:

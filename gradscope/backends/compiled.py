@@ -1,10 +1,10 @@
-"""`vmap`, compiled: a backend over another one, which it falls back on and is held against.
+"""Compiled programs of `vmap`: a backend that falls back on another backend, and is checked by it.
 
-A program is `vmap` of one sample's gradient, followed by all that is requested: norms, and the
-states with which reducers start. `torch.compile` fuses them, so that what only a sum is wanted of
-need not be written. It serves batches of one shape. What compiling costs is weighed against what is
-left to do; under `auto` the program is timed beside the plain backend, and the faster is kept. Its
-first answer is held against the plain one, which is proved.
+A program computes `vmap` of one sample's gradient, followed by the requested results: norms and the
+first states of reducers. `torch.compile` fuses them, so rows that are only summed need not be
+stored. A program works for batches of one shape. Compilation takes time, so it must pay off for the
+remaining batches. With `auto`, the program is timed against the plain backend, and the faster is
+kept. The first result of a program is compared with the plain result, which is proved.
 """
 
 import logging
@@ -42,44 +42,46 @@ from gradscope.model.problem import Problem
 from gradscope.process.memory import timed
 from gradscope.process.shortage import is_machine_error
 
-_compile = torch.compile  # as it is before a state takes its place
+_compile = torch.compile  # saved before anything replaces it
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-_NEGLIGIBLE = 1e-2  # an entry is measured against at least this share of its kind
-_FIXED, _EACH = 5.0, 0.5  # seconds that compiling takes, and each parameter adds, about: where
-# nothing was compiled yet, afterwards what that took counts
-_GAIN = 0.5  # of the time that is left: what compiling gains at most, about
-_PROGRAMS = 8  # at most
-_COMES_AGAIN = 2  # times that a further shape has come when it is compiled
-_REPEATS = 3  # of which the shortest counts
+_NEGLIGIBLE = 1e-2  # an entry's error is relative to at least this share of its group's size
+# compilation takes about this many seconds, plus these for each parameter; a measured time
+# replaces the estimate
+_FIXED, _EACH = 5.0, 0.5
+_GAIN = 0.5  # share of the remaining time that compilation can save, at most
+_PROGRAMS = 8  # the maximum number of programs
+_COMES_AGAIN = 2  # how often a second shape must occur before it is compiled
+_REPEATS = 3  # the shortest of these times counts
 
-_COLUMNS = 64  # entries of a sample that are looked at one by one: they may be different things
+_COLUMNS = 64  # entries of a sample with separate ranges; more entries share a range
 _LARGEST = torch.iinfo(torch.int64).max
-_NOWHERE: Any = object()  # a draw of random numbers by a sample's position does not find it
+_NOWHERE: Any = object()  # makes a draw of random numbers by index fail
 
-Key = tuple[tuple[bool, tuple[str, ...]], tuple[Any, ...]]  # of a program: request and shapes
+# identifies a program by request and shapes
+Key = tuple[tuple[bool, tuple[str, ...]], tuple[Any, ...]]
 
 
 class NotCompiledError(Exception):
-    """A function cannot be compiled, or does not serve any more; it says why."""
+    """A function cannot be compiled, or a program no longer fits; the message gives the reason."""
 
 
 def compiled(fn: FunctionType, *arguments: Any) -> Callable[..., Any]:
-    """Return a function compiled for arguments such as these.
+    """Return a function compiled for arguments of this form.
 
-    It serves what it was compiled for: shapes, dtypes, the model's and the loss's own Python
-    values, all of which torch guards. Where one of them is another, it raises `NotCompiledError`
-    rather than compile again. Nothing is printed, and no process is left behind.
+    It is valid for the shapes, dtypes and Python values of the model and the loss that torch
+    guards. If one of them changes, it raises `NotCompiledError` and does not compile again. It
+    prints nothing and leaves no process running.
     """
     with _quiet():
         from torch._dynamo.utils import counters
         from torch._inductor.cpp_builder import get_cpp_compiler
 
         before = counters["stats"]["unique_graphs"]
-        get_cpp_compiler()  # before minutes are spent on a graph
+        get_cpp_compiler()  # fails early, before a long compilation
         call = _compile(_copied(fn), fullgraph=True, dynamic=False)
         call(*arguments)
     if counters["stats"]["unique_graphs"] == before:
-        raise NotCompiledError("torch.compile is switched off")
+        raise NotCompiledError("torch.compile is disabled")
 
     def serve(*arguments: Any) -> Any:
         with original_kernels(), torch.compiler.set_stance("fail_on_recompile"):
@@ -88,22 +90,24 @@ def compiled(fn: FunctionType, *arguments: Any) -> Callable[..., Any]:
             except RuntimeError as error:
                 if "fail_on_recompile" not in str(error):
                     raise
-                raise NotCompiledError("what it was compiled for has changed") from error
+                raise NotCompiledError(
+                    "shapes, dtypes or Python values have changed since compilation"
+                ) from error
 
     return serve
 
 
 def _copied(fn: FunctionType) -> FunctionType:
-    """Copy a function with its code, by which torch counts compilations."""
+    """Copy a function with its code, because torch counts compilations by code object."""
     code = fn.__code__.replace()
     return FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Compile in this process alone, without warnings and log messages.
+    """Compile in this process only, without warnings and log messages.
 
-    What torch, or the code that it traces, raises is a `NotCompiledError`.
+    Exceptions of torch, or of the traced code, become `NotCompiledError`.
     """
     try:
         import torch._dynamo.config as dynamo
@@ -118,7 +122,7 @@ def _quiet() -> Iterator[None]:
             stack.enter_context(original_kernels())
             stack.enter_context(torch.compiler.set_stance("default"))
             stack.enter_context(inductor.patch(compile_threads=1))
-            # a hook that is attached later must be noticed
+            # a hook that is attached later must be detected
             noticing = dynamo.patch(skip_nnmodule_hook_guards=False, suppress_errors=False)
             stack.enter_context(noticing)
             for logger, level in zip(loggers, levels, strict=True):
@@ -130,9 +134,10 @@ def _quiet() -> Iterator[None]:
 
 
 class Program:
-    """What is requested of a batch, compiled for batches of its shape; `plain` does the rest.
+    """A compiled program for a request and batches of one shape; `plain` computes the rest.
 
-    `keys` are the reductions that are part of it, `outside` says why others are not.
+    `keys` are the reductions inside the program. `outside` gives the reason for each other
+    reduction.
     """
 
     def __init__(self, problem: Problem, batch: Batch, request: Request, plain: Evaluate) -> None:
@@ -152,7 +157,7 @@ class Program:
         keys, rows, starts = self.keys, self._rows, request.starts
 
         def program(values: dict[str, Tensor], batch: Batch) -> Any:
-            # kernels of fused attention would be called sample by sample
+            # kernels of fused attention would be called once per sample
             with sdpa_kernel(SDPBackend.MATH):
                 losses, gradients = per_sample(problem, values, batch)
             blocks = _Traced({name: DenseBlock(g) for name, g in gradients.items()}, _NOWHERE)
@@ -163,7 +168,7 @@ class Program:
             self._serve = compiled(program, *self._arguments(batch))  # type: ignore[arg-type]
 
     def __call__(self, batch: Batch) -> Evaluation:
-        """Evaluate a batch; raise `NotCompiledError` where the program does not serve for it."""
+        """Evaluate a batch; raise `NotCompiledError` if the program does not fit it."""
         with self._problem.state.kept(), untouched(), torch.no_grad():
             losses, squared_norms, states, gradients = self._serve(*self._arguments(batch))
 
@@ -176,14 +181,14 @@ class Program:
         return Evaluation(losses, found, states=states, compiled=True)
 
     def _arguments(self, batch: Batch) -> tuple[dict[str, Tensor], Batch]:
-        """Lay all tensors out alike: for another layout there would be another program."""
+        """Return contiguous tensors: other layouts would need another program."""
         inputs, targets = map_tensors(Tensor.contiguous, (batch.inputs, batch.targets))
         values = {name: p.detach() for name, p in self._problem.parameters.items()}
         return values, Batch(inputs, targets, batch.index.contiguous())
 
 
 class _Computed(Gradients):
-    """Gradients whose norms a program has computed; the rows come when they are asked for."""
+    """Gradients with norms computed by a program; the rows are computed on request."""
 
     def __init__(
         self, index: Tensor, squared_norms: dict[str, Tensor], rows: Callable[[], Gradients]
@@ -207,11 +212,11 @@ class _Computed(Gradients):
         return len(self.index)
 
     def bounded(self) -> bool:
-        """Whether the norms show that every gradient is finite."""
+        """Whether the norms prove that every gradient is finite."""
         return bool(self.norms.isfinite().all())
 
     def asked(self, powers: frozenset[int]) -> Gradients:
-        """Return the gradients, told which sums over samples will be asked for."""
+        """Return the gradients, with the sums over samples that will be requested."""
         return self._all.asked(powers)
 
     @cached_property
@@ -220,7 +225,7 @@ class _Computed(Gradients):
 
 
 class _Traced(Gradients):
-    """Gradients inside a program: no locks, no branches, no sample's position in its data."""
+    """Gradients inside a program: without locks, branches and positions in the data."""
 
     @property
     def squared_norms(self) -> dict[str, Tensor]:
@@ -233,21 +238,21 @@ class _Traced(Gradients):
         return torch.stack(list(self.squared_norms.values())).sum(0).sqrt()
 
     def power_sum(self, name: str, power: int) -> Tensor:
-        """Return Σᵢ gᵢ, or Σᵢ |gᵢ|² in float64 since no program looks at its range, (*shape)."""
+        """Return Σᵢ gᵢ, or Σᵢ |gᵢ|² in float64 because no program checks its range, (*shape)."""
         values = self[name].dense()
         return precise(values).sum(0) if power == 1 else squares(doubled(values)).sum(0)
 
     def asked(self, powers: frozenset[int]) -> "_Traced":
-        """Return these: the compiler takes sums in one pass by itself."""
+        """Return self: the compiler merges sums into one pass."""
         return self
 
     def of(self, blocks: Any) -> "_Traced":
-        """Return other blocks for the same samples."""
+        """Return a `_Traced` of other blocks for the same samples."""
         return _Traced(blocks, self.index)
 
 
 def _require_traceable(problem: Problem, starts: Starts, key: str) -> None:
-    """Trace a reduction by itself, without data; one that reads values or draws has no graph."""
+    """Trace a reduction without data; reading values or drawing numbers raises."""
     rows = {
         name: torch.empty(2, *p.shape, dtype=p.dtype, device="meta")
         for name, p in problem.parameters.items()
@@ -263,18 +268,18 @@ def _require_traceable(problem: Problem, starts: Starts, key: str) -> None:
 
 
 class Ranges:
-    """The ranges of whole numbers among inputs and targets that uncompiled evaluation accepted.
+    """The ranges of integers in inputs and targets that uncompiled evaluation accepted.
 
-    A class or token that is out of range is an error of torch; in a compiled program it ends the
-    process. So a batch with a number beyond those seen before is evaluated uncompiled first.
-    Negative numbers have a range of their own.
+    torch raises an error for a class or token that is out of range, but a compiled program crashes
+    the process. So a batch with an integer outside the accepted ranges is first evaluated
+    uncompiled. Negative integers have a separate range.
     """
 
     def __init__(self) -> None:
         self._seen: dict[tuple[torch.Size, ...], list[Tensor]] = {}
 
     def hold(self, batch: Batch) -> bool:
-        """Whether every whole number of a batch is within what has been accepted."""
+        """Whether every integer of a batch is within the accepted ranges."""
         numbers = _whole_numbers(batch)
         seen = self._seen.get(tuple(t.shape[1:] for t in numbers))
         if seen is None:
@@ -284,7 +289,7 @@ class Ranges:
         )
 
     def widen(self, batch: Batch) -> None:
-        """Add a batch that was accepted."""
+        """Add the integers of an accepted batch."""
         numbers = _whole_numbers(batch)
         found = [_bounds(t) for t in numbers]
         seen = self._seen.setdefault(tuple(t.shape[1:] for t in numbers), found)
@@ -302,7 +307,7 @@ def _whole_numbers(batch: Batch) -> list[Tensor]:
 
 
 def _bounds(t: Tensor) -> Tensor:
-    """Return (4, columns): −least and largest of those ≥ 0, −least and largest of those < 0."""
+    """Return (4, columns): −min and max of the values ≥ 0, −min and max of the values < 0."""
     below = t < 0
     return torch.stack(
         [
@@ -317,25 +322,26 @@ def _bounds(t: Tensor) -> Tensor:
 def not_compiled(
     backend: str, verify: str, coupling: str, randomness: str, rows: str
 ) -> str | None:
-    """Return why nothing can be compiled under these settings, or None."""
+    """Return the reason why nothing can be compiled with these settings, or None."""
     if backend not in (AUTO, "vmap"):
-        return f"{backend} has no compiled form; auto and vmap have"
+        return f"the backend {backend} has no compiled form; use auto or vmap"
     if rows == "token":
-        return "rows of tokens have no compiled form"
+        return "rows token has no compiled form"
     if coupling == "own-loss":
-        return "own losses need one joint forward pass"
+        return "coupling own-loss needs one joint forward pass"
     if randomness == "fixed":
-        return "fixed random numbers are drawn one call at a time"
+        return "randomness fixed draws its numbers outside a program"
     if verify == "always":
-        return "to prove every batch takes the uncompiled way"
+        return "verify always evaluates every batch uncompiled"
     return None
 
 
 class Compiled:
-    """A backend that answers by compiled programs where it has them, else by the plain one.
+    """A backend that uses compiled programs where it has them, and the plain backend elsewhere.
 
-    `notes` takes what was done and why. With `faster`, only programs are kept that are measured to
-    be so, where there is time to gain; with `check`, their first answers are compared.
+    `notes` collects decisions with reasons. With `faster`, a program is kept only if it is measured
+    to be faster, as long as batches remain. With `check`, the first result of a program is compared
+    with the plain result.
     """
 
     def __init__(
@@ -350,14 +356,14 @@ class Compiled:
     ) -> None:
         self._problem, self._plain, self._notes = problem, plain, notes
         self._faster, self._check, self._clock = faster, check, clock
-        self._able, self._took = True, 0.0  # seconds that it took to compile the last program
+        self._able, self._took = True, 0.0  # seconds of the last compilation
         self._tolerance = _TOLERANCES.get(problem.dtype, 1e-8)
         self._programs: dict[Key, Program | None] = {}
         self._met: Counter[Key] = Counter()
         self._ranges = Ranges()
 
     def __call__(self, batch: Batch, request: Request = ROWS, /) -> Evaluation:
-        """Evaluate a batch by its program, if it has one."""
+        """Evaluate a batch with its program, or with the plain backend."""
         if not self._able:
             return self._plain(batch, request)
         given = tensors((batch.inputs, batch.targets))
@@ -367,7 +373,7 @@ class Compiled:
         if program is not None and self._ranges.hold(batch):
             try:
                 return program(batch)
-            except Exception as error:  # whatever torch raises where a program does not serve
+            except Exception as error:  # any exception of a program that no longer fits
                 if is_machine_error(error):
                     raise
                 self._programs[key] = None
@@ -376,7 +382,7 @@ class Compiled:
         right = self._plain(batch, request)
         self._ranges.widen(batch)
         self._met[key] += 1
-        # a batch of a second shape may be the last of its data: wait until another of it comes
+        # a batch of a second shape may be the last of the data set: wait for another one
         another = any(met == key[0] and shape != key[1] for met, shape in self._met)
         waits = another and self._met[key] < _COMES_AGAIN
         if not waits and key not in self._programs and len(self._programs) < _PROGRAMS:
@@ -387,27 +393,27 @@ class Compiled:
 
     @property
     def in_use(self) -> bool:
-        """Whether there is a program."""
+        """Whether a program exists."""
         return any(program is not None for program in self._programs.values())
 
     def forget(self) -> None:
-        """Let go of all programs."""
+        """Release all programs."""
         self._programs.clear()
         self._met.clear()
 
     def require_equal(self, found: Evaluation, right: Evaluation, request: Request) -> None:
-        """Hold a program's answer against the plain one; where they differ, use none any more."""
+        """Compare a program's result with the plain one; on a difference, disable compilation."""
         off = distance(found, right, request, tuple(found.states))
         if not off <= self._tolerance:
             self._able = False
             self.forget()
             raise CertificateError(
-                f"the compiled program is off by {off:.1e}",
-                remedy="Leave `compile` out.",
+                f"the result of the compiled program differs from the plain result by {off:.1e}",
+                remedy="Run without `compile`.",
             )
 
     def _pays(self, batch: Batch, request: Request) -> bool:
-        """Whether what is left to do is long enough, so that compiling may shorten it."""
+        """Whether enough work remains for compilation to pay off."""
         left = None if request.left is None else request.left - 1
         if left is None or (left and not self._faster):
             return True
@@ -416,13 +422,13 @@ class Compiled:
         if seconds * _GAIN >= cost:
             return True
         self._notes.append(
-            f"not compiled: about {seconds:.2g} s are left to do, and compiling takes about "
+            f"not compiled: about {seconds:.2g} s of work remain, and compilation takes about "
             f"{cost:.0f} s"
         )
         return False
 
     def _made(self, batch: Batch, request: Request, right: Evaluation) -> Program | None:
-        """Compile; return the program unless it is wrong, or slower where that counts."""
+        """Compile; return the program, or None if it is wrong or not faster."""
         begun = time.perf_counter()
         try:
             program = Program(self._problem, batch, request, self._plain)
@@ -435,26 +441,26 @@ class Compiled:
         if self._check:
             off = distance(program(batch), right, request, program.keys)
             if not off <= self._tolerance:
-                self._notes.append(f"not compiled: the program is off by {off:.1e}")
+                self._notes.append(f"not compiled: the program's result differs by {off:.1e}")
                 return None
-            said += f", equal to what is proved to {off:.0e}"
+            said += f", equal to the proved result within {off:.0e}"
         self._notes += [f"{key}: not compiled: {why}" for key, why in program.outside.items()]
         if not self._faster:
             self._notes.append(said)
             return program
         seconds = [
             [self._seconds(way, batch, request) for way in (self._plain, program)]
-            for _ in range(_REPEATS)  # in turns
+            for _ in range(_REPEATS)  # alternating
         ]
         before, after = map(min, zip(*seconds, strict=True))
         kept = "is kept" if after < before else "is not kept"
         self._notes.append(
-            f"{said}; it {kept}: {after * 1e3:.3g} ms a batch, uncompiled {before * 1e3:.3g} ms"
+            f"{said}; it {kept}: {after * 1e3:.3g} ms per batch, uncompiled {before * 1e3:.3g} ms"
         )
         return program if after < before else None
 
     def _seconds(self, way: Callable[[Batch], Evaluation], batch: Batch, request: Request) -> float:
-        """Return how long it takes to get all that is requested."""
+        """Return the seconds that the whole request takes."""
 
         def run() -> None:
             found = way(batch)
@@ -468,12 +474,12 @@ class Compiled:
 
 
 def distance(found: Evaluation, right: Evaluation, request: Request, keys: Sequence[str]) -> float:
-    """Return the largest relative error of a program's answer; NaN where it cannot be known.
+    """Return the largest relative error of a program's result; NaN if it cannot be computed.
 
-    Entries are measured together: a single activation at its kink may fall on either side.
+    Entries are compared together, because a single activation at a kink may take either side.
     """
     errors = torch.tensor(list(_errors(found, right, request, keys)), dtype=torch.float64)
-    return float(errors.max())  # a NaN is the largest
+    return float(errors.max())  # NaN counts as the largest
 
 
 def _errors(
@@ -485,11 +491,12 @@ def _errors(
     for name, theirs in right.gradients.squared_norms.items():
         ours = found.gradients.squared_norms[name]
         yield _relative(ours[finite].sqrt(), theirs[finite].sqrt(), size)
-    if bool(finite.all()) and keys:  # what is not finite is left out of every sum
+    if bool(finite.all()) and keys:  # samples that are not finite are left out of every sum
         for key, state in request.starts(keys, right.gradients).items():
             own = found.states.get(key, {})
             yield 0.0 if own.keys() == state.keys() else nan
-            kinds: dict[str, float] = {}  # the size of all that is called "sum:", for example
+            # the size of all entries with the same prefix, such as "sum:"
+            kinds: dict[str, float] = {}
             for name, value in state.items():
                 kind = name.partition(":")[0]
                 kinds[kind] = hypot(kinds.get(kind, 0.0), _size(value))
@@ -502,7 +509,7 @@ def _errors(
 
 
 def _relative(ours: Tensor, theirs: Tensor, whole: float = 0.0) -> float:
-    """Return ‖ours − theirs‖ relative to ‖theirs‖, or to a share of the whole it is part of."""
+    """Return ‖ours − theirs‖ relative to ‖theirs‖, or to a share of the whole size."""
     if ours.shape != theirs.shape:
         return nan
     gap = _size(doubled(ours) - doubled(theirs))

@@ -1,10 +1,10 @@
-"""`loop`: one backward pass a sample through ordinary autograd. The reference for all others.
+"""`loop`: one backward pass per sample with ordinary autograd. The reference for all backends.
 
-Independent samples are evaluated one at a time. Where a sample's loss depends on its batch
-(BatchNorm on batch statistics, contrastive losses), the gradient of its own loss, ∂Lᵢ/∂θ through
-everybody's statistics, is still defined, for the batch as it is: one joint forward pass, then one
-backward pass for each loss. These rows sum to the gradient of the total loss, and depend on which
-samples share a batch.
+Independent samples are evaluated one at a time. A sample's loss may also depend on its batch
+(BatchNorm with batch statistics, contrastive losses). The gradient of this loss, ∂Lᵢ/∂θ through the
+shared statistics, is then still defined for the given batch. It takes one joint forward pass and
+one backward pass for each loss. These rows sum to the gradient of the total loss, and they depend
+on which samples share a batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,13 +29,13 @@ from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch, Tokens
 from gradscope.model.problem import Problem, slopes
 
-_CACHED = 2**23  # bytes of dense gradients that a processor still has at hand to store them
+_CACHED = 2**23  # bytes of dense gradients that are still in the cache when they are stored
 
 
 @backends.register("loop")
 @contextmanager
 def loop(problem: Problem) -> Iterator[Evaluate]:
-    """One sample at a time, a batch of one each: slow, and the reference for the others."""
+    """One sample at a time, as a batch of one: slow, and the reference for all backends."""
 
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
         losses = []
@@ -57,9 +57,9 @@ def one_sample(problem: Problem, sample: Batch) -> tuple[Tensor, dict[str, Tenso
 
 
 def one_graph(problem: Problem, batch: Tokens) -> Evaluation:
-    """Return the gradients of tokens: a forward pass a sample, and its losses pulled back.
+    """Return the gradients of tokens, from one forward pass per sample.
 
-    That is done in batched vector-Jacobian products where the model's backward pass takes them.
+    The backward passes are batched vector-Jacobian products if the model supports them.
     """
     size = _CACHED if problem.device.type == "cpu" else CHUNK_BYTES
     values = {k: p.new_empty(len(batch), *p.shape) for k, p in problem.parameters.items()}
@@ -75,7 +75,7 @@ def one_graph(problem: Problem, batch: Tokens) -> Evaluation:
                 try:
                     _into(values, rows[some], _pulled(problem, losses, every[some]))
                     continue
-                except (RuntimeError, ValueError, NotImplementedError):  # no rule for a batch
+                except (RuntimeError, ValueError, NotImplementedError):  # no batching rule
                     batched = False
             for row, pick in zip(rows[some], every[some], strict=True):
                 _into(values, row, by_autograd(problem, losses, pick))
@@ -91,12 +91,12 @@ def _into(values: dict[str, Tensor], rows: Tensor, found: dict[str, Tensor]) -> 
 def by_autograd(
     problem: Problem, losses: Tensor, weights: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return {name: ∇ Σᵢ wᵢ Lᵢ (*shape)} of losses (n,), without graph and dense."""
-    remedy = "Its backward pass fails in ordinary training too."
+    """Return {name: ∇ Σᵢ wᵢ Lᵢ (*shape)} of losses (n,), dense and without a graph."""
+    remedy = "Check that loss.backward() works in ordinary training: it fails in the same way."
     if not problem.model.training:
         remedy = (
-            "torch's own backward pass fails in the same way in mode eval. Where training works, "
-            "take mode train, or turn off what the model keeps in order to generate "
+            "loss.backward() fails in the same way in eval mode. If it works in train mode, use "
+            "mode train, or turn off the cache that the model keeps for generation "
             "(transformers: config.use_cache = False)."
         )
     with refusing("loop", problem.model, remedy):
@@ -105,7 +105,7 @@ def by_autograd(
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """Return a gradient without graph; that of a sparse embedding in its dense form."""
+    """Return a gradient without a graph; sparse gradients (of embeddings) become dense."""
     gradient = gradient.detach()
     return gradient.to_dense() if gradient.is_sparse else gradient
 
@@ -113,7 +113,7 @@ def _dense(gradient: Tensor) -> Tensor:
 @own_loss_backends.register("loop")
 @contextmanager
 def own_loss(problem: Problem) -> Iterator[Evaluate]:
-    """One joint forward pass, one backward pass a sample."""
+    """One joint forward pass, one backward pass per sample."""
 
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
         losses = problem.losses(batch)
@@ -127,8 +127,8 @@ def own_loss(problem: Problem) -> Iterator[Evaluate]:
 @own_loss_backends.register("vmap")
 @contextmanager
 def own_loss_at_once(problem: Problem) -> Iterator[Evaluate]:
-    """One joint forward pass, all losses pulled back in batched vector-Jacobian products."""
-    remedy = 'Use backend="loop": one ordinary backward pass a sample.'
+    """One joint forward pass; batched vector-Jacobian products of all losses."""
+    remedy = 'Use backend="loop": it takes one ordinary backward pass per sample.'
 
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
         require_unhooked("vmap", problem)

@@ -1,11 +1,11 @@
 """`vmap`: torch.func's gradient of one sample's loss, vectorised over the samples.
 
-Each sample keeps its axis n = 1, so a model sees what it sees in `loop`. Calls that torch.func
-refuses although they can be written exactly are replaced while the model runs:
+Each sample keeps an axis n = 1, so the model gets the same shapes as in `loop`. torch.func does
+not support some calls that have an exact equivalent. They are replaced while the model runs:
 
 - Fused recurrent kernels (`nn.LSTM`, `nn.GRU`, `nn.RNN`) become steps of linear maps.
-- `x.requires_grad_()` inside the loss, which precedes `torch.autograd.grad(u, x)` in a Laplacian
-  or gradient penalty, ties x to a zero that requires a gradient.
+- `x.requires_grad_()` inside the loss, before `torch.autograd.grad(u, x)` in a Laplacian or
+  gradient penalty, adds a zero that requires a gradient to x.
 """
 
 import warnings
@@ -42,26 +42,26 @@ from gradscope.model.problem import Problem
 
 Step = Callable[..., tuple[Tensor, ...]]
 
-_REMEDIES = {  # a word of torch's message, and what helps
-    "inplace randomness": "It fills a tensor that all samples share with random numbers: make it "
-    'by torch.rand, randn or bernoulli, or use backend="auto".',
-    "randomness": "The model draws random numbers: put it in eval mode, set dropout to 0, or fix "
-    'them for each sample: randomness="fixed".',
-    ".item()": "The model branches on the data or reads a number of them. "
+_REMEDIES = {  # {part of torch's message: the remedy}
+    "inplace randomness": "The model fills a tensor that all samples share with random numbers. "
+    'Create it by torch.rand, randn or bernoulli, or use backend="auto".',
+    "randomness": "The model draws random numbers. Put it in eval mode, set dropout to 0, or fix "
+    'the numbers for each sample: randomness="fixed".',
+    ".item()": "The model branches on values of the data, or reads a value as a number. "
     'Use backend="expand" or backend="auto".',
-    "dynamic shape": "A mask or nonzero gives every sample another shape. "
+    "dynamic shape": "A mask or nonzero gives samples different shapes. "
     'Use backend="expand" or backend="auto".',
-    "nplace": 'Write it out of place, or use backend="auto".',
-    "saved tensor hooks": 'Switch checkpointing off, or use backend="auto".',
-    "_NoopSaveInputs": 'Switch checkpointing off, or use backend="auto".',  # torch 2.8
-    "it does not have vmap support": "Give the autograd.Function generate_vmap_rule = True, "
+    "nplace": 'Replace the in-place operation by an out-of-place one, or use backend="auto".',
+    "saved tensor hooks": 'Turn off gradient checkpointing, or use backend="auto".',
+    "_NoopSaveInputs": 'Turn off gradient checkpointing, or use backend="auto".',  # torch 2.8
+    "it does not have vmap support": "Set generate_vmap_rule = True in the autograd.Function, "
     'or use backend="auto".',
-    "differently shaped": "masked_select gives every sample another shape. "
+    "differently shaped": "masked_select gives samples different shapes. "
     'Use backend="expand" or backend="auto".',
     "atch norm": "Put BatchNorm in eval mode: in train mode it couples the samples of a batch.",
     "value per channel": "Put BatchNorm in eval mode: in train mode it couples the samples of a "
     "batch, and a batch of one has no variance.",
-    "packed": "Give padded sequences and mask the loss.",
+    "packed": "Give padded sequences, and mask the loss.",
 }
 
 
@@ -79,7 +79,7 @@ def vmap(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
                 with refusing("vmap", problem.model, ANOTHER), problem.state.kept(), untouched():
                     answer = in_parts(problem, batch, parts, partial(per_sample, problem, values))
             except UnsupportedError as error:
-                problem.losses(batch)  # a model that fails by itself is not for us to refuse
+                problem.losses(batch)  # raises the model's own errors
                 if error.__cause__ is not None:
                     text = str(error.__cause__)
                     error.remedy = next((v for k, v in _REMEDIES.items() if k in text), ANOTHER)
@@ -90,7 +90,7 @@ def vmap(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
 
 
 def per_sample(problem: Problem, values: dict[str, Tensor], batch: Batch) -> LossesAndRows:
-    """Return losses (n,) and gradients (n, *shape) of a batch that fits in memory."""
+    """Return losses (n,) and gradients (n, *shape) of a batch that fits into memory."""
     leaves = tensors((batch.inputs, batch.targets))
     shared = [t.dim() == 0 for t in leaves]  # constants without a sample axis
 
@@ -98,9 +98,9 @@ def per_sample(problem: Problem, values: dict[str, Tensor], batch: Batch) -> Los
         values: dict[str, Tensor], zero: Tensor, sample: list[Tensor], index: Tensor
     ) -> tuple[Tensor, Tensor]:
         def own(t: Tensor, constant: bool) -> Tensor:
-            # What the model may differentiate by must be a tensor of the gradient transform. It
-            # becomes one by an operation with `zero`, which is one already; t − 0 is t exactly,
-            # signed zeros, infinities and NaN included.
+            # A tensor that the model may differentiate by must belong to the gradient transform. An
+            # operation with `zero`, which belongs to it, achieves that. t − 0 equals t exactly,
+            # including signed zeros, infinities and NaN.
             if t.is_floating_point() or t.is_complex():
                 t = t - zero.detach().to(t.dtype)
             return t if constant else t.unsqueeze(0)
@@ -117,7 +117,7 @@ def per_sample(problem: Problem, values: dict[str, Tensor], batch: Batch) -> Los
     zero = torch.zeros((), device=problem.device)
     drawing = "error" if problem.state.fixed is None else "different"
     every = torch.func.vmap(gradient, in_dims=over, randomness=drawing)
-    with torch.no_grad():  # what torch.func differentiates needs no graph outside it
+    with torch.no_grad():  # torch.func needs no graph outside
         (gradients, _), losses = problem.drawn(
             batch, lambda: every(values, zero, leaves, batch.index), single=True
         )
@@ -126,7 +126,7 @@ def per_sample(problem: Problem, values: dict[str, Tensor], batch: Batch) -> Los
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Restore torch's switches after a forward pass."""
+    """Restore torch's global switches after a forward pass."""
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)  # a fused kernel without derivative
@@ -138,11 +138,11 @@ def untouched() -> Iterator[None]:
 
 
 class _Rewrites(TorchFunctionMode):
-    """The replacements.
+    """Replaces calls while the model runs.
 
     Args:
-        zero: (), one that the surrounding transform differentiates by.
-        own: Any tensor of each sample's own, if random numbers may be written to new memory.
+        zero: (), a tensor that the surrounding transform differentiates by.
+        own: A tensor with one value per sample, if random numbers may be written to new memory.
     """
 
     def __init__(self, zero: Tensor, own: Tensor | None) -> None:
@@ -152,7 +152,7 @@ class _Rewrites(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Replace a call, or let it through."""
+        """Replace a call, or pass it through."""
         kwargs = kwargs or {}
         if func is Tensor.requires_grad_ and False not in (*args[1:], *kwargs.values()):
             return self._require_gradient(args[0])
@@ -170,9 +170,9 @@ class _Rewrites(TorchFunctionMode):
         if x.requires_grad:
             return x
         try:
-            return x.requires_grad_()  # allowed where torch.func itself calls it, for a transform
+            return x.requires_grad_()  # allowed if torch.func itself calls it, for a transform
         except RuntimeError:
-            return x.sub_(self._zero)  # x − 0 is x, now part of the graph
+            return x.sub_(self._zero)  # x − 0 equals x, but belongs to the graph
 
 
 def recurrent(
@@ -187,16 +187,17 @@ def recurrent(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, ...]:
-    """Do what torch.lstm, torch.gru, torch.rnn_tanh and torch.rnn_relu do, step by step.
+    """Compute torch.lstm, torch.gru, torch.rnn_tanh or torch.rnn_relu step by step.
 
-    The cell `step` maps (projected input, states, weights) to new states, the output first. Inputs
-    are (t, n, i), initial states each (layers·directions, n, o); weights are, of each layer and
-    direction, w_ih, w_hh, b_ih and b_hh when `has_biases`, and w_hr of an LSTM whose outputs are
-    projected. Returns the outputs, with the axes of `inputs`, then the final states.
+    The cell `step` maps (projected input, states, weights) to new states; the first state is the
+    output. Inputs are (t, n, i). Each initial state is (layers·directions, n, o). For each layer
+    and direction, the weights are w_ih and w_hh, then b_ih and b_hh if `has_biases`, and w_hr for
+    an LSTM with projected outputs. Returns the outputs, with the axes of `inputs`, then the final
+    states.
     """
-    # For a packed sequence torch calls these functions with (data, batch_sizes, states, weights,
-    # has_biases, ...), so `has_biases` here is a list of weights. The rows of all its sequences are
-    # interleaved in `data`, so there is no sample axis for vmap.
+    # For a packed sequence, torch calls these functions with (data, batch_sizes, states, weights,
+    # has_biases, ...). Then `has_biases` here is a list of weights. The rows of all sequences are
+    # interleaved in `data`, so vmap has no sample axis.
     if not isinstance(has_biases, bool):
         raise UnsupportedError(
             "the vmap backend cannot run this model: packed sequences have no sample axis",
@@ -227,7 +228,7 @@ def recurrent(
 def _scan(
     cell: Step, x: Tensor, states: Sequence[Tensor], backward: int
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Run a cell over x (t, n, o); return its outputs (t, n, o) in order, and its last states."""
+    """Run a cell over x (t, n, o); return the outputs (t, n, o) in order, and the last states."""
     steps = x.unbind(0)
     state, outputs = tuple(states), []
     for projected in reversed(steps) if backward else steps:

@@ -20,11 +20,11 @@ class Gradients(Mapping[str, Block]):
 
     Args:
         blocks: At least one, all with the same n.
-        index: (n,) int64, each sample's position in its data set; random numbers depend on it. Is
-            None for an aggregate of samples.
+        index: (n,) int64, each sample's position in its data set, or None for an aggregate of
+            samples. Random numbers depend on it.
         powers: The sums over samples that will be requested: 1 for Σ gᵢ, 2 for Σ |gᵢ|².
-        weights: (samples, r) if each sample has r consecutive rows: the weights of the rows in
-            Σ g gᵀ. Is None if each row is a sample.
+        weights: (samples, r), or None if each row is a sample. If each sample has r consecutive
+            rows: the weights of the rows in Σ g gᵀ.
     """
 
     def __init__(

@@ -102,8 +102,8 @@ def belongs(bias: Block, factor: Tensor) -> Tensor:
 
     Two sums of the same t numbers in float32 or wider have a tolerance relative to the sum of
     magnitudes. It is t units in the last place, plus a few units of the precision to which the
-    inputs were rounded. If the tolerance reaches one half, nothing can be concluded: False. Values that are not
-    finite never contradict.
+    inputs were rounded. If the tolerance reaches one half, nothing can be concluded: False. Values
+    that are not finite never contradict.
     """
     n, k, t, f = factor.shape
     if prod(bias.shape) != k * f:

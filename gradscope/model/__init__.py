@@ -1,1 +1,1 @@
-"""What is known of the user's model, and what is restored after each forward pass."""
+"""Facts about the user's model, and the state that is restored after each forward pass."""

@@ -158,7 +158,10 @@ def test_a_change_is_never_overlooked(tokens) -> None:
     assert right() == 1 and scope.session.compiles
     model.strength = 2.0
     assert right() == 1 and not scope.session.compiles
-    assert "no longer compiled: what it was compiled for has changed" in scope.notes
+    assert (
+        "no longer compiled: shapes, dtypes or Python values have changed since compilation"
+        in scope.notes
+    )
     model.head.register_forward_hook(lambda module, given, out: 2 * out)
     assert right() == 2  # what else a session notices, tests/test_later.py says
     assert sum("was changed between two calls" in note for note in scope.notes) == 1
@@ -260,7 +263,7 @@ def test_a_program_that_is_off_is_not_used(part: str, tokens, monkeypatch) -> No
     wanted = request_of([bind(CLIP), bind("identity")])
     scope.evaluate(batch, wanted)
     assert not scope.session.compiles
-    assert scope.notes[-1].startswith("not compiled: the program is off by")
+    assert scope.notes[-1].startswith("not compiled: the program's result differs by")
     close(scope.evaluate(batch, wanted).gradients.norms, right_norms(Tagger(), *tokens))
 
 
@@ -271,7 +274,7 @@ def test_auto_weighs_compiling_against_what_is_left(tokens) -> None:
         close(found.gradients.norms, right_norms(Tagger(), *tokens))
     (note,) = scope.notes
     assert note.startswith("not compiled: about")
-    assert "are left to do" in note
+    assert "s of work remain" in note
 
 
 @pytest.mark.full
@@ -293,7 +296,7 @@ def test_auto_keeps_the_faster_way(faster: bool, tokens) -> None:
     ("options", "word"),
     [
         ({"backend": "hooks"}, "hooks has no compiled form"),
-        ({"verify": "always"}, "prove every batch"),
+        ({"verify": "always"}, "every batch uncompiled"),
         ({"coupling": "own-loss"}, "joint forward pass"),
     ],
 )

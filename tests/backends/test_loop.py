@@ -74,5 +74,5 @@ def test_a_backward_pass_that_fails_in_mode_eval_alone_is_told_so():
 
     model, x, y = Keeping(4, 2), torch.randn(6, 4), torch.randn(6, 2)
     evaluate(model, squared, x, y)
-    with pytest.raises(UnsupportedError, match=r"inplace operation.*\n.*mode eval.*use_cache"):
+    with pytest.raises(UnsupportedError, match=r"inplace operation.*\n.*in eval mode.*use_cache"):
         evaluate(model.eval(), squared, x, y)

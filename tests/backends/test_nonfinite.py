@@ -415,5 +415,5 @@ def test_a_model_that_is_divided_refuses():
         raise SpreadError
 
     problem = cast(Problem, SimpleNamespace(model_parallel=object()))
-    with pytest.raises(UnsupportedError, match="mixes it into"):
+    with pytest.raises(UnsupportedError, match="spreads it to"):
         isolating(problem, Batch.of(torch.zeros(3, 1)), evaluate, evaluate)

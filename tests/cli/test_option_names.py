@@ -81,7 +81,7 @@ def test_each_option_that_a_message_names_is_one_and_takes_the_value():
     [
         ("compute", 'use coupling="own-loss". Or', "use --coupling own-loss. Or"),
         ("compute", '(randomness="fixed")', "(--randomness fixed)"),
-        ("compute", "Leave `compile` out.", "Leave --compile out."),
+        ("compute", "Run without `compile`.", "Run without --compile."),
         ("compute", 'loss="cross_entropy:weight=a b"', "--loss 'cross_entropy:weight=a b'"),
         ("check", 'coupling="frozen"', 'coupling = "frozen" under [compute] of a run file'),
         ("attribute", "give overwrite=True.", "give --overwrite."),

@@ -215,7 +215,7 @@ def test_a_random_model_that_packs_sequences_is_refused_as_random():
 def test_packed_sequences_among_inputs_are_refused():
     packed = pack_sequence([torch.ones(1, 2)] * 3)  # as many positions as targets
     assert isinstance(packed, PackedSequence)
-    with pytest.raises(DatasetError, match=r"PackedSequence of 3 sequences .* \(3, 2\)") as caught:
+    with pytest.raises(DatasetError, match=r"PackedSequence of 3 sequences: .* \(3, 2\)") as caught:
         Batch.of({"x": (packed,)}, torch.ones(3))
     assert "pack_padded_sequence" in caught.value.remedy
 

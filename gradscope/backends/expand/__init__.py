@@ -1,12 +1,12 @@
 """`expand`: every parameter gets a sample axis, and ordinary autograd does the rest.
 
-The model is run once, on tensors that look like a batch of one and hold all samples
-(`tensor.PerSample`). Below autograd, an interpreter gives each operator its meaning for all
-samples at once (`mode.Interpreter`), forward and backward; so the gradient of the summed losses
-with respect to a parameter is one gradient a sample. There is no guess about which axis is the
-sample axis: it is never among those that the model sees. An operator without a rule runs sample by
-sample, and is exact all the same; where Python code decides by a value, samples that decide
-alike run together. Nothing here uses torch.func's transforms or reads the graph.
+The model runs once, on tensors that have the shapes of a batch of one and contain all samples
+(`tensor.PerSample`). Below autograd, an interpreter applies each operator to all samples
+(`mode.Interpreter`), forward and backward. So the gradient of the summed losses by a parameter has
+one row per sample. The sample axis is never among the axes that the model sees, so it need not be
+guessed. An operator without a rule runs sample by sample, which is exact. If Python code branches
+on a value, samples with the same branch run together. This backend uses neither torch.func nor the
+recorded graph.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ from gradscope.backends.base import (
     refusing,
     require_unhooked,
 )
-from gradscope.backends.expand import axes, layers  # noqa: F401  (file rules)
+from gradscope.backends.expand import axes, layers  # noqa: F401  (register rules)
 from gradscope.backends.expand.facts import rules
 from gradscope.backends.expand.mode import Interpreter, probe
 from gradscope.backends.expand.tensor import (
@@ -55,8 +55,8 @@ __all__ = ["expand", "rules"]
 _REASONS = {
     TEXT: OF_TEXT,
     "data is not allocated": (
-        "torch reads the memory of a tensor, which holds all samples",
-        'Use torch.stack instead of torch.tensor on a list of tensors, or backend="loop".',
+        "the model reads the memory of a tensor, which contains all samples",
+        'Use torch.stack instead of torch.tensor for a list of tensors, or use backend="loop".',
     ),
 }
 
@@ -66,9 +66,9 @@ _REASONS = {
 def expand(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
     """Every parameter gets a sample axis, so that ordinary autograd returns per-sample gradients.
 
-    Coupled samples get what a batch of one gives, as with `loop`.
+    Coupled samples get the gradient of a batch of one, as with `loop`.
     """
-    own = WriteScope.NOTHING  # a model that has written to shared tensors once will do so again
+    own = WriteScope.NOTHING  # once a model has written to shared tensors, it will do so again
 
     def attempt(batch: Batch) -> LossesAndRows:
         nonlocal own
@@ -89,18 +89,18 @@ def expand(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
         require("the expand backend", probe)
         require_unhooked("expand", problem)
         with explained("expand", _REASONS), refusing("expand", problem.model, ANOTHER):
-            parts = chunks(problem, batch, chunk)  # a backward pass holds about twice as much
+            parts = chunks(problem, batch, chunk)  # a backward pass takes about twice the memory
             return dense_evaluation(*in_parts(problem, batch, parts, attempt))
 
     yield evaluate
 
 
 def _evaluated(problem: Problem, batch: Batch, own: WriteScope) -> LossesAndRows:
-    """Run the model, the loss and one backward pass; `own` is each sample's own.
+    """Run the model, the loss and one backward pass; `own` says which tensors are per sample.
 
     Raises:
         SharedWrite: The model writes to a tensor that samples share.
-        SamplesDiverge: Samples take different ways through the model.
+        SamplesDiverge: Samples take different branches in the model.
     """
     n = len(batch)
     params = {k: _leaf(p, n) for k, p in problem.parameters.items()}
@@ -114,7 +114,7 @@ def _evaluated(problem: Problem, batch: Batch, own: WriteScope) -> LossesAndRows
         Interpreter(n, own, problem.state.fixed) as mode,
     ):
         losses = bound.functional_losses(dict(params), Batch(inputs, targets, batch.index[:1]))
-    if mode.refusal is not None:  # the model's code caught it
+    if mode.refusal is not None:  # the model's code caught the exception
         raise mode.refusal
     gradients = {
         name: mode.samples.of(gradient).contiguous()
@@ -126,9 +126,9 @@ def _evaluated(problem: Problem, batch: Batch, own: WriteScope) -> LossesAndRows
 def _differentiating(
     given: Callable[..., Any], params: list[Tensor], found: list[Tensor]
 ) -> Callable[..., Any]:
-    """Return the loss `given`, which now also leaves the gradients of its sum in `found`.
+    """Return the loss `given`, extended to store the gradients of its sum in `found`.
 
-    The backward pass so runs while `params` are in the model, for the layers that it recomputes.
+    So the backward pass runs while `params` are in the model, as recomputed layers need.
     """
 
     @model_loss
@@ -151,13 +151,13 @@ def _differentiating(
 
 
 def _leaf(parameter: Tensor, n: int) -> PerSample:
-    """Return the parameter (*shape) as a leaf of the graph, one value for n samples."""
+    """Return the parameter (*shape) as a leaf of the graph, with one value for n samples."""
     value = parameter.detach()
-    if n == 1:  # otherwise its stride 0 over samples keeps the model from writing to it
+    if n == 1:  # for n > 1, the stride 0 over samples prevents writes to the parameter
         value = value.clone()
     return PerSample(value.unsqueeze(0).expand(n, *value.shape), requires_grad=True)
 
 
 def _sample(t: Tensor) -> Tensor:
-    """Wrap a tensor (n, ...) as (1, ...); one without axes is a constant."""
+    """Wrap a tensor (n, ...) as (1, ...); a tensor without axes stays a constant."""
     return PerSample(t.detach().unsqueeze(1), t.requires_grad) if t.dim() else t

@@ -1,4 +1,4 @@
-"""Operators to which the samples are one more leading axis or index, or more rows: their tables."""
+"""Rules of operators that treat samples as a leading axis, as an index, or as more rows."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ _PLAIN_INDEX = frozenset(("index_select", "index_add", "index_copy", "index_fill
     "unfold_backward _fft_c2c _fft_r2c _fft_c2r"
 )
 def by_axes(func: Any, s: Expansion, *args: Any, **kwargs: Any) -> Any:
-    """All tensors have the same number of logical axes; axes are counted past the samples."""
+    """All tensors have the same number of logical axes; axes are shifted by the sample axis."""
     facts = facts_of(func)
     bound, index = facts.bind(args, kwargs), None
     if facts.name in _PLAIN_INDEX:
@@ -65,10 +65,10 @@ def by_axes(func: Any, s: Expansion, *args: Any, **kwargs: Any) -> Any:
 
 
 def _moved(axes: Any, width: int, name: str) -> Any:
-    """Count axes from 0 with the sample axis before them, or return None for what is special."""
+    """Count axes from 0, shifted by the sample axis, or return None for special cases."""
     if isinstance(axes, int):
         return axes % width + 1 if -width <= axes < width else None
-    if not axes:  # left out, or []
+    if not axes:  # omitted, or []
         return list(range(1, width + 1)) if name in _LEFT_OUT_MEANS_ALL else None
     moved = [_moved(axis, width, name) for axis in axes]
     return None if None in moved else moved
@@ -81,7 +81,7 @@ def _moved(axes: Any, width: int, name: str) -> Any:
 @each("any.default", aten.any.dims)
 @each("all.default", aten.all.dims)
 def over_all(along: Any, func: Any, s: Expansion, t: Tensor, **kwargs: Any) -> Any:
-    """A reduction over everything, by the one `along` given axes."""
+    """A reduction over all axes, by the operator `along` with axes."""
     if t.dim() == 0:
         return NotImplemented
     return along(s.of(t), list(range(1, t.dim() + 1)), **kwargs)
@@ -94,7 +94,7 @@ def over_all(along: Any, func: Any, s: Expansion, t: Tensor, **kwargs: Any) -> A
     "huber_loss huber_loss_backward"
 )
 def trailing(func: Any, s: Expansion, *args: Any, **kwargs: Any) -> Any:
-    """Act on trailing axes, whatever stands before, or on single entries, if not reduced."""
+    """Act on trailing axes, with any leading axes; or elementwise, without a reduction."""
     if len({t.dim() for t in tensors_of(args, kwargs)}) > 1:
         return NotImplemented
     if facts_of(func).bind(args, kwargs).get("reduction", 0) != 0:
@@ -121,7 +121,7 @@ def trailing(func: Any, s: Expansion, *args: Any, **kwargs: Any) -> Any:
     5,
 )
 def with_rows(width: int, func: Any, s: Expansion, *args: Any, **kwargs: Any) -> Any:
-    """Tensors of `width` logical axes have a leading axis of rows or images: samples are more."""
+    """Tensors of `width` logical axes, of which the first has rows: samples are more rows."""
     found = tensors_of(args, kwargs)
     if any(t.dim() != width or t.shape[0] != found[0].shape[0] for t in found):
         return NotImplemented
@@ -136,14 +136,14 @@ def with_rows(width: int, func: Any, s: Expansion, *args: Any, **kwargs: Any) ->
 def upsampled(
     func: Any, s: Expansion, grad: Tensor, size: list[int], shape: list[int], *rest: Any
 ) -> Any:
-    """The backward pass of an upsampling takes the shape of the input, rows first."""
+    """The backward pass of an upsampling; its argument `shape` is the input's, rows first."""
     return unfold(func(fold(s.of(grad)), size, [s.n * shape[0], *shape[1:]], *rest), s.n)
 
 
 @each("nll_loss_forward nll_loss_backward", 2)
 @each("nll_loss2d_forward nll_loss2d_backward", 4)
 def likelihood(width: int, func: Any, s: Expansion, *args: Any, **kwargs: Any) -> Any:
-    """Unreduced negative log-likelihoods of rows, or of images; the weights are common to all."""
+    """Unreduced negative log-likelihoods of rows or images, with weights common to all samples."""
     facts = facts_of(func)
     bound = facts.bind(args, kwargs)
     weight = bound["weight"]
@@ -163,20 +163,20 @@ def likelihood(width: int, func: Any, s: Expansion, *args: Any, **kwargs: Any) -
 
 @each("new_zeros new_ones new_empty new_full")
 def new(func: Any, s: Expansion, t: Tensor, size: list[int], *args: Any, **kwargs: Any) -> Any:
-    """Fresh memory for each sample."""
+    """New memory for each sample."""
     return func(s.of(t), [s.n, *size], *args, **kwargs)
 
 
 @rules.register("stack.default")
 def stack(s: Expansion, tensors: list[Tensor], dim: int = 0) -> Tensor:
-    """Stack along a new axis, counted past the sample axis."""
+    """Stack along a new axis, shifted by the sample axis."""
     width = tensors[0].dim() + 1
     return torch.stack([s.of(t) for t in tensors], dim % width + 1)
 
 
 @rules.register("repeat.default")
 def repeat(s: Expansion, t: Tensor, repeats: list[int]) -> Tensor:
-    """Repeat along logical axes; new ones come right after the sample axis."""
+    """Repeat along logical axes; new axes come right after the sample axis."""
     missing = (slice(None), *[None] * (len(repeats) - t.dim()))
     return s.of(t)[missing].repeat(1, *repeats)
 
@@ -185,7 +185,7 @@ def repeat(s: Expansion, t: Tensor, repeats: list[int]) -> Tensor:
 def new_empty_strided(
     s: Expansion, t: Tensor, size: list[int], stride: list[int], **kwargs: Any
 ) -> Tensor:
-    """Fresh memory of the given layout for each sample, one after another."""
+    """New memory of the given layout for each sample, one after another."""
     extent = 1 + sum((a - 1) * b for a, b in zip(size, stride, strict=True) if a)
     return s.of(t).new_empty_strided((s.n, *size), (max(extent, 1), *stride), **kwargs)
 
@@ -194,7 +194,7 @@ def new_empty_strided(
 def pack(s: Expansion, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     """Return the packed entries, and the batch sizes that all samples share.
 
-    The lengths steer Python code: samples of different lengths are evaluated apart.
+    The lengths control Python code, so samples of different lengths are evaluated separately.
     """
     common = lengths.common() if isinstance(lengths, PerSample) else lengths
     packed = [aten._pack_padded_sequence(row, common, batch_first) for row in s.of(x)]
@@ -207,8 +207,7 @@ Indices = list[Tensor | None]
 def _located(s: Expansion, t: Tensor, indices: Indices) -> tuple[Tensor, tuple[Tensor, ...]] | None:
     """Return `t` (n, indexed axes, others) and its indices, or None for masks and gaps.
 
-    Indexed axes must stand together at the front: torch puts the result's axes elsewhere
-    otherwise.
+    Indexed axes must be adjacent and in front. Otherwise torch moves the axes of the result.
     """
     given = [i for i in indices if i is not None]
     if any(i.dtype in (torch.bool, torch.uint8) for i in given) or None in indices[: len(given)]:
@@ -226,14 +225,14 @@ def _widened(s: Expansion, index: Tensor, width: int) -> Tensor:
 
 @rules.register("index.Tensor")
 def index(s: Expansion, t: Tensor, indices: Indices) -> Any:
-    """Pick entries by positions in the leading axes."""
+    """Select entries by positions in the leading axes."""
     found = _located(s, t, indices)
     return NotImplemented if found is None else found[0][found[1]]
 
 
 @rules.register("index_put.default")
 def index_put(s: Expansion, t: Tensor, *rest: Any) -> Any:
-    """Return a copy with entries replaced or added to."""
+    """Return a copy with entries replaced or added."""
     if not isinstance(t, PerSample):
         return NotImplemented
     return index_put_(s, PerSample(s.of(t).clone()), *rest)
@@ -249,19 +248,19 @@ def index_put_(
     accumulate: bool = False,
     unsafe: bool = False,
 ) -> Any:
-    """Replace entries, or add to them, in place."""
+    """Replace or add entries in place."""
     found = _located(s, t, indices)
     if found is None:
         return NotImplemented
     target, own = found
-    width = (own[1].dim() - 1) + t.dim() - (len(own) - 1)  # logical axes of what is replaced
+    width = (own[1].dim() - 1) + t.dim() - (len(own) - 1)  # logical axes of the replaced part
     if values.dim() > width:
         return NotImplemented
     return target.index_put_(own, _widened(s, values, width), accumulate)
 
 
 def _own_rows(s: Expansion, indices: Tensor, size: int) -> Tensor:
-    """Count indices (n, ...) into tables of `size` rows laid end to end."""
+    """Shift indices (n, ...) into concatenated tables of `size` rows."""
     offsets = torch.arange(s.n, device=indices.device) * size
     return indices + offsets.reshape(-1, *[1] * (indices.dim() - 1))
 
@@ -275,12 +274,12 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """Look rows up; the options are about the backward pass."""
+    """Look up rows; the options only affect the backward pass."""
     table, rows = s.of(weight), s.of(indices)
     if is_shared(table):
         return F.embedding(rows, table[0])
     if rows.numel() and (rows.min() < 0 or rows.max() >= table.shape[1]):
-        return NotImplemented  # torch says what is wrong
+        return NotImplemented  # torch reports the error
     return F.embedding(_own_rows(s, rows, table.shape[1]), fold(table))
 
 
@@ -293,7 +292,7 @@ def embedding_backward(
     padding_idx: int,
     scale_grad_by_freq: bool,
 ) -> Tensor:
-    """Add gradients to their rows, except those of `padding_idx`."""
+    """Add gradients to their rows, except at `padding_idx`."""
     values, rows = s.of(grad), s.of(indices)
     if padding_idx >= 0:
         values = values.masked_fill((rows == padding_idx).unsqueeze(-1), 0)
@@ -312,7 +311,7 @@ def sparse_gradient(
     values: Tensor,
     **kwargs: Any,
 ) -> Tensor:
-    """Return what an embedding with sparse gradients makes of them, in dense form."""
+    """Return an embedding's sparse gradients in dense form."""
     rows, added = s.of(indices), s.of(values)  # (n, axes, entries), (n, entries, ...)
     own = torch.arange(s.n, device=rows.device).unsqueeze(1)
     return added.new_zeros(s.n, *size).index_put_((own, *rows.unbind(1)), added, True)

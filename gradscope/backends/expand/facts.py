@@ -1,4 +1,4 @@
-"""What is known of an operator: what its own schema and tags say, and the rule for all samples."""
+"""Facts about operators from their schemas and tags, and the registry of expand rules."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from gradscope.core.registry import Registry
 
 aten = torch.ops.aten
 
-# A rule takes the samples and the operator's arguments, as the operator has them, and returns the
-# physical result. It returns NotImplemented where it does not apply; then the operator runs sample
-# by sample, which is exact for every operator.
+# A rule takes the `Expansion` and the operator's arguments, and returns the physical result. It
+# returns NotImplemented if it does not apply. Then the operator runs sample by sample, which is
+# exact for every operator.
 Rule = Callable[..., Any]
 
 rules: Registry[Rule] = Registry("expand rule")
 
 
 def each(keys: str, *more: Any) -> Callable[[Rule], Rule]:
-    """File a rule for many operators; it is called with `more` and the operator first."""
+    """Register a rule for many operators; it is called with `more` and the operator first."""
 
     def add(rule: Rule) -> Rule:
         for key in keys.split():
@@ -33,20 +33,20 @@ def each(keys: str, *more: Any) -> Callable[[Rule], Rule]:
     return add
 
 
-# Elementwise, though torch does not tag them so.
+# elementwise operators without torch's tag
 _ALSO_POINTWISE = (
     "copy fill zero masked_fill isclose _to_copy polar complex hardswish lift _prelu_kernel "
     "_prelu_kernel_backward elu_backward leaky_relu_backward hardtanh_backward mish_backward "
     "softplus_backward hardswish_backward hardsigmoid_backward softshrink_backward "
     "hardshrink_backward celu_backward zeros_like ones_like full_like empty_like"
 )
-_NOT_POINTWISE = ("equal", "rrelu")  # though torch tags them so
-# Functional by their schema, but their result is a view that nobody writes to.
+_NOT_POINTWISE = ("equal", "rrelu")  # despite torch's tag
+# not views by their schema, but their results are views that nobody writes to
 _ALSO_VIEWS = (
     *("_unsafe_view", "_reshape_alias"),
     *("unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"),
 )
-# They update running statistics while training; the schema does not call these written.
+# They update running statistics in train mode, but the schema does not declare the writes.
 _HIDDEN_WRITES = dict.fromkeys(
     ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), ("running_mean", "running_var")
 )
@@ -54,26 +54,27 @@ _HIDDEN_WRITES = dict.fromkeys(
 
 @dataclass(frozen=True)
 class OperatorFacts:
-    """What is known of an operator."""
+    """The facts about an operator."""
 
-    key: str  # its full name, without the namespace of torch's own
+    key: str  # its full name, without the namespace aten
     name: str  # without namespace and overload
     overload: str
-    parameters: tuple[tuple[str, Any, bool], ...]  # (name, default, whether by keyword only)
-    may_write: tuple[str, ...]  # names of the arguments that it writes to
-    returns_written: tuple[str | None, ...]  # for each result, which written argument it is
-    view: bool  # its results are views of its first argument
-    pointwise: bool  # it acts entry by entry, with broadcasting
-    random: bool  # it may draw random numbers
-    reshapes_in_place: bool  # it changes the shape of an existing tensor
+    parameters: tuple[tuple[str, Any, bool], ...]  # (name, default, whether keyword-only)
+    may_write: tuple[str, ...]  # names of arguments that it may write to
+    # for each result, the written argument that it returns, or None
+    returns_written: tuple[str | None, ...]
+    view: bool  # whether its results are views of its first argument
+    pointwise: bool  # whether it acts elementwise, with broadcasting
+    random: bool  # whether it may draw random numbers
+    reshapes_in_place: bool  # whether it changes the shape of an existing tensor
 
     @property
     def makes_new(self) -> bool:
-        """Whether the result is fresh memory, likely to be written to."""
+        """Whether the result is new memory that is probably written to later."""
         return self.name.startswith("new_") or self.name.endswith("_like")
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return all arguments by name, defaults filled in."""
+        """Return all arguments by name, including defaults."""
         bound = {name: default for name, default, _ in self.parameters}
         bound.update({p[0]: value for p, value in zip(self.parameters, args, strict=False)})
         bound.update(kwargs)
@@ -109,7 +110,7 @@ def facts_of(func: Any) -> OperatorFacts:
         for r in schema.returns
     )
     packet = getattr(getattr(torch.ops, func.namespace), base, None)
-    functional = getattr(packet, func._overloadname, func)  # what it is the in-place form of
+    functional = getattr(packet, func._overloadname, func)  # the out-of-place form of the operator
     tagged = torch.Tag.pointwise in {*func.tags, *functional.tags} and base not in _NOT_POINTWISE
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     return OperatorFacts(

@@ -1,7 +1,7 @@
-"""Layers: matrix products, convolutions, normalisation, fused attention.
+"""Rules of layers: matrix products, convolutions, normalisation, fused attention.
 
-Against a shared matrix the samples are rows of one product. Convolutions by shared weights take
-the samples as more images, others take them as groups.
+In a product with a shared matrix, samples become rows. In a convolution with shared weights,
+samples become images; with per-sample weights, they become groups.
 
 Shapes: n sample, b row or image, c channel, then the spatial axes; in products p row, k contracted,
 q column; in attention h head, t query position, s key position, d feature.
@@ -23,7 +23,7 @@ Align = Callable[[Tensor, Tensor], Tensor]
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Multiply physical matrices (n, p, k) and (n, k, q) sample by sample: (n, p, q).
 
-    A shared factor is never repeated in memory.
+    A shared factor is not repeated in memory.
     """
     n, p, k = a.shape
     q = b.shape[2]
@@ -51,7 +51,7 @@ def batched(a: Tensor, b: Tensor) -> Tensor:
 @rules.register("mm.default")
 @rules.register("mv.default")
 def mm(s: Expansion, a: Tensor, b: Tensor) -> Tensor:
-    """(p, k) by (k, q), or by (k,)."""
+    """(p, k) times (k, q), or times (k,)."""
     if b.dim() == 1:
         return product(s.of(a), s.of(b).unsqueeze(2)).squeeze(2)
     return product(s.of(a), s.of(b))
@@ -59,7 +59,7 @@ def mm(s: Expansion, a: Tensor, b: Tensor) -> Tensor:
 
 @rules.register("bmm.default")
 def bmm(s: Expansion, a: Tensor, b: Tensor) -> Tensor:
-    """(b, p, k) by (b, k, q)."""
+    """(b, p, k) times (b, k, q)."""
     return batched(s.of(a), s.of(b))
 
 
@@ -69,7 +69,7 @@ def bmm(s: Expansion, a: Tensor, b: Tensor) -> Tensor:
 def addmm(
     s: Expansion, c: Tensor, a: Tensor, b: Tensor, *, beta: Scalar = 1, alpha: Scalar = 1
 ) -> Tensor:
-    """beta·c + alpha·a b; c broadcasts from the right, past the sample axis."""
+    """beta·c + alpha·a b; c broadcasts from the right, after the sample axis."""
     pc, pa, pb = s.of(c), s.of(a), s.of(b)
     if is_shared(pb) and is_shared(pc) and (c.dim(), b.dim()) == (1, 2):
         n, p, k = pa.shape
@@ -78,14 +78,14 @@ def addmm(
     found: Tensor = bmm(s, a, b) if a.dim() == 3 else mm(s, a, b)
     if alpha != 1:
         found = found * alpha
-    if beta == 0:  # torch ignores NaN in `c` then
+    if beta == 0:  # torch then ignores NaN in `c`
         return found
     return torch.add(found, pc[(slice(None), *[None] * (found.dim() - pc.dim()))], alpha=beta)
 
 
 @rules.register("dot.default")
 def dot(s: Expansion, a: Tensor, b: Tensor) -> Tensor:
-    """Sum of products, (k,) by (k,)."""
+    """Sum of products, (k,) times (k,)."""
     return product(s.of(a).unsqueeze(1), s.of(b).unsqueeze(2)).flatten()
 
 
@@ -119,7 +119,7 @@ def _trailing(affine: Tensor, like: Tensor) -> Tensor:
 def _affine(
     s: Expansion, out: Tensor, weight: Tensor | None, bias: Tensor | None, align: Align
 ) -> Tensor:
-    """Apply what a layer has after its normalisation, each sample its own."""
+    """Apply the weight and the bias of a layer, each sample with its own."""
     if weight is not None:
         out = out * align(s.of(weight), out)
     return out if bias is None else out + align(s.of(bias), out)
@@ -129,7 +129,7 @@ def _affine(
 def convolution(
     s: Expansion, x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any
 ) -> Tensor:
-    """Convolve, transposed or not; geometry ends with the number of groups."""
+    """Convolve, transposed or not; `geometry` ends with the number of groups."""
     px, pw = s.of(x), s.of(weight)
     if is_shared(pw):
         out: Tensor = unfold(aten.convolution(fold(px), pw[0], None, *geometry), s.n)
@@ -149,7 +149,7 @@ def convolution_backward(
     bias_sizes: list[int] | None,
     *geometry: Any,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of the images, the weight and the bias, those the mask asks for."""
+    """Return the requested gradients (by `mask`) of the images, the weight and the bias."""
     *rest, groups, mask = geometry
     pg, px, pw = s.of(grad), s.of(x), s.of(weight)
     to_x = to_weight = to_bias = None
@@ -177,7 +177,7 @@ def layer_norm(
     bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise over the trailing axes `shape`; the affine map is applied on its own."""
+    """Normalise over the trailing axes `shape`; the affine map is applied separately."""
     out, mean, rstd = aten.native_layer_norm(s.of(x), shape, None, None, eps)
     return _affine(s, out, weight, bias, _trailing), mean, rstd
 
@@ -194,7 +194,7 @@ def layer_norm_backward(
     bias: Tensor | None,
     mask: list[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of the input, the weight and the bias, those the mask asks for."""
+    """Return the requested gradients (by `mask`) of the input, the weight and the bias."""
     pg, px, pm, pr = s.of(grad), s.of(x), s.of(mean), s.of(rstd)
     rows = list(range(1, px.dim() - len(shape)))
     to_x = to_weight = to_bias = None
@@ -222,7 +222,7 @@ def group_norm(
     groups: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise groups of channels; the samples are rows."""
+    """Normalise groups of channels; samples become rows."""
     folded = fold(s.of(x)).contiguous()
     found = aten.native_group_norm(folded, None, None, s.n * b, c, spatial, groups, eps)
     out, mean, rstd = (unfold(t, s.n) for t in found)
@@ -243,7 +243,7 @@ def group_norm_backward(
     groups: int,
     mask: list[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of the input, the weight and the bias, those the mask asks for."""
+    """Return the requested gradients (by `mask`) of the input, the weight and the bias."""
     pg, px, pm, pr = s.of(grad), s.of(x), s.of(mean), s.of(rstd)  # pm, pr: (n, b, groups)
     to_x = to_weight = to_bias = None
     if mask[0]:
@@ -263,7 +263,7 @@ def group_norm_backward(
 
 
 def _flat(s: Expansion, t: Tensor | None) -> Tensor | None:
-    """Return (n, c) as (n·c,), a view where it is written to."""
+    """Return (n, c) as (n·c,); a view, because it may be written to."""
     return None if t is None else s.of(t).reshape(-1)
 
 
@@ -283,7 +283,7 @@ def batch_norm(
     training: bool,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise each sample's channels by its own or by running statistics."""
+    """Normalise each sample's channels, by the sample's or by running statistics."""
     flat = [_flat(s, t) for t in (weight, bias, mean, var)]
     out, *saved = aten.native_batch_norm(as_groups(s.of(x)), *flat, training, *rest)
     return from_groups(out, s.n), _saved(s, saved[0]), _saved(s, saved[1])
@@ -301,9 +301,10 @@ def batch_norm_backward(
     saved_rstd: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of the input, the weight and the bias, those the mask asks for."""
+    """Return the requested gradients (by `mask`) of the input, the weight and the bias."""
     flat = [_flat(s, t) for t in (weight, mean, var, saved_mean, saved_rstd)]
-    groups = [as_groups(s.of(t)).contiguous() for t in (grad, x)]  # others it may mistake
+    # contiguous: it may misread other layouts
+    groups = [as_groups(s.of(t)).contiguous() for t in (grad, x)]
     to_x, *affine = aten.native_batch_norm_backward(*groups, *flat, *rest)
     to_affine = [None if t is None else t.reshape(s.n, -1) for t in affine]
     return (None if to_x is None else from_groups(to_x, s.n)), to_affine[0], to_affine[1]
@@ -316,7 +317,7 @@ def batch_norm_backward(
 def attention(
     func: Any, s: Expansion, *args: Any, attn_mask: Tensor | None = None, **kwargs: Any
 ) -> Any:
-    """Fused attention: the samples are rows; a mask is (t, s) or (b or 1, h or 1, t, s)."""
+    """Fused attention: samples become rows; a mask is (t, s) or (b or 1, h or 1, t, s)."""
     if attn_mask is not None:
         mask = s.of(attn_mask)
         mask = mask[:, None, None] if attn_mask.dim() == 2 else mask

@@ -1,7 +1,7 @@
-"""The interpreter: every operator of the model, the loss and their backward passes comes here.
+"""The interpreter: it runs every operator of the model, the loss and the backward pass.
 
-Views have one rule, since a view is no more than shape, strides and offset; operators that act
-entry by entry have another; the rest has rules of its own, or runs sample by sample.
+One rule covers all views, because a view is only a shape, strides and an offset. Another rule
+covers elementwise operators. Other operators have their own rules, or run sample by sample.
 """
 
 from typing import Any
@@ -29,11 +29,11 @@ _INTEGERS = frozenset((torch.int64, torch.int32))
 
 
 class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives every operator its meaning on `PerSample` tensors, below autograd.
+    """Runs every operator on `PerSample` tensors, below autograd.
 
     Args:
         n: The number of samples.
-        own: What is each sample's own; writing to what is shared raises `SharedWrite`.
+        own: Which tensors are per sample; a write to a shared tensor raises `SharedWrite`.
         fixed: Draws each sample's random numbers.
     """
 
@@ -41,12 +41,12 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.samples = Expansion(n)
         self.own, self.fixed = own, fixed
-        self.refusal: UnsupportedError | None = None  # kept, should the model's code catch it
+        self.refusal: UnsupportedError | None = None  # kept in case the model's code catches it
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run `func` for all samples, and refuse it if it draws random numbers."""
+        """Run `func` for all samples; raise if it draws random numbers."""
         facts, kwargs = facts_of(func), kwargs or {}
         try:
             if not facts.random:
@@ -63,8 +63,8 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = self._run(facts, func, args, kwargs)
             if not all(map(torch.equal, before, _generators(devices))):
                 refuse(
-                    f"it draws random numbers ({facts.name}), which are not the same for each "
-                    "sample",
+                    f"it draws random numbers ({facts.name}), and they would differ from those of "
+                    "single samples",
                     "Put the model in eval mode, fix the numbers for each sample "
                     '(randomness="fixed"), or draw them outside and pass them as inputs.',
                 )
@@ -86,7 +86,7 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if targets := facts.targets(args, kwargs):
             self._check(targets, facts)
         elif self.own < WriteScope.RESULTS and all(t.shared for t in found) and not facts.makes_new:
-            # once what has the same arguments for all samples; the result is shared too
+            # arguments that are equal for all samples: run once; the result is shared
             one, named = leaves(
                 lambda t: t.physical[0] if isinstance(t, PerSample) else t, (args, kwargs)
             )
@@ -101,7 +101,7 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not any(facts.returns_written):
             return leaves(self.samples.wrap, result)
         several, bound = isinstance(result, tuple), facts.bind(args, kwargs)
-        parts = [  # the written arguments themselves where the operator returns them
+        parts = [  # return the written arguments themselves
             leaves(self.samples.wrap, part) if name is None else bound[name]
             for name, part in zip(
                 facts.returns_written, result if several else (result,), strict=True
@@ -119,9 +119,11 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return leaves(lambda t: PerSample(self.samples.expanded(t).contiguous()), result)
 
     def _check(self, targets: list[Tensor], facts: OperatorFacts) -> None:
-        """See that what is written to holds one value a sample."""
+        """Raise if a written tensor does not have one value per sample."""
         if facts.overload.endswith("out") and not facts.pointwise:
-            refuse(f"{facts.name} has an argument out=", "Assign the result instead.")
+            refuse(
+                f"{facts.name} is called with out=", "Assign the result instead of passing out=."
+            )
         for target in targets:
             if isinstance(target, PerSample) and not target.shared and not target.lazy:
                 continue
@@ -129,9 +131,9 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self.own < needed and not target.is_conj():
                 raise SharedWrite(needed)
             refuse(
-                f"{facts.name} writes per-sample values into a parameter, a conjugate, or a tensor "
+                f"{facts.name} writes per-sample values to a parameter, a conjugate, or a tensor "
                 "made outside the forward pass",
-                "Register the tensor as a buffer, make it in forward, or do not write to it.",
+                "Register the tensor as a buffer, create it in forward, or do not write to it.",
             )
 
 
@@ -140,18 +142,18 @@ def _generators(devices: set[torch.device]) -> list[Tensor]:
     return [read() for d in sorted(devices, key=str) for read in states(d)]
 
 
-# They change what an entry is, and leave leading axes alone.
+# they reinterpret entries and keep leading axes
 _REINTERPRET = frozenset(("view_as_real", "view_as_complex"))
 
 
 def view(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the view, wrapped: the first sample's, repeated at the stride over samples.
+    """Return the view, wrapped: the view of the first sample, with the stride over samples.
 
-    The result shares memory with the argument, so later writes in place are seen by both.
+    The result shares memory with the argument, so later in-place writes change both.
     """
     base, *rest = args
     if not isinstance(base, PerSample):
-        refuse(f"it has no rule for {name} of a constant, and a copy would not be a view")
+        refuse(f"{name} of a constant has no rule, and a copy would not be a view")
     raw = base.raw
     if name in ("_conj", "_neg_view", "detach", "alias"):
         first: Any = raw[0]
@@ -162,7 +164,7 @@ def view(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     def repeated(view: Tensor) -> PerSample:
         if view.dtype != raw.dtype:
-            refuse(f"{name} reads the memory as {view.dtype}")
+            refuse(f"{name} reinterprets the memory as {view.dtype}")
         whole = raw.as_strided(
             (raw.shape[0], *view.shape), (raw.stride(0), *view.stride()), view.storage_offset()
         )
@@ -174,18 +176,18 @@ def view(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def reshape_in_place(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Change a tensor's shape in place: take the view, and let the wrapper become it."""
+    """Change a tensor's shape in place: take the view, and put its memory into the wrapper."""
     target, *rest = args
-    # the operator without the underscore that takes what `func` takes
+    # the out-of-place operator with the same arguments
     packet = getattr(aten, name.removesuffix("_"), None)
     overloads = [getattr(packet, each) for each in (packet.overloads() if packet else ())]
     alike = (f for f in overloads if _types(f) == _types(func))
     functional = next(alike, None)
     if functional is None or not isinstance(target, PerSample):
-        refuse(f"{name} changes a tensor's shape or memory in place", "Write it out of place.")
+        refuse(f"{name} changes a tensor's shape or memory in place", "Use the out-of-place form.")
     made = view(functional._schema.name.partition("::")[2], functional, args, kwargs)
     with torch._C._DisableTorchDispatch():
-        func(target, *rest, **kwargs)  # the wrapper's own shape and strides
+        func(target, *rest, **kwargs)  # sets the shape and strides of the wrapper
     target.raw = made.raw
     return target
 
@@ -194,17 +196,17 @@ def _types(func: Any) -> list[str]:
     return [str(argument.type) for argument in func._schema.arguments]
 
 
-# Their last argument must be a tensor without axes.
+# the last argument of these must be a tensor without axes
 _NUMBERS = frozenset(
     f"aten.{name}.Tensor" for name in ("fill", "fill_", "masked_fill", "masked_fill_")
 )
 
 
 def pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Apply `func` to the physical tensors, their logical axes aligned from the right.
+    """Apply `func` to the physical tensors, with logical axes aligned from the right.
 
-    Where dtypes differ and a tensor has no logical axes, the sample axis would change the
-    promotion of dtypes, and the rule does not apply.
+    The rule does not apply if dtypes differ and a tensor has no logical axes: the sample axis would
+    change dtype promotion.
     """
     found = tensors_of(args, kwargs)
     if str(func) in _NUMBERS and isinstance(args[-1], PerSample):
@@ -218,9 +220,9 @@ def pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if isinstance(out, Tensor):
         shapes = [t.shape for t in tensors_of(args, {})]
         if out.shape != torch.broadcast_shapes(*shapes):  # type: ignore[no-untyped-call]
-            what = "an argument out= has another shape than the result"
-            refuse(what, "Assign the result instead.")
-    if layout in (torch.channels_last, torch.channels_last_3d):  # which are about ranks 4 and 5
+            what = "the shape of an argument out= differs from the shape of the result"
+            refuse(what, "Assign the result instead of passing out=.")
+    if layout in (torch.channels_last, torch.channels_last_3d):  # these formats need rank 4 or 5
         kwargs = {**kwargs, "memory_format": torch.preserve_format}
 
     def aligned(t: Tensor) -> Tensor:
@@ -234,10 +236,10 @@ def pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def sample_by_sample(s: Expansion, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the physical results of any operator, applied to each sample and stacked.
+    """Apply any operator to each sample, and stack the physical results.
 
-    What it writes to is written through slices. Raises `SamplesDiverge` where samples have
-    results of different shapes, or different answers.
+    Writes go through slices. Raises `SamplesDiverge` if samples have results of different shapes,
+    or different Python values.
     """
 
     def of_sample(i: int) -> Any:
@@ -259,10 +261,10 @@ def _stacked(results: list[Any]) -> Any:
 
 
 def probe() -> None:
-    """Do to a tensor of two samples what needs torch's own ways to make and mark subclasses.
+    """Test torch's internal ways to make and mark tensor subclasses, on two samples.
 
     Raises:
-        Exception: This torch has other ways.
+        Exception: This torch release behaves differently.
     """
     raw = torch.zeros(2, 3, 4, dtype=torch.complex64, device="cpu")
     with Interpreter(2, WriteScope.NOTHING) as mode:

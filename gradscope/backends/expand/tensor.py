@@ -1,8 +1,8 @@
-"""The tensor of this backend, which looks like one sample's and holds all samples'; and signals.
+"""`PerSample`, a tensor that looks like one sample and contains all samples; and signals.
 
-The model and autograd see the logical shape, that of a batch of one (parameters: their own
-shape). The physical tensor holds (n, *logical shape). What has stride 0 over samples is *shared*:
-one value that all samples read, such as a parameter.
+The model and autograd see the logical shape: the shape of a batch of one, or of the parameter. The
+physical tensor has the shape (n, *logical shape). A tensor with stride 0 over samples is *shared*:
+all samples use one value, such as a parameter.
 """
 
 from collections.abc import Callable
@@ -16,24 +16,24 @@ from torch import Tensor
 from gradscope.backends.base import ANOTHER
 from gradscope.errors import UnsupportedError
 
-TEXT = ", samples="  # part of a tensor's text
+TEXT = ", samples="  # a part of the text of a `PerSample`
 
 
 class WriteScope(IntEnum):
-    """What is each sample's own from the start, so that per-sample values can be written to it.
+    """Which tensors are per sample from the start, to allow writes of per-sample values.
 
-    The less, the more is computed once for all samples.
+    With fewer such tensors, more is computed once for all samples.
     """
 
     NOTHING = 0
-    RESULTS = 1  # of operators on parameters alone
-    EVERYTHING = 2  # also constants made in the forward pass, and buffers
+    RESULTS = 1  # results of operators on parameters only
+    EVERYTHING = 2  # also buffers, and constants made in the forward pass
 
 
 class SharedWrite(BaseException):
-    """Per-sample values were to be written into a shared tensor; `needed` is what would do.
+    """The model writes per-sample values to a shared tensor; `needed` would allow it.
 
-    A signal, which the model's own `except Exception` must not catch.
+    It is a BaseException, so that `except Exception` in the model does not catch it.
     """
 
     def __init__(self, needed: WriteScope) -> None:
@@ -42,7 +42,7 @@ class SharedWrite(BaseException):
 
 
 class SamplesDiverge(BaseException):
-    """Samples take different ways through the model, which their `keys` name; a signal too."""
+    """Samples take different branches, identified by `keys`; a BaseException like `SharedWrite`."""
 
     def __init__(self, keys: list[str]) -> None:
         super().__init__(keys)
@@ -50,7 +50,7 @@ class SamplesDiverge(BaseException):
 
 
 def refuse(what: str, remedy: str = ANOTHER) -> NoReturn:
-    """Raise that this backend has no exact way."""
+    """Raise an `UnsupportedError` of this backend."""
     raise UnsupportedError(f"the expand backend cannot run this model: {what}", remedy=remedy)
 
 
@@ -61,12 +61,12 @@ def same_as(keys: list[str]) -> None:
 
 
 class PerSample(Tensor):
-    """A tensor (*shape) to the model, one value a sample in truth.
+    """A tensor (*shape) for the model that contains one value per sample.
 
     Attributes:
-        raw: (n, *shape), the memory; without a graph, since the graph is the wrapper's. Torch's
-            lazy conjugation and negation are marks on the wrapper, never on the memory: at this
-            depth of its dispatch torch no longer resolves them.
+        raw: (n, *shape), the memory, without a graph: the wrapper has the graph. Torch's marks of
+            lazy conjugation and negation are on the wrapper, never on the memory: torch does not
+            resolve them at this level of dispatch.
     """
 
     raw: Tensor
@@ -74,7 +74,7 @@ class PerSample(Tensor):
 
     @staticmethod
     def __new__(cls, raw: Tensor, requires_grad: bool = False) -> "PerSample":
-        """Wrap `raw` (n, *shape); strides and offset are its own, so that views fit."""
+        """Wrap `raw` (n, *shape); views of the wrapper match views of `raw`."""
         made: PerSample = Tensor._make_wrapper_subclass(
             cls,
             raw.shape[1:],
@@ -91,11 +91,11 @@ class PerSample(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
-        """Refuse: only `Interpreter` knows what an operation means."""
+        """Raise: only `Interpreter` can run operations."""
         refuse(f"{func} was called on a tensor kept from an earlier evaluation")
 
     def marked(self, conjugated: bool, negated: bool) -> "PerSample":
-        """Mark the values as conjugates or negatives of what is in memory, and return self."""
+        """Mark the values as conjugates or negatives of the memory, and return self."""
         if conjugated:
             torch._C._set_conj(self, True)
         if negated:
@@ -104,56 +104,58 @@ class PerSample(Tensor):
 
     @property
     def lazy(self) -> bool:
-        """Whether the values are not those in memory."""
+        """Whether the values differ from the memory."""
         return self.is_conj() or self.is_neg()
 
     @property
     def physical(self) -> Tensor:
-        """The values (n, *shape): the memory itself, or a copy where they are lazy."""
+        """The values (n, *shape): the memory, or a copy if they are lazy."""
         values = self.raw.conj_physical() if self.is_conj() else self.raw
         return values.neg() if self.is_neg() else values
 
     @property
     def shared(self) -> bool:
-        """Whether all samples read one value."""
+        """Whether all samples use one value."""
         return is_shared(self.raw)
 
     def common(self) -> Tensor:
-        """Return the value (*shape) of all samples; raise `SamplesDiverge` where they differ."""
+        """Return the value (*shape) of all samples; raise `SamplesDiverge` if values differ."""
         values = self.physical
         if not self.shared:
             same_as([str(value.tolist()) for value in values])
         return values[0]
 
     def tolist(self) -> Any:
-        """Return nested lists, where all samples have the same."""
+        """Return nested lists, if equal for all samples."""
         return self.common().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return an array, where all samples have the same."""
+        """Return an array, if equal for all samples."""
         return self.common().numpy(force=force)
 
     def __format__(self, spec: str) -> str:
-        """Return what `format` makes of a plain tensor, where all samples have the same value.
+        """Return what `format` returns for a plain tensor, if equal for all samples.
 
-        A tensor without axes is formatted as its number, f"expert_{index}".
+        A tensor without axes is formatted as its number, as in f"expert_{index}".
         """
         if self.dim():
             return object.__format__(self, spec)
         return format(self.common().item(), spec)
 
     def __dlpack__(self, **how: Any) -> Any:
-        """Return the memory of the value that all samples have, for other libraries.
+        """Export the value that all samples have, for other libraries.
 
         Raises:
             BufferError: The tensor requires a gradient.
         """
         if self.requires_grad:
-            raise BufferError("a tensor that requires a gradient is not exported: detach it")
+            raise BufferError(
+                "cannot export a tensor that requires a gradient: call detach() first"
+            )
         return self.common().__dlpack__(**how)
 
     def __dlpack_device__(self) -> Any:
-        """Return the device of that memory."""
+        """Return the device of the exported memory."""
         return self.raw.__dlpack_device__()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -161,12 +163,12 @@ class PerSample(Tensor):
 
 
 class SharedResult(Tensor):
-    """A rule's result that all samples have in common, to be handed to the model as it is."""
+    """A rule's result that all samples share and that the model gets unwrapped."""
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """The number n of samples, and the way from logical to physical."""
+    """The number n of samples, and the conversion from logical to physical tensors."""
 
     n: int
 
@@ -177,9 +179,12 @@ class Expansion:
         return self.expanded(t.resolve_conj().resolve_neg())
 
     def check(self, t: PerSample) -> None:
-        """See that `t` is of this evaluation."""
+        """Raise if `t` belongs to an earlier evaluation."""
         if t.raw.shape[0] != self.n:
-            refuse("it keeps a tensor from an earlier evaluation", "Keep no state between calls.")
+            refuse(
+                "it uses a tensor from an earlier evaluation",
+                "Do not keep tensors between calls of the model.",
+            )
 
     def expanded(self, t: Tensor) -> Tensor:
         """Return a view (n, *shape) of `t` (*shape) with stride 0 over samples."""
@@ -190,7 +195,7 @@ class Expansion:
         if isinstance(t, SharedResult):
             return t.as_subclass(Tensor)
         if t.dim() == 0 or t.shape[0] != self.n:
-            refuse(f"a result {tuple(t.shape)} has no axis of {self.n} samples")
+            refuse(f"a result of shape {tuple(t.shape)} has no axis of {self.n} samples")
         return PerSample(t)
 
 
@@ -210,7 +215,7 @@ def unfold(t: Tensor, n: int) -> Tensor:
 
 
 def leaves(fn: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Apply `fn` to the tensors among an operator's arguments or results (lists nest once)."""
+    """Apply `fn` to the tensors in an operator's arguments or results (lists nest once)."""
     if isinstance(tree, Tensor):
         return fn(tree)
     if isinstance(tree, list | tuple):
@@ -221,7 +226,7 @@ def leaves(fn: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def tensors_of(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors among an operator's arguments, in order."""
+    """Return the tensors in an operator's arguments, in order."""
     found: list[Tensor] = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):

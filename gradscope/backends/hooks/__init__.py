@@ -1,7 +1,8 @@
-"""`hooks`: Goodfellow's method on the graph that autograd records, for any model, untouched.
+"""`hooks`: Goodfellow's method on the graph that autograd records, for unmodified models.
 
-One forward pass, one backward pass to the frontier between operations on samples and operations on
-parameters alone; there each sample's contribution is kept apart, as a block.
+It takes one forward pass, and one backward pass to the frontier between operations on samples and
+operations on parameters only. At the frontier, a block stores each sample's contribution
+separately.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,15 +51,15 @@ from gradscope.model.releases import require
 
 __all__ = ["hooks"]
 
-_REMEMBERED = 256  # programs: sequences of so many lengths, for example
-_SMALL, _SMALLER = 3, 2  # samples of forward passes that show the sample axes
+_REMEMBERED = 256  # analysed programs, for example one per sequence length
+_SMALL, _SMALLER = 3, 2  # samples of the forward passes that reveal the sample axes
 
 
 def block_of(kind: str, site: Site) -> Block:
-    """Return the block by the operation's rule, or by the masked fallback."""
+    """Return the block from the operation's rule, or from the masked fallback."""
     rule = node_rules.find(kind)
     one = site.gradients[0] is not None and site.axes[0] is not None
-    # all other rules are of operations with one output
+    # all other rules handle operations with one output
     usable = one or kind in (recurrent.KIND, *recurrent.CELLS)
     if site.lies_along_several:
         usable = one and kind.removesuffix("Backward0") in _BY_ENTRY
@@ -71,7 +72,7 @@ def block_of(kind: str, site: Site) -> Block:
 def hooks(
     problem: Problem, contract: Callable[[str, Site], Block] = block_of
 ) -> Iterator[Evaluate]:
-    """One backward pass over the recorded graph; structure is kept, nothing is attached."""
+    """One backward pass over the recorded graph; it keeps structure and attaches nothing."""
     program = _Program(problem, contract)
 
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
@@ -87,8 +88,8 @@ def hooks(
     yield evaluate
 
 
-# Rules in which an entry of the output gradient adds to its owner's row alone, whoever that is;
-# the second go by axes that lie side by side as well.
+# Rules in which an entry of the output gradient contributes only to its owner's row, for any owner.
+# The second list also supports owners along several axes.
 _MERGED = ("Mm", "Bmm", "Addmm", "Baddbmm", "GroupedMm", "Linear")
 _NORMS = ("NativeLayerNorm", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "FusedRmsNorm")
 _BY_ENTRY = ("Add", "Sub", "Mul", "Div", "Expand", *_NORMS)
@@ -96,47 +97,49 @@ _APART = ("Convolution", "Embedding", *_BY_ENTRY)
 
 
 def row_block(kind: str, site: Site) -> Block:
-    """Return the block of an operation by rows of tokens.
+    """Return the block of an operation, with one row per token.
 
     Raises:
-        UnsupportedError: No rule keeps a sample's positions apart here.
+        UnsupportedError: No rule keeps the positions of a sample separate here.
     """
     name = kind.removesuffix("Backward0")
     usable = name in _APART or (name in _MERGED and not site.lies_along_several)
-    if name == "Embedding":  # by how often the whole sample looks a row up
+    if name == "Embedding":  # depends on how often the whole sample looks up a row
         usable = not site.saved("scale_grad_by_freq")
     rule = (
         node_rules.find(kind) if usable and None not in (site.gradients[0], site.axes[0]) else None
     )
     block = None if rule is None else rule(site)
     if block is None:
-        raise UnsupportedError("positions are not kept apart", where=f"operation {kind}")
+        raise UnsupportedError(
+            "no rule computes the gradients of single positions", where=f"operation {kind}"
+        )
     return block
 
 
 @token_backends.register("hooks")
 @contextmanager
 def hooks_of_tokens(problem: Problem) -> Iterator[Evaluate]:
-    """One backward pass for all positions of a model that keeps them apart, else one for each.
+    """One backward pass for all positions if the model keeps them separate, else one per position.
 
-    What is looked at lies between the parameters and the losses: a head on frozen attention does.
-    Each batch shows it by itself.
+    The positions must stay separate between the parameters and the losses: true for a head on
+    frozen attention. Each batch is checked.
     """
-    program, note = _Program(problem, row_block), ""  # and what is in the way of it
+    program, note = _Program(problem, row_block), ""  # the reason against a joint pass, once known
 
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
         nonlocal note
         assert isinstance(batch, Tokens)
         require("the hooks backend", internals.probe)
         require_unhooked("hooks", problem)
-        if not note:  # what one batch shows is known from then on
+        if not note:  # the reason found for one batch holds for later batches
             try:
                 with refusing("hooks", problem.model, OTHERS):
                     together = partial(program.evaluate_rows, proved=request.proved)
                     return isolating(problem, batch, together, partial(one_graph, problem))
             except UnsupportedError as error:
                 why = f"{error.what} ({error.where})"
-                note = f"each token takes a backward pass, {batch.positions} a sample: {why}"
+                note = f"each token takes a backward pass ({batch.positions} per sample): {why}"
         with refusing("hooks", problem.model, OTHERS):
             return replace(one_graph(problem, batch), note=note)
 
@@ -144,36 +147,39 @@ def hooks_of_tokens(problem: Problem) -> Iterator[Evaluate]:
 
 
 class _Program:
-    """A problem with what was found out about it so far."""
+    """A problem with the analyses made so far."""
 
     def __init__(self, problem: Problem, contract: Callable[[str, Site], Block]) -> None:
         self.problem, self.contract = problem, contract
         self.known: list[Analysis] = []
-        self.singles: list[Analysis] = []  # by one sample and its copies: for such batches alone
-        self.doubled = False  # a single sample whose positions are asked for stands twice
-        self.stepwise = False  # record fused recurrent layers step by step
-        self.data_paths = True  # inputs require a gradient, so that their paths show
+        self.singles: list[Analysis] = []  # valid only for one sample and its copies
+        self.doubled = False  # whether to evaluate a single token sample twice
+        self.stepwise = False  # whether to record fused recurrent layers step by step
+        self.data_paths = True  # inputs require a gradient, so that the graph shows their paths
         self.apart = False  # whether float64 has shown that gradients do not mix samples
         self.evaluations = 0
 
     def evaluate(self, batch: Batch, *, proved: bool = False) -> Evaluation:
         losses, recorded = self._record(batch)
         if recorded is None and self.problem.model_parallel is not None:
-            raise ModelError("the losses have no graph", remedy="Look for detach or no_grad.")
+            raise ModelError(
+                "the losses have no autograd graph",
+                remedy="Remove detach() and no_grad() from the model and the loss.",
+            )
         if recorded is None:
             return Evaluation(losses.detach(), self._gradients({}, losses), new=True)
         known = self._fitting(recorded)
-        new = self.problem.any(known is None)  # what one process looks into, all do
-        if new and not proved:  # by who asks
+        new = self.problem.any(known is None)  # if one process analyses, all do
+        if new and not proved:  # otherwise the caller checks
             require_independent(self.problem, batch, recorded.losses.detach())
         sharding = self.problem.model_parallel
         with nullcontext() if sharding is None else sharding.exchange():
             analysis = self._analysis(recorded, batch) if new or known is None else known
             if new:
-                self.problem.any(False)  # where one process refuses, no other begins a pass
+                self.problem.any(False)  # if one process raises, no other process starts a pass
             try:
                 parts = self._parts(recorded, analysis)
-            except UnsupportedError as error:  # a row that two samples use, for example
+            except UnsupportedError as error:  # for example a row that two samples use
                 self.known = [other for other in self.known if other is not analysis]
                 parts = self._parts(recorded, self._by_owners(recorded, batch, error))
                 new = True
@@ -182,10 +188,10 @@ class _Program:
         return Evaluation(losses.detach(), self._gradients(parts, losses), new=new)
 
     def _mixed(self, analysis: Analysis, losses: Tensor) -> bool:
-        """Whether an operation may have multiplied by 0 what is not finite of another sample.
+        """Whether an operation may have multiplied non-finite values of another sample by 0.
 
-        If no operation is seen to move samples, one without a derivative might: then no loss is
-        finite, although the parameters are.
+        If no recorded operation moves samples, an operation without a derivative may have mixed
+        them. Then no loss is finite although the parameters are.
         """
         finite = losses.isfinite()
         if bool(finite.all()):
@@ -196,10 +202,10 @@ class _Program:
         return sound and not bool(finite.any())
 
     def evaluate_one(self, sample: Batch, *, factors: bool = False) -> Evaluation:
-        """Return the gradient of a single sample: nothing has to be told apart.
+        """Return the gradient of a single sample, for which no sample axis is needed.
 
-        Once larger batches have shown the structure, or if it is asked for, it is kept: the sample
-        stands twice.
+        If larger batches have revealed the structure, or if factors are requested, the sample is
+        evaluated twice in one batch to keep the structure.
         """
         twice = sample.resized(2)
         _, recorded = self._record(twice) if self.known or factors else (None, None)
@@ -208,28 +214,28 @@ class _Program:
             with suppress(UnsupportedError, SpreadError):
                 analysis = self._of_single(recorded, twice)
         if recorded is not None and analysis is not None:
-            with suppress(SpreadError):  # nothing tells the two copies apart
+            with suppress(SpreadError):  # the two copies cannot be distinguished
                 both = self._gradients(self._parts(recorded, analysis, alike=True), recorded.losses)
                 return Evaluation(recorded.losses.detach()[:1], both.select(slice(0, 1)))
         loss, gradients = one_sample(self.problem, sample)
         return dense_evaluation(loss[None], {name: g[None] for name, g in gradients.items()})
 
     def evaluate_rows(self, batch: Tokens, *, proved: bool = False) -> Evaluation:
-        """Return the gradients of tokens whose positions do not meet before the losses.
+        """Return the gradients of tokens whose positions stay separate up to the losses.
 
         Raises:
-            UnsupportedError: They do, or nothing tells them apart.
+            UnsupportedError: The positions interact or cannot be distinguished.
         """
         if len(batch.whole) == 1 and not self.doubled:
             try:
                 return self._rows(batch, batch.whole, proved=proved)
-            except UnsupportedError:  # it may run otherwise than two samples do
+            except UnsupportedError:  # the model may run differently on one sample
                 self.doubled = True
         samples = batch.whole.resized(2) if len(batch.whole) == 1 else batch.whole
         return self._rows(batch, samples, proved=proved)
 
     def _rows(self, batch: Tokens, samples: Batch, *, proved: bool) -> Evaluation:
-        """Return the gradients of tokens of the first of some samples."""
+        """Return the gradients of tokens; `samples` begins with the tokens' samples."""
         losses, recorded = self._record(samples)
         rows = torch.full(losses.shape, -1, device=losses.device)
         sample, position = batch.sample.to(losses.device), batch.position.to(losses.device)
@@ -249,7 +255,7 @@ class _Program:
         return Evaluation(own, self._gradients(parts, own), new=known is None)
 
     def _record(self, batch: Batch) -> tuple[Tensor, Trace | None]:
-        """Return the losses (n,) and their graph, or None where they have none."""
+        """Return the losses (n,) and their graph, or None if they have no graph."""
         if not self.stepwise:
             losses, recorded = self._forward(batch)
             if recorded is None or not any(
@@ -257,7 +263,7 @@ class _Program:
                 for kind, node in zip(recorded.kinds, recorded.nodes, strict=True)
             ):
                 return losses, recorded
-            self.stepwise = True  # a fused recurrent layer hides steps that no rule knows
+            self.stepwise = True  # a fused recurrent layer hides steps that no rule supports
         with unfused():
             return self._forward(batch)
 
@@ -269,21 +275,22 @@ class _Program:
             if not self.data_paths:
                 raise
         if self.problem.any(losses is None) or losses is None:
-            losses = self.problem.losses(batch)  # raises again where it is the model's fault
-            self.data_paths = self.problem.any(False)  # it sets requires_grad on what it makes
+            losses = self.problem.losses(batch)  # raises again if the model is the cause
+            # the model sets requires_grad on its own tensors
+            self.data_paths = self.problem.any(False)
         return losses, trace(losses) if losses.requires_grad else None
 
     def _fitting(self, recorded: Trace) -> Analysis | None:
         return next((analysis for analysis in self.known if analysis.fits(recorded)), None)
 
     def _analysis(self, recorded: Trace, batch: Batch) -> Analysis:
-        """Find out about a program that is new, by as few samples as will do."""
+        """Analyse a new program, with as few samples as possible."""
         losses = recorded.losses.detach()
         finite = losses.reshape(len(losses), -1).isfinite().all(1).nonzero().flatten().cpu()
         rows = finite if len(finite) else torch.arange(len(batch))  # 0 · NaN looks like coupling
         spread = batch.select(rows[torch.linspace(0, len(rows) - 1, _SMALL).long()])
         found = None
-        with suppress(UnsupportedError, ModelError):  # it may still hold for all of them
+        with suppress(UnsupportedError, ModelError):  # the full batch may still succeed
             other = recorded if recorded.n != _SMALL else self._record(batch.resized(_SMALLER))[1]
             found = self._analysed(recorded, spread, other)
         if not self.problem.any(found is None) and found is not None:
@@ -295,16 +302,16 @@ class _Program:
             return self._by_owners(recorded, batch, error)
 
     def _by_owners(self, recorded: Trace, batch: Batch, error: UnsupportedError) -> Analysis:
-        """Find out about a program by the gradients of its batch alone.
+        """Analyse a program from the gradients of its batch only.
 
-        Comparing batches of two sizes shows what samples compute together. This does not: a value
-        that all of them use may depend on them. So float64 has to show once that it does not;
-        of later programs, losses that other samples leave unchanged do.
+        Comparing batches of two sizes shows where samples interact. This analysis does not: a value
+        that all samples use may depend on them. So float64 must show once that it does not. For
+        later programs, unaffected losses suffice.
         """
         if self.problem.model_parallel is not None or recorded.asked is not None:
             raise error
         if not bool(recorded.losses.isfinite().all()):
-            raise SpreadError  # the samples that are finite show it
+            raise SpreadError  # the finite samples can be analysed
         show = require_unaffected if self.apart else are_apart
         if not show(self.problem, batch, recorded.losses.detach()):
             raise error
@@ -315,7 +322,7 @@ class _Program:
         return analysis
 
     def _of_single(self, recorded: Trace, twice: Batch) -> Analysis:
-        """Find out about a program by one sample and its copies: for such batches alone."""
+        """Analyse a program with one sample and its copies; valid only for such batches."""
         found = next((a for a in self.singles if a.fits(recorded)), None)
         if found is None:
             found = self._analysis(recorded, twice)
@@ -325,16 +332,20 @@ class _Program:
     def _analysed(self, recorded: Trace, batch: Batch, second: Trace | None) -> Analysis:
         _, first = self._record(batch)
         if first is None or second is None:
-            raise UnsupportedError("some samples' losses have no graph", remedy=OTHERS)
+            raise UnsupportedError(
+                "the losses of some samples have no autograd graph", remedy=OTHERS
+            )
         try:
             analysis = analyse(first, second, {id(p) for p in self.problem.parameters.values()})
         except CoupledSamplesError as error:
-            # which takes forward passes, that other processes may not make
+            # this takes forward passes, which other processes may not make
             layer = None if self.problem.model_parallel else mixing_layer(self.problem, batch)
             error.where, error.remedy = layer or error.where, coupled_remedy(layer, batch)
             raise
         if not analysis.fits(recorded):
-            raise UnsupportedError("the model does not run alike twice", remedy=OTHERS)
+            raise UnsupportedError(
+                "two forward passes on the same samples run different operations", remedy=OTHERS
+            )
         self.known = [*self.known[-_REMEMBERED:], analysis]
         return analysis
 
@@ -346,10 +357,10 @@ class _Program:
         *,
         alike: bool = False,
     ) -> dict[str, list[Block]]:
-        """Contract the gradients at the frontier and pull the blocks back to the parameters.
+        """Contract the gradients at the frontier and propagate the blocks to the parameters.
 
-        With `rows` (n, t), those of tokens, -1 where there is none. The samples are `alike` where
-        they are copies of a single one.
+        With `rows` (n, t), the blocks have one row per token; -1 marks positions without a row.
+        `alike` means that all samples are copies of one sample.
         """
         nodes = sorted({edge.node for edge in analysis.frontier})
         outputs = {k: [(k, j) for j in range(len(recorded.shapes[k]))] for k in nodes}
@@ -381,7 +392,7 @@ class _Program:
             )
 
         parts: dict[str, list[Block]] = {}
-        with torch.no_grad():  # what was saved still has its graph
+        with torch.no_grad():  # saved tensors still have their graph
             for edges in self._windows(recorded, analysis):
                 sites = [(edge, site(edge)) for edge in edges]
                 arrived = [
@@ -394,14 +405,14 @@ class _Program:
         return parts
 
     def _contracted(self, recorded: Trace, edge: FrontierEdge, site: Site) -> Block:
-        """Return the block at an edge; some kernels save float32 of values in half precision."""
+        """Return the block at an edge in the value's dtype; kernels may save half as float32."""
         source, output = edge.source
         block = self.contract(recorded.kinds[edge.node], site)
         dtype = internals.output_dtypes(recorded.nodes[source])[output]
         return block if block.dtype == dtype else block.to(dtype)
 
     def _windows(self, recorded: Trace, analysis: Analysis) -> Iterator[Sequence[FrontierEdge]]:
-        """Yield the frontier, in parts whose parameters are there while they are worked on."""
+        """Yield the frontier in parts, with the parameters of each part unsharded meanwhile."""
         sharding, frontier = self.problem.model_parallel, analysis.frontier
         if sharding is None:
             yield frontier
@@ -418,7 +429,7 @@ class _Program:
         axes: Mapping[Output, Axis],
         rows: Tensor,
     ) -> dict[Output, Axis]:
-        """Return which tokens own the entries at the frontier, by marks on the positions."""
+        """Return the token that owns each entry at the frontier, from marks on the positions."""
         late = sorted(axes, key=lambda k: -internals.moment(recorded.nodes[k[0]]))
         given = {k: gradient for k in late if (gradient := at.get(k)) is not None}
         wanted = {k: gradient for k, gradient in given.items() if gradient.numel()}
@@ -431,12 +442,12 @@ class _Program:
             try:
                 own[output] = row_axis(once, often, axes[output], rows, marks)
             except ValueError as error:
-                where = f"by {self._used(recorded, analysis, output[0])}"
+                where = f"parameters {self._used(recorded, analysis, output[0])}"
                 raise UnsupportedError(str(error), where=where, remedy=OTHERS) from error
         return own
 
     def _used(self, recorded: Trace, analysis: Analysis, node: int) -> str:
-        """Return the names of the parameters that an operation at the frontier takes."""
+        """Return the names of the parameters that an operation at the frontier uses."""
         edges = (edge for edge in analysis.frontier if edge.node == node)
         leaves = {id(leaf) for edge in edges for leaf in recorded.leaves(edge.source[0])}
         return listed(name for name, p in self.problem.parameters.items() if id(p) in leaves)

@@ -1,7 +1,7 @@
-"""Evidence that samples are apart, for a graph that does not show it by its shapes.
+"""Proof that samples do not affect each other, if the graph's shapes do not show it.
 
-Where batches of two sizes run the same operations, what samples compute together shows in the
-graph. Where they do not, float64 has to show that other samples change no loss and no gradient.
+If batches of two sizes run the same operations, the graph shows where samples interact. Otherwise,
+evaluations in float64 must show that no loss and no gradient depends on other samples.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,15 +15,15 @@ from gradscope.model.independence import regrouped, require_unaffected
 from gradscope.model.problem import Problem, slopes
 from gradscope.model.rounding import all_in_float64, nearby
 
-_ALL = 8  # samples, at most, of which each is evaluated alone
-_TRIALS, _LUCK = 4, 100.0  # other last digits, and how many times more two gradients may differ
-_EXACT = 2.0**-44  # relative error of a parameter's gradient that needs no other explanation
+_ALL = 8  # samples, at most, that are each evaluated alone
+_TRIALS, _LUCK = 4, 100.0  # perturbed evaluations; a gap may be this many times their spread
+_EXACT = 2.0**-44  # relative error of a parameter's gradient that needs no explanation
 
 
 def are_apart(problem: Problem, batch: Batch, losses: Tensor) -> bool:
     """Whether float64 shows that neither losses (n,) nor gradients depend on other samples.
 
-    It shows nothing of a model that does not run in float64.
+    False if the model does not run in float64.
 
     Raises:
         CoupledSamplesError: A loss depends on other samples.
@@ -38,7 +38,7 @@ def are_apart(problem: Problem, batch: Batch, losses: Tensor) -> bool:
 
 
 def _same_gradients(problem: Problem, batch: Batch) -> bool:
-    """Whether the gradient of the batch is the sum of its parts' gradients, by each parameter."""
+    """Whether each parameter's batch gradient is the sum of the gradients of the batch's parts."""
     n = len(batch)
     draw = torch.Generator().manual_seed(0)
     weights = torch.rand(n, generator=draw, dtype=torch.float64) + 0.5
@@ -50,7 +50,7 @@ def _same_gradients(problem: Problem, batch: Batch) -> bool:
     for parts in partitions:
         apart = _slopes(problem, batch, weights, parts)
         gaps = [float((one - other).norm()) for one, other in zip(whole, apart, strict=True)]
-        # written so that a NaN is left
+        # written so that NaN stays in the list
         left = [k for k, one in enumerate(whole) if not gaps[k] <= _EXACT * float(one.norm())]
         if left and spread is None:
             spread = _spread(problem, batch, weights, whole)
@@ -77,7 +77,7 @@ def _slopes(
 def _spread(
     problem: Problem, batch: Batch, weights: Tensor, whole: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return how far rounding moves the batch's gradient, by each parameter."""
+    """Return how much rounding changes each parameter's gradient of the batch."""
     every = [torch.arange(len(batch))]
     trials = [_slopes(near, batch, weights, every) for near in nearby(problem, _TRIALS)]
     return [

@@ -1,8 +1,8 @@
-"""Samples that are not finite, kept away from the others of their batch.
+"""Separate evaluation of samples that are not finite.
 
-The masked fallback gives an operation zeros for all samples but one. The operation multiplies them
-by what it saved, and 0 · NaN is NaN: one sample's NaN reaches the rows of all samples. The batch is
-then evaluated in parts, and a sample that is not finite is alone in its part.
+The masked fallback passes zeros to an operation for all samples but one. The operation multiplies
+them by its saved values, and 0 · NaN is NaN. So the NaN of one sample would reach the rows of all
+samples. The batch is evaluated in parts, with each non-finite sample alone in its part.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ def isolating(
     evaluate: Callable[[Batch], Evaluation],
     alone: Callable[[Batch], Evaluation],
 ) -> Evaluation:
-    """Return the evaluation of a batch, in parts where the batch as a whole raises `SpreadError`.
+    """Return the evaluation of a batch; evaluate in parts if the whole batch raises `SpreadError`.
 
     Args:
         problem: The problem that `evaluate` is bound to.
@@ -32,7 +32,7 @@ def isolating(
         alone: Evaluates a single sample, or the tokens of a single sample.
 
     Raises:
-        UnsupportedError: The same, of a model that is divided over processes.
+        UnsupportedError: `evaluate` raises `SpreadError`, and the model is sharded.
     """
     try:
         return evaluate(batch)
@@ -40,10 +40,9 @@ def isolating(
         if problem.model_parallel is None:
             return _in_parts(problem, batch, evaluate, alone)
     raise UnsupportedError(
-        "a sample's gradient is not finite, and an operation mixes it into the other samples' rows",
+        "a sample's gradient is not finite, and an operation spreads it to rows of other samples",
         where=batch.told,
-        remedy="Leave the sample out: look for inputs and losses that are NaN or infinite. Or use "
-        "one process.",
+        remedy="Remove samples with NaN or infinity in inputs or losses, or use one process.",
     )
 
 
@@ -55,8 +54,8 @@ def _in_parts(
 ) -> Evaluation:
     """Return the evaluation of a batch from parts of it; see `isolating`.
 
-    A sample whose loss is not finite is a part. The other samples are one part, which is halved
-    until no part raises: at most 2 log₂ n evaluations for each gradient that is not finite.
+    Each sample with a non-finite loss is a part. The other samples form one part, which is halved
+    until no part raises. This takes at most 2 log₂ n evaluations per non-finite gradient.
     """
     owner = samples_of(batch)
     finite = problem.losses(batch).detach().isfinite().cpu()
@@ -82,7 +81,7 @@ def _in_parts(
 
 
 def _together(found: Sequence[tuple[Tensor, Evaluation]]) -> Evaluation:
-    """Return evaluations of parts, each with the positions of its rows, as one in their order."""
+    """Join evaluations of parts, given with the positions of their rows, in batch order."""
     place = torch.cat([rows for rows, _ in found]).argsort()
     parts = [part for _, part in found]
     losses = torch.cat([part.losses for part in parts])

@@ -1,8 +1,8 @@
-"""From the frontier back to the parameters, through operations on parameters alone.
+"""Propagation from the frontier back to the parameters, through operations on parameters only.
 
-Transposes and reshapes keep a block's structure. Whatever else lies between (a weight norm, an
-orthogonal map, a softmax over a parameter) is pulled back densely, all samples in one batched
-vector-Jacobian product.
+Transposes and reshapes keep a block's structure. Other operations (a weight norm, an orthogonal
+map, a softmax over a parameter) are differentiated densely: one batched vector-Jacobian product for
+all samples.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +21,14 @@ PullbackRule = Callable[[Trace, int, Block], Block | None]
 def pull_back(
     trace: Trace, arrived: Sequence[tuple[Output, Block]], parameters: Mapping[str, Tensor]
 ) -> dict[str, list[Block]]:
-    """Return, for each parameter, the blocks that make up its gradient (none: it is zero)."""
+    """Return the blocks whose sum is each parameter's gradient; an empty list means zero."""
     names = {id(p): name for name, p in parameters.items()}
     parts: dict[str, list[Block]] = {name: [] for name in parameters}
     stuck: dict[Output, list[Block]] = {}
     for output, block in arrived:
         place = output
-        while (step := _STEPS.get(trace.kinds[place[0]])) is not None:  # its structure survives
+        # keeps the block's structure
+        while (step := _STEPS.get(trace.kinds[place[0]])) is not None:
             moved = step(trace, place[0], block)
             if moved is None:
                 break
@@ -46,7 +47,7 @@ def pull_back(
 def _dense_pull(
     trace: Trace, stuck: Mapping[Output, Sequence[Block]], parameters: Mapping[str, Tensor]
 ) -> dict[str, Block]:
-    """Pull dense gradients back through what is left of the parameter-only graph."""
+    """Propagate dense gradients back through the rest of the parameter-only graph."""
     outputs = [internals.edge(trace.nodes[node], output) for node, output in stuck]
     vectors = [total(blocks).dense() for blocks in stuck.values()]
 
@@ -62,7 +63,7 @@ def _dense_pull(
 
     try:
         found = pulled(vectors, batched=True)
-    except RuntimeError:  # an operation without a batching rule: one sample at a time
+    except RuntimeError:  # no batching rule: one sample at a time
         rows = [pulled([v[i] for v in vectors], batched=False) for i in range(len(vectors[0]))]
         found = [None if c[0] is None else torch.stack(c) for c in zip(*rows, strict=True)]
     named = zip(parameters, found, strict=True)
@@ -75,7 +76,7 @@ def _source_shape(trace: Trace, node: int) -> tuple[int, ...]:
 
 
 def _transposed(trace: Trace, node: int, block: Block) -> Block:
-    if len(block.shape) < 2:  # a number, or a vector, is its own transpose
+    if len(block.shape) < 2:  # a scalar or a vector is its own transpose
         return block
     if trace.kinds[node] == "TBackward0":
         return block.transpose(0, 1)
@@ -89,7 +90,7 @@ def _cast(trace: Trace, node: int, block: Block) -> Block:
 
 
 def _looked_up(trace: Trace, node: int, block: Block) -> Block | None:
-    """Position ids without a sample axis: every sample looked the same rows up."""
+    """Position ids without a sample axis: every sample looked up the same rows."""
     operation = trace.nodes[node]
     if internals.saved(operation, "scale_grad_by_freq"):
         return None
@@ -101,7 +102,7 @@ def _looked_up(trace: Trace, node: int, block: Block) -> Block | None:
 
 
 def _stacked(trace: Trace, node: int, block: Block) -> Block | None:
-    """One matrix of a stack, such as an expert's: its rows know where they belong."""
+    """One matrix of a stack, such as an expert: its rows get the matrix's index as group."""
     operation, shape = trace.nodes[node], _source_shape(trace, node)
     if isinstance(block, OuterBlock) and block.sizes[0] == 1:
         block = SegmentBlock.of(block)

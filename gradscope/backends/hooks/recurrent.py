@@ -1,12 +1,12 @@
-"""A fused LSTM layer (oneDNN's): what autograd does not show of its steps is computed here.
+"""Fused LSTM layers (oneDNN): gradients of the steps that autograd does not record.
 
 With gates z = W x + U h' + b (h' the previous state; i, f, g, o in torch's order),
 
     c = σ(f) c' + σ(i) tanh(g),   h = σ(o) tanh(c),
 
-the gradient δ of z gives every parameter's gradient: Σₜ δₜ xₜᵀ, Σₜ δₜ h'ₜᵀ and Σₜ δₜ. The kernel
-saves inputs and outputs, so z of all steps is two matrix products, and δ one pass backwards through
-time (Hochreiter and Schmidhuber 1997; Gers et al. 2000 for the forget gate).
+the gradient δ of z determines every parameter's gradient: Σₜ δₜ xₜᵀ, Σₜ δₜ h'ₜᵀ and Σₜ δₜ. The
+kernel saves inputs and outputs. So z of all steps takes two matrix products, and δ takes one pass
+backwards through time (Hochreiter and Schmidhuber 1997; Gers et al. 2000 for the forget gate).
 """
 
 from dataclasses import replace
@@ -22,14 +22,14 @@ from gradscope.backends.hooks.rules import Site, node_rules
 from gradscope.blocks import Block, DenseBlock, OuterBlock
 
 KIND = "MkldnnRnnLayerBackward0"
-CELLS = ("ThnnFusedLstmCellBackward0", "ThnnFusedGruCellBackward0")  # a step on a GPU
+CELLS = ("ThnnFusedLstmCellBackward0", "ThnnFusedGruCellBackward0")  # one step on a GPU
 
-_LSTM = 2  # how the kernel numbers its kinds of cells
+_LSTM = 2  # the kernel's number for LSTM cells
 _INPUT_WEIGHT, _STATE_WEIGHT, _BIASES = 1, 2, (3, 4)
 
 
 def shows_its_steps(node: Node) -> bool:
-    """Whether the rule below knows what this fused recurrent layer did."""
+    """Whether the rule below supports this fused recurrent layer."""
     return (
         internals.kind(node) == KIND
         and internals.saved(node, "mode") == _LSTM
@@ -40,7 +40,7 @@ def shows_its_steps(node: Node) -> bool:
 
 @node_rules.register(KIND)
 def lstm(site: Site) -> Block | None:
-    """Weights and biases of one layer in one direction; the layer's values lie (t, n, ·)."""
+    """Weights and biases of one layer in one direction; the layer's tensors are (t, n, ·)."""
     known = (SampleAxis(1), SampleAxis(0), SampleAxis(0))
     if any(a is not None and a != b for a, b in zip(site.axes, known, strict=False)):
         return None
@@ -57,13 +57,13 @@ def lstm(site: Site) -> Block | None:
 @node_rules.register(CELLS[0])
 @node_rules.register(CELLS[1])
 def cell(site: Site) -> Block | None:
-    """The biases of a step in one kernel: their gradient is that of the gates (n, k·h)."""
-    axis = next(axis for axis in site.axes if axis is not None)  # of h, and of c
+    """The biases of one step in one kernel: their gradient is the gates' gradient (n, k·h)."""
+    axis = next(axis for axis in site.axes if axis is not None)  # axes of h and c
     if site.slot not in _BIASES or axis.axis != 0:
         return None
     if site.node not in site.shared:
         site.shared[site.node] = internals.pull(site.node, site.gradients)
-    gates = site.shared[site.node][site.slot - _BIASES[0]]  # of the input, or of the state
+    gates = site.shared[site.node][site.slot - _BIASES[0]]  # the input's or the state's
     assert gates is not None
     return replace(site, gradients=(gates,), axes=(axis,)).reduced(gates)
 
@@ -86,7 +86,7 @@ def _gate_gradients(site: Site) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _gates(site: Site, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (σ(i), σ(f)) together, tanh(g) and σ(o), (t, n, ·) each, of all steps at once."""
+    """Return (σ(i), σ(f)) concatenated, tanh(g) and σ(o), each (t, n, ·), for all steps."""
     weight, recurrent = site.saved("weight0"), site.saved("weight1")
     both = torch.cat((site.saved("input"), before), 2)
     weights = torch.cat((weight, recurrent), 1)
@@ -97,17 +97,17 @@ def _gates(site: Site, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _at_sigmoid(gradient: Tensor, value: Tensor) -> Tensor:
-    """Return the gradient where `value` = σ(·) was computed: gradient · value · (1 - value)."""
+    """Return the gradient at the input of `value` = σ(·): gradient · value · (1 - value)."""
     return torch.ops.aten.sigmoid_backward(gradient, value)  # type: ignore[no-any-return]
 
 
 def _at_tanh(gradient: Tensor, value: Tensor) -> Tensor:
-    """Return the gradient where `value` = tanh(·) was computed: gradient · (1 - value²)."""
+    """Return the gradient at the input of `value` = tanh(·): gradient · (1 - value²)."""
     return torch.ops.aten.tanh_backward(gradient, value)  # type: ignore[no-any-return]
 
 
 def _cells(new: Tensor, kept: Tensor, cell: Tensor, order: list[int]) -> tuple[Tensor, Tensor]:
-    """Return the cell after each step and before it, (t, n, h) each."""
+    """Return the cell after each step and before each step, both (t, n, h)."""
     after = torch.empty_like(new)
     steps = list(zip(new.unbind(), kept.unbind(), after.unbind(), strict=True))
     first = cell
@@ -121,7 +121,7 @@ def _cells(new: Tensor, kept: Tensor, cell: Tensor, order: list[int]) -> tuple[T
 def _backwards(
     site: Site, factors: tuple[Tensor, ...], recurrent: Tensor, order: list[int]
 ) -> Tensor:
-    """Return the gradient of the gates' inputs, from the last step to the first."""
+    """Return the gradient of the gates' inputs, computed from the last step to the first."""
     slopes, to_cell, to_gate, kept = (factor.unbind() for factor in factors)
     n, hidden = to_cell[0].shape
     arriving, at_state, at_cell = site.gradients

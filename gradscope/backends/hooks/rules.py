@@ -1,12 +1,12 @@
-"""Node rules: fast exact ways from an operation's output gradients to a parameter's block.
+"""Node rules: fast exact code from an operation's output gradients to a parameter's block.
 
-A rule is registered under the operation's node type and gets a `Site`. It returns the block of the
-value at `site.slot`, or None where it does not apply; the masked fallback then takes over.
+A rule is registered for a node type and receives a `Site`. It returns the block of the value at
+`site.slot`, or None if it does not apply. Then the masked fallback is used.
 
-Here are those of products, convolutions, embeddings, normalisations, broadcasts. For
-out = left @ right the gradient of `right` is leftᴴ g and that of `left` is g rightᴴ: sums of outer
-products over whichever axis carries the samples. It is what linear layers, attention, recurrent
-layers and einsum are recorded as.
+This module has the rules of products, convolutions, embeddings, normalisations and broadcasts. For
+out = left @ right, the gradient of `right` is leftᴴ g and the gradient of `left` is g rightᴴ. Both
+are sums of outer products over the axis with the samples. autograd records linear layers,
+attention, recurrent layers and einsum as such products.
 """
 
 from collections.abc import Callable, Collection
@@ -36,21 +36,21 @@ class Site:
     """One frontier edge of one batch."""
 
     node: Node  # the operation on samples
-    slot: int  # the input of it that is parameter-only
+    slot: int  # its parameter-only input
     n: int  # the number of samples
     shape: tuple[int, ...]  # the shape of the value at `slot`
-    # the gradient of each of the operation's outputs, or None where it is zero
+    # the gradient of each output of the operation, or None for zero
     gradients: tuple[Tensor | None, ...]
     axes: tuple[Axis | None, ...]  # the sample axis of each output, or None
-    # by node, what a rule computes once for all of the node's edges
+    # {node: results that a rule computes once for all edges of the node}
     shared: dict[Node, Any] = field(default_factory=dict)
-    alike: bool = False  # all samples are copies of a single one
+    alike: bool = False  # whether all samples are copies of one sample
 
     @property
     def gradient(self) -> Tensor:
         """The gradient of the first output."""
         gradient = self.gradients[0]
-        assert gradient is not None  # the rules' operations have one differentiable output
+        assert gradient is not None  # every operation with a rule has one differentiable output
         return gradient
 
     @property
@@ -62,34 +62,34 @@ class Site:
 
     @property
     def lies_along_several(self) -> bool:
-        """Whether entries have owners along several axes together."""
+        """Whether owners of entries lie along several axes together."""
         return any(isinstance(axis, OwnedAxis) and axis.others for axis in self.axes)
 
     @property
     def present(self) -> Collection[int]:
-        """The samples that own an entry: a loop over samples gives an operation one of them."""
+        """The samples with an entry; in a loop over samples an operation has only one."""
         owners = [axis.owner for axis in self.axes if isinstance(axis, OwnedAxis)]
         if not owners or any(isinstance(axis, SampleAxis) for axis in self.axes):
             return range(self.n)
         return set(torch.cat(owners).tolist())
 
     def saved(self, name: str) -> Any:
-        """Return what the operation saved under `name`."""
+        """Return the value that the operation saved under `name`."""
         return internals.saved(self.node, name)
 
     def first(self, values: Tensor) -> Tensor:
-        """Return a tensor laid out like the first output with the samples in front: (n, ...).
+        """Return a tensor shaped like the first output with the samples in front: (n, ...).
 
-        The former sample axis, now one further, holds one sample's positions.
+        The old sample axis moves one further and contains the positions of one sample.
         """
         return self.axis.first(values, self.n)
 
     def reduced(self, values: Tensor, shape: tuple[int, ...] | None = None) -> Block:
-        """Sum a tensor laid out like the output, sample by sample, to the shape it came from.
+        """Sum a tensor shaped like the output, sample by sample, to the shape before broadcasting.
 
         Args:
-            values: The gradient before broadcasting is undone.
-            shape: What was broadcast; the slot's shape when not given.
+            values: The gradient after broadcasting.
+            shape: The shape before broadcasting; the slot's shape if not given.
         """
         shape = self.shape if shape is None else shape
         if isinstance(self.axis, OwnedAxis):
@@ -107,12 +107,13 @@ node_rules: Registry[Rule] = Registry("node rule")
 
 
 def masked(site: Site) -> Block:
-    """Any operation: its backward is linear in the output gradient, so mask all but one sample.
+    """Evaluate any operation once per sample, with all other samples masked.
 
-    Exact for every operation, at the price of one backward of the operation a sample.
+    The backward of an operation is linear in the output gradient, so this is exact for every
+    operation. It takes one backward call of the operation per sample.
 
     Raises:
-        SpreadError: A row is not finite. It may be another sample's doing, since 0 · NaN is NaN.
+        SpreadError: A row is not finite. Another sample may be the cause, since 0 · NaN is NaN.
     """
     rows: list[Tensor | None] = []
     present = site.present
@@ -135,20 +136,20 @@ def masked(site: Site) -> Block:
     if not site.alike:
         raise SpreadError
     every = internals.pull(site.node, site.gradients)[site.slot]
-    assert every is not None  # some row is not finite
+    assert every is not None  # true because a row is not finite
     return DenseBlock((_own(site, every) / site.n).expand_as(values))
 
 
 def _own(site: Site, gradient: Tensor) -> Tensor:
-    """Return what an operation gives its input, in the input's shape, as the engine has it."""
+    """Return the gradient for an operation's input in the input's shape, as autograd does."""
     dense = gradient.to_dense() if gradient.is_sparse else gradient
-    return dense.sum_to_size(site.shape)  # where the operation broadcast it
+    return dense.sum_to_size(site.shape)  # undo the operation's broadcast
 
 
 @node_rules.register("MmBackward0")
 @node_rules.register("BmmBackward0")
 def product(site: Site) -> Block | None:
-    """`self @ mat2`: matrices, or a batch of them such as stacked expert weights."""
+    """`self @ mat2`: matrices, or batches of matrices such as stacked expert weights."""
     return _product(site, 0, "self", "mat2")
 
 
@@ -160,7 +161,7 @@ def addmm(site: Site) -> Block | None:
 
 @node_rules.register("BaddbmmBackward0")
 def baddbmm(site: Site) -> Block | None:
-    """β·bias + α·a batch of matrix products."""
+    """β·bias + α·`batch1 @ batch2`: a batch of matrix products with bias."""
     return _plus_product(site, "batch1", "batch2")
 
 
@@ -175,8 +176,8 @@ def _scaled(site: Site, factor: str) -> Site:
 
 
 def _product(site: Site, left_slot: int, left: str, right: str) -> Block | None:
-    """Return the block of one factor; the samples must lie along the other factor's free axis."""
-    rows = site.gradient.dim() - 2  # the axis of out's rows; its columns are the last axis
+    """Return the block of one factor, if the samples lie along the other factor's free axis."""
+    rows = site.gradient.dim() - 2  # the axis of the rows of `out`; the columns are the last axis
     if site.slot == left_slot + 1 and site.axis.axis == rows:
         return _outer(site, site.saved(left).conj(), site.gradient, turned=True)
     if site.slot == left_slot and site.axis.axis == rows + 1:
@@ -186,9 +187,9 @@ def _product(site: Site, left_slot: int, left: str, right: str) -> Block | None:
 
 @node_rules.register("GroupedMmBackward0")
 def grouped_product(site: Site) -> Block | None:
-    """Rows in groups one after the other, each times a matrix of its own: a mixture of experts.
+    """Rows in consecutive groups, each multiplied by its group's matrix: a mixture of experts.
 
-    The groups end at the offsets; rows after the last offset belong to none.
+    The groups end at the offsets. Rows after the last offset belong to no group.
     """
     ends, gradient = site.saved("offs"), site.gradient
     if ends is None:
@@ -217,9 +218,9 @@ def _segments(
 
 
 def _outer(site: Site, left: Tensor, right: Tensor, *, turned: bool = False) -> Block:
-    """Return Σₜ left[.., t, r] right[.., t, c]; both have the samples on the last axis but one.
+    """Return Σₜ left[.., t, r] right[.., t, c]; the samples lie on the second last axis of both.
 
-    The output gradient is `left`, or `right` where it is `turned`.
+    The output gradient is `right` if `turned`, else `left`.
     """
     if isinstance(site.axis, OwnedAxis) and left.dim() == 2 and not site.axis.is_even(site.n):
         alike = torch.zeros(len(left), dtype=torch.int64, device=left.device)
@@ -233,7 +234,7 @@ def _outer(site: Site, left: Tensor, right: Tensor, *, turned: bool = False) -> 
 
 @node_rules.register("LinearBackward0")
 def linear(site: Site) -> Block | None:
-    """A linear layer in one operation, as on Apple's MPS: input (..., i) and output (..., o)."""
+    """A linear layer as one operation (on Apple's MPS): input (..., i), output (..., o)."""
     gradient = site.gradient
     if site.axis.axis == gradient.dim() - 1:
         return None
@@ -275,7 +276,7 @@ def convolution(site: Site) -> Block | None:
 
 
 def _pixels(site: Site, axis: OwnedAxis, geometry: Geometry) -> Block | None:
-    """Return a kernel's gradients by rows of tokens, each of which owns some output pixels."""
+    """Return a kernel's gradients for token rows, each of which owns some output pixels."""
     if geometry.transposed or 1 in axis.others:
         return None
     given = site.saved("input").conj().unsqueeze(1), site.gradient.unsqueeze(1)
@@ -290,10 +291,10 @@ def _pixels(site: Site, axis: OwnedAxis, geometry: Geometry) -> Block | None:
 
 @node_rules.register("EmbeddingBackward0")
 def embedding(site: Site) -> Block | None:
-    """`weight[indices]`; the padding row gets nothing.
+    """`weight[indices]`; the gradient of the padding row is zero.
 
-    With scale_grad_by_freq a row's gradient is divided by how often the sample looks it up, as in
-    a batch of one.
+    With scale_grad_by_freq, a row's gradient is divided by its number of lookups in the sample, as
+    in a batch of one.
     """
     index = site.first(site.saved("indices")).flatten(1)
     rows = site.first(site.gradient).flatten(1, -2)
@@ -304,7 +305,7 @@ def embedding(site: Site) -> Block | None:
 
 
 def scatter(index: Tensor, rows: Tensor, size: int, padding: int) -> ScatterBlock:
-    """Return the block of a table of `size` rows with the padding row left out."""
+    """Return the block of a table with `size` rows, without the padding row."""
     if padding >= 0:
         rows = rows.masked_fill((index == padding).unsqueeze(-1), 0)
     return ScatterBlock(index, rows, size)
@@ -321,7 +322,7 @@ def layer_norm(site: Site) -> Block:
 
 @node_rules.register("FusedRmsNormBackward0")
 def rms_norm(site: Site) -> Block:
-    """RMSNorm over the last axes, in one kernel as on GPUs: gᵢ = Σₜ bᵢₜ · xᵢₜ / rms(xᵢₜ)."""
+    """RMSNorm over the last axes as one GPU kernel: gᵢ = Σₜ bᵢₜ · xᵢₜ / rms(xᵢₜ)."""
     return site.reduced(site.gradient * (site.saved("input") * site.saved("result1")))
 
 
@@ -329,7 +330,7 @@ def rms_norm(site: Site) -> Block:
 def group_norm(site: Site) -> Block:
     """Group normalisation: channels on axis 1, statistics for each sample and group.
 
-    Σₜ b (x − mean) rstd = rstd (Σₜ b x − mean Σₜ b), as torch's own kernel takes it.
+    Σₜ b (x − mean) rstd = rstd (Σₜ b x − mean Σₜ b), the form that torch's kernel uses.
     """
     if site.slot == 2:
         return _channels(site, site.gradient)
@@ -345,7 +346,7 @@ def group_norm(site: Site) -> Block:
 @node_rules.register("CudnnBatchNormBackward0")
 @node_rules.register("MiopenBatchNormBackward0")
 def batch_norm(site: Site) -> Block | None:
-    """Batch normalisation on running statistics, which are constants."""
+    """Batch normalisation with running statistics, which are constants."""
     if site.saved("training") or site.axis.axis == 1:
         return None
     if site.slot == 2:
@@ -368,7 +369,7 @@ def _channels(site: Site, values: Tensor) -> Block:
 @node_rules.register("AddBackward0")
 @node_rules.register("SubBackward0")
 def add(site: Site) -> Block:
-    """Self ± α·other."""
+    """`self` ± α·`other`."""
     factor = 1 if site.slot == 0 else site.saved("alpha")
     if site.slot == 1 and internals.kind(site.node) == "SubBackward0":
         factor = -factor
@@ -377,14 +378,14 @@ def add(site: Site) -> Block:
 
 @node_rules.register("MulBackward0")
 def mul(site: Site) -> Block:
-    """Self · other."""
+    """`self` · `other`."""
     factor = site.saved("other" if site.slot == 0 else "self")
     return site.reduced(site.gradient * factor.conj())
 
 
 @node_rules.register("DivBackward0")
 def div(site: Site) -> Block:
-    """Self / other; the derivative by other is −self / other²."""
+    """`self` / `other`; the derivative by `other` is −self / other²."""
     other = site.saved("other")
     if site.slot == 0:
         return site.reduced(site.gradient / other.conj())

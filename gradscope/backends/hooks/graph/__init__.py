@@ -1,1 +1,1 @@
-"""The autograd graph: what it recorded, where the samples are in it, and where parameters enter."""
+"""The autograd graph: its operations, its sample axes, and where parameters enter."""

@@ -1,8 +1,8 @@
-"""What is known about a program before any of its batches is computed.
+"""Static facts of a program, found before its batches are computed.
 
-From two small forward passes: the sample axis of every operation's output, which operations are
-parameter-only, and the frontier between the two. From the gradients of single losses: the layout of
-merged axes, and whether samples are coupled. What is left open, each batch tells itself.
+Two small forward passes give the sample axis of every output, the parameter-only operations, and
+the frontier between parameters and samples. Gradients of single losses give the layout of merged
+axes, and show whether samples are coupled. Each batch decides what remains open.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -41,17 +41,17 @@ from gradscope.errors import CoupledSamplesError, UnsupportedError
 from gradscope.model.problem import summed
 
 OTHERS = (
-    'Use backend="auto": it takes the first backend that runs this model and is proved. Of what '
-    "hooks refuses, expand runs most."
+    'Use backend="auto": it takes the first backend that runs this model and passes the proof. '
+    "The backend expand supports most models that hooks does not."
 )
 
 
 @dataclass(frozen=True)
 class FrontierEdge:
-    """Where a parameter-only value enters an operation on samples."""
+    """An edge by which a parameter-only value enters an operation on samples."""
 
     node: int  # index of the operation on samples
-    slot: int  # which of its inputs the value is
+    slot: int  # index of the operation's input
     source: Output  # the (node, output) that made the value
 
 
@@ -59,27 +59,27 @@ class FrontierEdge:
 class Analysis:
     """The static facts of a program."""
 
-    program: RecordedProgram  # what was analysed
-    # the sample axis of each output, at the frontier or where samples move, that has them in order
+    program: RecordedProgram  # the analysed program
+    # outputs with the samples in order, at the frontier or where samples move: their sample axes
     axes: dict[Output, SampleAxis]
-    # the axes of each output at the frontier whose owners each batch must tell: masked, sorted
-    # or packed rows, or rows without a gradient so far
+    # outputs at the frontier whose owners each batch must determine: their axes. They have masked,
+    # sorted or packed rows, or rows without a gradient so far.
     open: dict[Output, tuple[int, ...]]
-    # the nodes on samples, the losses' first, and how samples go through each of their inputs
+    # the nodes on samples, losses first; and how samples pass through each input
     order: tuple[int, ...]
     ways: dict[tuple[int, int], Movement]
-    # every edge by which a selected parameter's influence reaches samples
+    # every edge by which a selected parameter affects samples
     frontier: tuple[FrontierEdge, ...]
-    # how each output that grows with the batch does, None where several axes do
+    # the growth of each output that grows with the batch, or None if several axes grow
     sizes: dict[Output, Growth | None]
 
     @property
     def moves(self) -> bool:
-        """Whether an operation moves samples, so that it may read more than one of them."""
+        """Whether an operation moves samples, and so may read more than one of them."""
         return any(way is Movement.MOVES for way in self.ways.values())
 
     def fits(self, other: Trace) -> bool:
-        """Whether another forward pass is this program, up to the number of samples."""
+        """Whether another forward pass has this program, up to the number of samples."""
         if not other.same_program(self.program):
             return False
         for node, shapes in enumerate(self.program.shapes):
@@ -104,16 +104,15 @@ class Analysis:
     ) -> dict[Output, Axis]:
         """Return the sample axes of a batch, given the gradient `at` each output of Σᵢ Lᵢ.
 
-        A layout that was found on other samples holds only where nothing moves samples after it.
-        Elsewhere the batch's own indices tell whose entries are whose. Where they do not, it is
-        found by one more backward pass (few, in half): with each loss weighted by a mark of its
-        own, a gradient shows the mark of its owner. Where rounding hides the mark, passes with some
-        of the losses show the owner, or one pass for each loss. Where the layers are divided over
-        processes, `agree` says whether any of them needs such passes: then all make them, and whole
-        ones.
+        A layout found on other samples is valid only if no later operation moves samples.
+        Elsewhere, the batch's own indices determine the owners of entries. If they do not, one more
+        backward pass (a few in half precision) weights each loss differently, so that a gradient
+        shows its owner's weight. If rounding hides the weight, passes with subsets of the losses,
+        or one pass per loss, find the owner. For a sharded model, `agree` says whether any process
+        needs these passes. Then all processes make them.
 
         Raises:
-            UnsupportedError: An entry belongs to no single sample.
+            UnsupportedError: An entry has no single owner.
         """
         known: dict[Output, Owners] = {}
         if any(way is not Movement.STAYS for way in self.ways.values()):
@@ -139,7 +138,7 @@ class Analysis:
             kept: dict[Output, list[Tensor]] = {k: [] for k in wanted}
             for gradients in passes:
                 for k, once in wanted.items():
-                    t = gradients[k]  # no gradient at all is one of zeros
+                    t = gradients[k]  # no gradient means zeros
                     kept[k].append(
                         attempt.keep(torch.zeros_like(once) if t is None else t, unknown[k])
                     )
@@ -164,17 +163,18 @@ class Analysis:
 
 
 class _OwnerSearch(NamedTuple):
-    """A way to find the owners of entries by backward passes."""
+    """A method to find the owners of entries by backward passes."""
 
-    weights: Tensor  # (passes, n), of the losses
-    # (gradient of a pass, axes) to what is kept of it
+    weights: Tensor  # (passes, n), weights of the losses
+    # maps (gradient of a pass, axes) to the part that is kept
     keep: Callable[[Tensor, tuple[int, ...]], Tensor]
-    # (gradient of Σᵢ Lᵢ, what was kept of each pass, axes) to owners; ValueError: it cannot tell
+    # maps (gradient of Σᵢ Lᵢ, kept parts of each pass, axes) to owners; raises ValueError on
+    # failure
     find: Callable[[Tensor, list[Tensor], tuple[int, ...]], OwnedAxis]
 
 
 def _attempts(batch: Trace, seed: int) -> Iterator[_OwnerSearch]:
-    """Yield the ways to find owners, each slower than the one before and more certain."""
+    """Yield the methods to find owners, from the fastest to the most certain."""
     losses = batch.losses.detach()
     marks = OwnerWeights.of(losses, seed, batch.dtypes)
     yield _OwnerSearch(
@@ -193,7 +193,7 @@ def _passes(
     batch: Trace, outputs: list[Output], weights: Tensor
 ) -> Iterator[dict[Output, Tensor | None]]:
     """Yield the gradients by outputs in backward passes with weights (passes, n)."""
-    alike = (-1, *[1] * (batch.losses.dim() - 1))  # all positions of a sample
+    alike = (-1, *[1] * (batch.losses.dim() - 1))  # one weight for all positions of a sample
     return (batch.gradients(outputs, row.view(alike)) for row in weights)
 
 
@@ -201,8 +201,8 @@ def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
     """Compare two forward passes of a program.
 
     Args:
-        first: At n samples; single losses are differentiated in it, its graph is kept.
-        second: At another number of samples.
+        first: A pass on n samples. Single losses are differentiated in it; its graph is kept.
+        second: A pass on a different number of samples.
         parameters: `id` of each selected parameter.
 
     Raises:
@@ -256,10 +256,10 @@ def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
 
 
 def _empty(trace: Trace, grown: Iterable[Output]) -> dict[Output, Growth]:
-    """Return the growth of outputs that have no entry in this batch: samples may have some later.
+    """Return the growth of outputs that are empty in this batch but may have entries later.
 
-    Where an operation without a sample axis uses such an output, it has to stay empty: with entries
-    in it, that operation would be computed from samples.
+    If an operation without a sample axis uses such an output, the output must stay empty: with
+    entries, that operation would depend on samples.
     """
     found: dict[Output, Growth] = {
         (node, k): (shape.index(0), None)
@@ -290,16 +290,16 @@ def _other_program(first: Trace, second: Trace) -> UnsupportedError:
         f"{len(first.kinds)} operations at {first.n} samples, {len(second.kinds)} at {second.n}"
     )
     return UnsupportedError(
-        "the model runs other operations for another number of samples",
+        "the model runs different operations for different numbers of samples",
         where=next(differing, lengths),
         remedy=OTHERS,
     )
 
 
 def downstream(trace: Trace, seeds: Iterable[int]) -> set[int]:
-    """Return all nodes that have a seed among themselves and what they were computed from.
+    """Return all nodes that are seeds or were computed from seeds.
 
-    Nothing is computed from an output without entries.
+    Outputs without entries do not count as used.
     """
     consumers: dict[int, list[int]] = {}
     for node, row in enumerate(trace.edges):
@@ -319,15 +319,16 @@ def downstream(trace: Trace, seeds: Iterable[int]) -> set[int]:
 def _layouts(
     trace: Trace, sizes: dict[Output, Growth | None], also: Mapping[Output, Growth]
 ) -> tuple[dict[Output, SampleAxis], dict[Output, tuple[int, ...]]]:
-    """Find the outputs' layouts from the gradients of single losses with respect to them.
+    """Find the layouts of outputs from the gradients of single losses with respect to them.
 
-    Those that are certain come first, then the axes whose layout each batch must tell. What else is
-    looked at may be shared by samples.
+    Returns the certain layouts, then the axes whose layout each batch must determine. Outputs in
+    `also` may be shared by samples.
     """
     growths: dict[Output, Growth] = {}
     for (node, k), grows in sizes.items():
         if grows is None:
-            what = f"an output of shape {trace.shapes[node][k]} has no single sample axis"
+            shape = trace.shapes[node][k]
+            what = f"an output of shape {shape} has several axes that depend on the batch size"
             raise refused(trace, node, what)
         growths[node, k] = grows
     growths.update(also)
@@ -361,10 +362,10 @@ def _layouts_by_use(
     sizes: Mapping[Output, Growth | None],
     how: Mapping[tuple[int, int], Movement],
 ) -> dict[Output, SampleAxis]:
-    """Find layouts of outputs all of whose uses leave the samples in place.
+    """Find layouts of outputs whose uses all leave the samples in place.
 
-    The gradient of a loss may vanish by itself: by the bias of one InstanceNorm before another.
-    What reaches an entry shows all the same by a random gradient of one sample's results.
+    The gradient of a loss can be zero for another reason, such as a bias between two InstanceNorms.
+    A random gradient of one sample's results still shows what reaches an entry.
     """
     uses: dict[Output, list[tuple[int, int]]] = {k: [] for k in outputs}
     for node, row in enumerate(trace.edges):
@@ -398,7 +399,7 @@ def _layouts_by_use(
 
 
 def _reach(trace: Trace, use: tuple[int, int], layout: SampleAxis, axis: int) -> dict[int, Tensor]:
-    """Return masks over an axis of an operation's input: what reaches the results of samples."""
+    """Return masks over an axis of an operation's input: entries that affect a sample's results."""
     node, slot = use
     draw = torch.Generator().manual_seed(0)
     given = torch.randn(trace.shapes[node][0], generator=draw)
@@ -417,19 +418,21 @@ def _reach(trace: Trace, use: tuple[int, int], layout: SampleAxis, axis: int) ->
 
 
 def _refuse_overlap(trace: Trace, output: Output, supports: dict[int, Tensor]) -> None:
-    """Refuse when the losses of two samples touch one entry.
+    """Raise if the losses of two samples touch one entry.
 
-    An entry of the inputs is one sample's own. Any other may hold what several samples have in
-    common (a token that is looked up once for all of them), and they may be independent.
+    Each entry of the inputs belongs to one sample. Other entries may be shared by independent
+    samples, such as a token that is looked up once for all.
     """
     if not supports or not bool((torch.stack(list(supports.values())).sum(0) > 1).any()):
         return
     if internals.leaf(trace.nodes[output[0]]) is not None:
         raise CoupledSamplesError(
-            "the loss of one sample has a gradient with respect to the values of another",
+            "the loss of one sample has a gradient with respect to the inputs of another sample",
             where=f"operation {trace.kinds[output[0]]}",
         )
-    raise refused(trace, output[0], "a value is made from several samples, or is used by them")
+    raise refused(
+        trace, output[0], "a value is computed from several samples, or several samples use it"
+    )
 
 
 def refused(trace: Trace, node: int, what: str) -> UnsupportedError:

@@ -1,8 +1,8 @@
-"""Which axis of an operation's output is the sample axis, and whose its entries are, from evidence.
+"""Sample axes of operations' outputs, and the owners of entries, found from measurements.
 
 Two forward passes with different numbers of samples are compared: the axis that changes is the
-sample axis, and when it is a multiple of n it is merged with others. Which slices of a merged axis
-are whose is found from the gradients of single losses, or of losses with weights of their own.
+sample axis. If its size is a multiple of n, other axes are merged with it. The owners of the slices
+of a merged axis follow from gradients of single losses, or of losses with distinct weights.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,24 +15,24 @@ from torch import Tensor
 
 from gradscope.blocks.base import precise
 
-_EVEN = 1.25  # padded entries for each that is one
-_AXES = 3  # that positions may lie along, and one more
+_EVEN = 1.25  # padded entries per real entry, at most
+_AXES = 3  # axes along which positions may lie, plus one
 
 
 class SpreadError(Exception):
-    """Numbers that are not finite may have spread from one sample of the batch to others."""
+    """Values that are not finite may have spread from one sample to others."""
 
 
-Growth = tuple[int, int | None]  # (the axis that grows, entries a sample if all have as many)
+Growth = tuple[int, int | None]  # (the axis that grows, entries per sample if equal for all)
 
 
 @dataclass(frozen=True)
 class SampleAxis:
-    """An axis of size before · n · after that holds the samples."""
+    """An axis of size before · n · after with the samples."""
 
     axis: int  # its position
-    before: int = 1  # entries of other axes merged in front of the samples (time-major: T)
-    after: int = 1  # entries of other axes merged behind them (batch-major: T)
+    before: int = 1  # entries of other axes merged before the samples (time-major: T)
+    after: int = 1  # entries of other axes merged after the samples (batch-major: T)
 
     def first(self, values: Tensor, n: int) -> Tensor:
         """Move the samples to the front: (..., before·n·after, ...) to (n, ..., positions, ...)."""
@@ -42,7 +42,7 @@ class SampleAxis:
         return self._split(values, n).movedim(k + 1, 0).flatten(k + 1, k + 2)
 
     def only(self, values: Tensor, n: int, sample: int) -> Tensor:
-        """Return `values` with zeros everywhere but at `sample`."""
+        """Return `values` with zeros at all other samples."""
         split = self._split(values, n)
         kept = torch.zeros_like(split)
         kept.select(self.axis + 1, sample).copy_(split.select(self.axis + 1, sample))
@@ -59,33 +59,33 @@ class SampleAxis:
         return values.reshape(*values.shape[: self.axis], *shape, *values.shape[self.axis + 1 :])
 
     def fits(self, n: int, supports: dict[int, Tensor]) -> bool:
-        """Whether each sample's loss touches, by its mask over the axis, only its own entries."""
+        """Whether each sample's loss touches only its own entries, by its mask over the axis."""
         owners = self.owners(n, torch.device("cpu"))
         return all(bool((owners[mask] == sample).all()) for sample, mask in supports.items())
 
 
 @dataclass(frozen=True, eq=False)
 class OwnedAxis:
-    """An axis on which samples hold any entries: masked, sorted or packed rows.
+    """An axis on which each sample has any set of entries: masked, sorted or packed rows.
 
-    Rows of tokens may lie along several axes together: that of the samples, and of positions.
+    Token rows may lie along several axes together: the sample axis and axes of positions.
     """
 
     axis: int  # its position
-    # (entries of these axes, taken together,) int64, the sample that owns each entry, or the row of
-    # tokens; -1 where the gradient is zero
+    # (entries of these axes together,) int64, the sample or token row that owns each entry; -1
+    # where the gradient is zero
     owner: Tensor
     others: tuple[int, ...] = ()  # the positions' axes
 
     @property
     def own(self) -> tuple[int, ...]:
-        """All of these axes."""
+        """The sample axis and the axes of positions."""
         return (self.axis, *self.others)
 
     def first(self, values: Tensor, n: int) -> Tensor:
         """Move the samples to the front, padded with zeros to the largest number of entries.
 
-        These lie along `axis`; the other axes have size 1.
+        The entries lie along `axis`; the other axes have size 1.
         """
         kept = torch.nonzero(self.owner >= 0).squeeze(1)
         kept = kept[torch.argsort(self.owner[kept], stable=True)]
@@ -100,7 +100,7 @@ class OwnedAxis:
         )
 
     def only(self, values: Tensor, n: int, sample: int) -> Tensor:
-        """Return `values` with zeros everywhere but at `sample`."""
+        """Return `values` with zeros at all other samples."""
         if not values.dim():
             return self.only(values[None], n, sample)[0]
         shape = [values.shape[k] for k in self.own] + [1] * (values.dim() - len(self.own))
@@ -108,13 +108,13 @@ class OwnedAxis:
         return torch.where(mine, values, torch.zeros_like(values))
 
     def owners(self, n: int, device: torch.device) -> Tensor:
-        """Return the sample that owns each entry of the axes together, -1 where there is none."""
+        """Return the sample that owns each entry of the axes together, or -1."""
         return self.owner.to(device)
 
     def summed(self, values: Tensor, shape: tuple[int, ...], n: int) -> Tensor:
-        """Sum each sample's entries to (n, *shape), which was broadcast to the values' shape.
+        """Sum each sample's entries to (n, *shape), undoing a broadcast of `shape`.
 
-        A parameter with an entry for each position keeps them apart.
+        A parameter with an entry for each position keeps the positions separate.
         """
         values = values if values.dim() else values[None]
         padded = (1,) * (values.dim() - len(shape)) + shape
@@ -125,19 +125,19 @@ class OwnedAxis:
             at = torch.arange(values.shape[k], device=values.device)
             places = places.unsqueeze(-1) * padded[k] + at * (padded[k] > 1)
         count = prod(padded[k] for k in self.own)
-        # what belongs to nobody comes last
+        # entries without an owner come last
         place = torch.where(self.owner < 0, n * count, self.owner * count + places.flatten())
         found = rows.new_zeros(n * count + 1, *rows.shape[1:]).index_add_(0, place, rows)
         apart = found[:-1].reshape(n, *(padded[k] for k in self.own), *rows.shape[1:])
         return self._back(apart).reshape(n, *shape).to(values.dtype)
 
     def is_even(self, n: int) -> bool:
-        """Whether most samples hold about as many entries as the one that holds the most."""
+        """Whether the samples have about as many entries as the sample with the most."""
         counts = torch.bincount(self.owner[self.owner >= 0], minlength=n)
         return n * int(counts.max()) <= _EVEN * int(counts.sum())
 
     def _back(self, values: Tensor) -> Tensor:
-        """Move these axes (n, *own, ...) to where they were."""
+        """Move the axes of (n, *own, ...) back to their positions."""
         return values.movedim([*range(1, 1 + len(self.own))], [k + 1 for k in self.own])
 
 
@@ -145,7 +145,7 @@ Axis = SampleAxis | OwnedAxis
 
 
 def together(values: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Return (entries, ...) with some axes as the first one, and the others as they were."""
+    """Return (entries, ...): merge some axes into the first axis, keep the others."""
     return values.movedim(axes, [*range(len(axes))]).flatten(0, len(axes) - 1)
 
 
@@ -153,7 +153,7 @@ CONSTANT: Growth = (-1, None)
 
 
 def growth(first: tuple[int, ...], n: int, second: tuple[int, ...], m: int) -> Growth | None:
-    """Compare an output's shapes at n and at m samples; None says that several axes changed."""
+    """Compare an output's shapes at n and at m samples, or return None if several axes differ."""
     changed = [k for k, (a, b) in enumerate(zip(first, second, strict=False)) if a != b]
     if len(first) != len(second) or len(changed) > 1:
         return None
@@ -172,32 +172,33 @@ def layouts(axis: int, positions: int, n: int, supports: dict[int, Tensor]) -> l
 
 
 def support(gradient: Tensor, axis: int) -> Tensor:
-    """Return a mask over the axis: where the gradient is a number, and not zero.
+    """Return a mask over the axis: entries with a gradient that is neither zero nor NaN.
 
-    A sample that is not finite makes the zeros of others NaN, which proves nothing.
+    A sample that is not finite turns zeros of other samples into NaN, which proves nothing.
     """
     return _entries((gradient != 0) & ~gradient.isnan(), (axis,)).any(1).cpu()
 
 
 @dataclass(frozen=True, eq=False)
 class OwnerWeights:
-    """Weights of the losses by which a gradient tells whose it is.
+    """Weights of the losses that make the owner of each gradient visible.
 
-    A sample's number is written in digits, and each digit is a weight of its own in one backward
-    pass. Each weight is larger than the one before by about the same factor, and numbers are dealt
-    out at random, so that what two samples share has the weight of neither. In half precision they
-    are powers of two, which rounding leaves as they are, and numbers dealt out anew are a check.
+    A sample's number is written in digits. Each digit is encoded as a weight in one backward pass.
+    Neighbouring weights differ by about the same factor. The numbers are assigned at random, so an
+    entry that two samples share matches the weight of neither. In half precision, weights are
+    powers of two, which rounding does not change. There, one more pass with new random numbers is a
+    check.
     """
 
-    weights: Tensor  # (passes, n), of each sample's loss
-    values: Tensor  # (base,) increasing, the weight that stands for each digit
-    samples: Tensor  # (base ** digits,), the sample with each number, -1 where there is none
-    digits: int  # so many passes write a number, and a further one is the check
-    eps: float = 0.0  # of the narrowest numbers that gradients go through
+    weights: Tensor  # (passes, n), weights of the samples' losses
+    values: Tensor  # (base,) increasing, the weight of each digit
+    samples: Tensor  # (base ** digits,), the sample with each number, or -1
+    digits: int  # the number of passes with digits; one more may be the check
+    eps: float = 0.0  # relative rounding error of the narrowest dtype of gradients
 
     @classmethod
     def of(cls, losses: Tensor, seed: int, reached: Iterable[torch.dtype] = ()) -> "OwnerWeights":
-        """Return marks for losses (n,), whose gradients go through numbers of the dtypes given."""
+        """Return weights for losses (n,); `reached` are the dtypes of their gradients."""
         n, digits = len(losses), 1
         dtypes = {dtype.to_real() for dtype in (losses.dtype, *reached)}
         base = min(max(n, 2), *(_DIGITS.get(dtype, 2**3) for dtype in dtypes))
@@ -219,9 +220,9 @@ class OwnerWeights:
         return cls(found[0], found[1], found[2], digits, eps)
 
     def owners(self, ratios: Sequence[Tensor]) -> Tensor:
-        """Return the sample (m,) that each entry's ratios (m,) stand for, -1 where it is none.
+        """Return the sample (m,) that each entry's ratios (m,) encode, or -1.
 
-        There is one ratio a pass: weighted gradients over those with all weights 1.
+        Each pass has a ratio: weighted gradients divided by unweighted gradients.
         """
         middles = (self.values[1:] + self.values[:-1]) / 2
         digits = [torch.bucketize(ratio, middles) for ratio in ratios[: self.digits]]
@@ -231,21 +232,21 @@ class OwnerWeights:
 
 @dataclass(frozen=True, eq=False)
 class OwnerPasses:
-    """Passes in which some of the samples take part, so that a gradient tells whose it is exactly.
+    """Backward passes with subsets of the losses that determine owners exactly.
 
-    Each sample has a combination of passes of its own, all of the same size. A gradient to which no
-    sample adds is exactly zero. So an entry is of one sample if it is nonzero in the passes of that
-    sample and zero in all others: however small it is, and whatever rounding does to it. Two
-    samples together are in more passes than one. What is nothing but rounding may be zero in some
-    passes of its sample; then only a pass of each sample alone can tell.
+    Each sample has its own subset of the passes; all subsets have the same size. A gradient to
+    which no loss contributes is exactly zero. So a sample owns an entry if the entry is nonzero in
+    that sample's passes and zero in all others. This holds for tiny entries and with any rounding.
+    Entries of two samples are nonzero in more passes. An entry that is only rounding error may be
+    zero in some passes of its owner. Then only a pass for each single sample decides.
     """
 
-    weights: Tensor  # (passes, n), of each sample's loss: 0, or between 1 and 2
+    weights: Tensor  # (passes, n), weights of the losses: 0, or between 1 and 2
     chosen: Tensor  # (n, passes) bool
 
     @classmethod
     def of(cls, losses: Tensor, seed: int) -> "OwnerPasses":
-        """Return passes for losses (n,); weights of their own keep samples from cancelling."""
+        """Return passes for losses (n,), with random weights so that samples do not cancel."""
         n, passes = len(losses), 1
         while comb(passes, passes // 2) < n:
             passes += 1
@@ -260,10 +261,11 @@ class OwnerPasses:
     def owners(self, passes: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sample that owns each entry, and which entries several samples share.
 
-        The owner is -1 where there is none, and -2 where a pass of each sample alone has to tell.
+        The owner is -1 for no owner, and -2 if only a pass for each single sample decides.
 
         Args:
-            passes: int32, those in which an entry is not zero: a binary number, lowest digit first.
+            passes: int32, the passes in which an entry is nonzero, as a binary number, lowest digit
+                first.
         """
         numbers, order = binary(self.chosen.T).sort()
         at = torch.searchsorted(numbers, passes.contiguous()).clamp(max=len(numbers) - 1)
@@ -277,7 +279,7 @@ class OwnerPasses:
         return owner, left & (owner == -1)
 
 
-_NOISE = 64.0  # roundings of the largest entry that may be all there is of an entry
+_NOISE = 64.0  # an entry below this many roundings of the largest entry may be rounding error
 _SEVERAL = "an entry's gradient comes from the losses of several samples"
 _DIGITS = {torch.float64: 2**16, torch.float32: 2**10, torch.bfloat16: 2**6}
 
@@ -285,17 +287,17 @@ _DIGITS = {torch.float64: 2**16, torch.float32: 2**10, torch.bfloat16: 2**6}
 def owned(
     gradient: Tensor, weighted: Sequence[Tensor], axes: tuple[int, ...], marks: OwnerWeights
 ) -> OwnedAxis:
-    """Find the owner of each entry of an axis by marks, which rounding may hide.
+    """Find the owner of each entry of an axis from weights; rounding may hide an owner.
 
     Args:
-        gradient: Of Σᵢ Lᵢ.
-        weighted: For each pass, that of Σᵢ wᵢ Lᵢ: wᵢ times as large at sample i's entries.
-        axes: The axis in question, or several that are taken together.
+        gradient: The gradient of Σᵢ Lᵢ.
+        weighted: For each pass, the gradient of Σᵢ wᵢ Lᵢ: wᵢ times as large at sample i's entries.
+        axes: The axis, or several axes that are merged.
         marks: The weights w.
 
     Raises:
-        SpreadError: An entry is not finite: no weight shows in it.
-        ValueError: An entry belongs to no single sample, and is not mere rounding.
+        SpreadError: An entry is not finite, so it shows no weight.
+        ValueError: An entry has no single owner, and is not only rounding error.
     """
     once, often = _entries(gradient, axes), [_entries(t, axes) for t in weighted]
     size, sizes = _largest(once), [_largest(t) for t in often]
@@ -310,7 +312,7 @@ def owned(
         own = factor.to(once.dtype).unsqueeze(1)
         gap = _largest(torch.addcmul(entries, own, once, value=-1))
         torn |= ~(gap <= eps**0.5 * size * factor)
-    # what samples share may cancel with all weights 1, and with others does not
+    # shared entries may cancel with all weights 1, but not with other weights
     most = torch.stack([size, *(t / marks.values[-1].to(t.dtype) for t in sizes)]).amax(0)
     noise = most <= min(_NOISE * eps, eps**0.75) * most.amax() if len(most) else torn
     if bool((torn & ~noise).any()):
@@ -321,10 +323,10 @@ def owned(
 def owned_exactly(
     touched: Sequence[Tensor], axes: tuple[int, ...], passes: OwnerPasses
 ) -> OwnedAxis:
-    """Find the owner of each entry of an axis, or several, by where each pass is not zero.
+    """Find the owner of each entry of an axis, or of several, from the nonzero passes.
 
     Raises:
-        ValueError: An entry belongs to no single sample, or does not show whose it is.
+        ValueError: An entry has no single owner, or its owner is not visible.
     """
     owner, shared = passes.owners(binary(torch.stack([*touched])))
     if bool((shared | (owner == -2)).any()):
@@ -333,10 +335,10 @@ def owned_exactly(
 
 
 def owned_singly(touched: Sequence[Tensor], axes: tuple[int, ...]) -> OwnedAxis:
-    """Find the owner of each entry of an axis, or several, by where each sample's loss is not zero.
+    """Find the owner of each entry of an axis, or of several, from one pass per sample.
 
     Raises:
-        ValueError: An entry belongs to no single sample.
+        ValueError: An entry has no single owner.
     """
     nonzero = torch.stack([*touched]).to(torch.int32)
     count, owner = nonzero.sum(0), nonzero.argmax(0)
@@ -351,7 +353,7 @@ def nonzero(gradient: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def binary(digits: Tensor) -> Tensor:
-    """Return the numbers (m,) int32 with these binary digits (k, m) bool, the lowest first."""
+    """Return the numbers (m,) int32 with the binary digits (k, m) bool, lowest first."""
     place = torch.arange(len(digits), dtype=torch.int32, device=digits.device)
     return (digits.to(torch.int32) << place.unsqueeze(1)).sum(0, dtype=torch.int32)
 
@@ -362,30 +364,30 @@ def _entries(values: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def _largest(rows: Tensor) -> Tensor:
-    """Return the largest magnitude in each row of a matrix (m, entries), 0 where it is empty."""
+    """Return the largest magnitude in each row of a matrix (m, entries); 0 for empty rows."""
     return rows.abs().amax(1) if rows.shape[1] else rows.abs().sum(1)
 
 
 def row_axis(
     gradient: Tensor, weighted: Sequence[Tensor], axis: Axis, rows: Tensor, marks: OwnerWeights
 ) -> Axis:
-    """Find which row owns each entry of an output, where positions are kept apart.
+    """Find the row that owns each entry of an output, if positions stay separate.
 
     Args:
-        gradient: Of Σᵢₜ Lᵢₜ over the rows that are asked for.
-        weighted: For each pass, that of Σᵢₜ wₜ Lᵢₜ.
-        axis: Of the samples.
-        rows: (n, t) int64, the row of each position, -1 where it is none.
-        marks: The weights w, of the positions (t,).
+        gradient: The gradient of Σᵢₜ Lᵢₜ over the requested rows.
+        weighted: For each pass, the gradient of Σᵢₜ wₜ Lᵢₜ.
+        axis: The sample axis.
+        rows: (n, t) int64, the row of each position, or -1.
+        marks: The weights w of the positions (t,).
 
     Raises:
-        ValueError: An entry belongs to no single position.
+        ValueError: An entry has no single position as its owner.
     """
     sample, m = axis.owners(len(rows), rows.device), int((rows >= 0).sum())
     free = [k for k in range(gradient.dim()) if k != axis.axis]
     sets = [c for size in range(_AXES) for c in combinations(free, size)]
 
-    def unlikely(others: tuple[int, ...]) -> bool:  # fewer entries than rows, or nothing in each
+    def unlikely(others: tuple[int, ...]) -> bool:  # fewer entries than rows, or no entry inside
         return not m <= prod(gradient.shape[k] for k in (axis.axis, *others)) < gradient.numel()
 
     for others in sorted(sets, key=unlikely):

@@ -1,9 +1,9 @@
-"""Everything that torch documents for inspection but does not promise, in this one module.
+"""All uses of torch's graph interfaces that are documented only for inspection.
 
-`Node.next_functions`, `Node._input_metadata`, `Node._sequence_nr`, `Node._saved_*`, calling a Node,
-`AccumulateGrad.variable`, `GradientEdge`, and what the engine is about to do. `probe` uses all of
-them before a graph is first read: a torch release that changes them makes the backend refuse, which
-says so. Whatever is read of a graph in future is read here, and tried there.
+They are `Node.next_functions`, `Node._input_metadata`, `Node._sequence_nr`, `Node._saved_*`,
+calling a Node, `AccumulateGrad.variable` and `GradientEdge`. `probe` tests all of them before the
+first graph is read. If a torch release changes them, the backend raises and names the change. New
+uses belong into this module and into `probe`.
 """
 
 import re
@@ -28,12 +28,12 @@ def kind(node: Node) -> str:
 
 
 def is_custom(node: Node) -> bool:
-    """Whether the operation is a Function written in Python."""
+    """Whether the operation is an autograd.Function written in Python."""
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def edges(node: Node) -> tuple[tuple[Node | None, int], ...]:
-    """Return, for each input of the forward operation, the node it came from and which output."""
+    """Return the source node and its output index for each input of the forward operation."""
     return tuple(node.next_functions)
 
 
@@ -53,12 +53,12 @@ def leaf(node: Node) -> Tensor | None:
 
 
 def edge(node: Node, output: int) -> "torch.autograd.graph.GradientEdge":
-    """Return the handle by which `torch.autograd.grad` knows an operation's output."""
+    """Return the handle of an operation's output for `torch.autograd.grad`."""
     return torch.autograd.graph.GradientEdge(node, output)
 
 
 def moment(node: Node) -> int:
-    """Return a number that is larger for operations that ran later."""
+    """Return a number that increases with the time of the forward operation."""
     return node._sequence_nr()
 
 
@@ -70,12 +70,12 @@ def root(losses: Tensor) -> Node:
 
 
 def saved(node: Node, name: str) -> Any:
-    """Return what the operation saved under `name`, tensors without their graph.
+    """Return the value that the operation saved under `name`; tensors without their graph.
 
-    A size or index of -1 comes out of torch as an unsigned number and is set right here.
+    torch returns negative sizes and indices as unsigned numbers. They are corrected here.
 
     Raises:
-        UnsupportedError: Operations of this kind save no such thing.
+        UnsupportedError: Operations of this kind do not save this value.
     """
     if not hasattr(type(node), f"_saved_{name}"):
         raise torch_changed("the hooks backend", f"{kind(node)} has no _saved_{name}")
@@ -84,15 +84,15 @@ def saved(node: Node, name: str) -> Any:
 
 
 def saved_attribute(node: Node, name: str) -> Any:
-    """Return what the operation saved under `name`, or None if it saved no such thing."""
+    """Return the value that the operation saved under `name`, or None."""
     return saved(node, name) if hasattr(type(node), f"_saved_{name}") else None
 
 
 def constants(node: Node) -> dict[str, Any]:
-    """Return the numbers, flags and texts that are part of an operation, by attribute.
+    """Return the numbers, flags and strings that are part of an operation, by attribute.
 
-    Shapes are left out, which are known from elsewhere, and so are tensors but for single numbers
-    on the host. Of indices there is their kind; of a Function written in Python what it keeps.
+    Shapes and tensors are left out, except single numbers on the CPU. For indices, the result has
+    their dtype and rank. For an autograd.Function in Python, it has the stored attributes.
     """
     own: dict[str, Any] = vars(node) if is_custom(node) else {}
     names = (*_attributes(type(node)), *own)
@@ -101,7 +101,7 @@ def constants(node: Node) -> dict[str, Any]:
 
 
 def constant(node: Node, attribute: str) -> Any:
-    """Return one of an operation's constants; what is none is told by an object of its own."""
+    """Return the constant under `attribute`, or `_NO_CONSTANT`."""
     value = getattr(node, attribute, None)
     if isinstance(value, Tensor):
         single = value.dim() == 0 and value.device.type == "cpu"
@@ -121,20 +121,20 @@ def _attributes(kind: type) -> tuple[str, ...]:
 
 
 def _signed(value: Any) -> Any:
-    """Set right what torch hands out as unsigned numbers."""
+    """Correct negative numbers that torch returns as unsigned."""
     if isinstance(value, tuple | list):
         return tuple(map(_signed, value))
     return value - 2**64 if type(value) is int and value >= 2**63 else value
 
 
 def saved_tensors(node: Node) -> tuple[Tensor, ...]:
-    """Return what a Function written in Python saved."""
+    """Return the tensors that an autograd.Function in Python saved."""
     return tuple(node.saved_tensors)  # type: ignore[attr-defined]
 
 
 def pull(node: Node, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the operation's direct inputs, given those of its outputs."""
-    # a Function written in Python can only be applied
+    """Return the gradients of an operation's inputs, given the gradients of its outputs."""
+    # an autograd.Function in Python only has `apply`
     call: Any = node if callable(node) else getattr(node, "apply")  # noqa: B009
     with torch.no_grad():
         result = call(*gradients)
@@ -153,12 +153,12 @@ class _Negated(torch.autograd.Function):
 
 
 def probe() -> None:
-    """Read a few graphs by every function here, down to shapes and types.
+    """Read small graphs with every function of this module; check shapes and types.
 
-    Values are the certificate's to judge; there are none under torch's fake tensors.
+    Values are checked by the certificate; torch's fake tensors have none.
 
     Raises:
-        Exception: This torch records, names or runs graphs in another way.
+        Exception: This torch release records, names or runs graphs differently.
     """
 
     def made(*shape: int) -> Tensor:
@@ -168,7 +168,7 @@ def probe() -> None:
     index = torch.zeros(4, dtype=torch.int64, device="cpu")
     out = torch.addmm(bias, inputs, weight)
     negated = _Negated.apply(out)  # type: ignore[no-untyped-call]
-    node, custom = root(out), root(negated)  # which keeps what it saved as long as `negated` lives
+    node, custom = root(out), root(negated)  # keeps its saved tensors while `negated` exists
     table = root(torch.nn.functional.embedding(index, weight))
     total, ones = out.sum(), torch.ones_like(out)
     (gradient,) = torch.autograd.grad(total, [edge(node, 0)], retain_graph=True)
@@ -183,12 +183,12 @@ def probe() -> None:
             "AccumulateGrad's first variable": (leaves[0] is bias, True),
             "the leaves next to addmm's Node": (len(leaves), 3),
             "an operation's variable": (leaf(node), None),
-            "which Node is a Function's": ([*map(is_custom, (node, custom))], [False, True]),
+            "which Node belongs to a Function": ([*map(is_custom, (node, custom))], [False, True]),
             "_saved_mat1": (saved(node, "mat1").shape, inputs.shape),
             "_saved_alpha": (constant(node, "_saved_alpha"), 1),
             "_saved_padding_idx": (saved(table, "padding_idx"), -1),
             "the attributes _saved_*": ("_saved_beta" in constants(node), True),
-            "what is not saved": (saved_attribute(node, "nothing"), None),
+            "an attribute that is not saved": (saved_attribute(node, "nothing"), None),
             "the gradient by a GradientEdge": (gradient.shape, out.shape),
             "a Node's call": ([g is not None for g in pull(node, (ones,))], [True] * 3),
             "a Function's saved_tensors": ([t.shape for t in saved_tensors(custom)], [out.shape]),

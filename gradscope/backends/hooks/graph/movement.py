@@ -1,13 +1,13 @@
-"""Where operations take a sample's values: which leave them in place, and whose entries are whose.
+"""How samples pass through operations: which operations leave them in place, and entries' owners.
 
-Where samples lie in an output is a fact of the program as long as every operation between it and
-the losses leaves them in place, or moves them the same way in every batch. Sorting, masks, routing
-and whatever is not known by name do not: there each batch must tell whose entries are whose. So an
-operation that is missing from the tables below is slower, never wrong.
+The position of samples in an output is a fact of the program under one condition: every later
+operation leaves them in place, or moves them in the same way in every batch. Sorting, masks,
+routing and unknown operations do not. There, each batch must determine the owners of entries. So an
+operation that is missing from the tables below is slower, but never wrong.
 
-The gradient at an operation's input comes from its outputs alone. So where it is known which
-sample owns each entry of the outputs, it follows for the inputs: most operations leave entries in
-place; an index, a mask or a scatter says itself where each one goes. The rest is left unknown.
+The gradient at an operation's input comes only from its outputs. So the owners of the outputs'
+entries determine the owners of the inputs' entries. Most operations leave entries in place. An
+index, a mask or a scatter saves the position of each entry. Other owners stay unknown.
 """
 
 import re
@@ -25,9 +25,10 @@ from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.axes import Growth, SampleAxis
 from gradscope.backends.hooks.graph.trace import Output, Trace
 
-_TO_THE_END = 2**62  # what a slice without an end is recorded with, and more than any size
-_AXES = ("dim", "dims", "dim1", "dim2", "dimension", "axis")  # as operations save them
-_SUFFIX = re.compile(r"Backward\d+$")  # without a number: a Function written in Python
+_TO_THE_END = 2**62  # recorded for a slice without an end; larger than any size
+# names under which operations save their axes
+_AXES = ("dim", "dims", "dim1", "dim2", "dimension", "axis")
+_SUFFIX = re.compile(r"Backward\d+$")  # without a number: an autograd.Function written in Python
 
 # the same entries in the same order
 VIEWS = frozenset(
@@ -37,15 +38,15 @@ VIEWS = frozenset(
 
 @dataclass(frozen=True)
 class AxisPassage:
-    """A value with a sample axis, on its way through an operation."""
+    """The passage of a value with a sample axis through an operation."""
 
     name: str  # the operation's kind without "Backward0"
-    saved: Callable[[str], Any]  # reads what the operation saved, by name
-    again: Callable[[str], Any]  # likewise, of the same operation on another number of samples
-    axes: tuple[Any, ...]  # along which the operation goes, if it says so: numbers, or several
-    slot: int  # which of the operation's inputs the value is
-    rank: int  # how many axes the value has, and the operation's output
-    axis: int  # the ones that hold the samples
+    saved: Callable[[str], Any]  # reads a saved value of the operation by name
+    again: Callable[[str], Any]  # the same for the pass with another number of samples
+    axes: tuple[Any, ...]  # axes that the operation saved: numbers, or several numbers
+    slot: int  # the value's index among the operation's inputs
+    rank: int  # the number of axes of the value
+    axis: int  # the sample axis of the value
     out_rank: int
     out_axis: int
     ns: tuple[int, int]  # the two numbers of samples
@@ -56,7 +57,7 @@ class AxisPassage:
         return self.axis == self.out_axis
 
     def in_proportion(self, name: str) -> bool:
-        """Whether numbers that the operation saved are so many times the number of samples."""
+        """Whether saved numbers are proportional to the number of samples."""
         one, other = _listed(self.saved(name)), _listed(self.again(name))
         n, m = self.ns
         return len(one) == len(other) and all(
@@ -68,7 +69,7 @@ AxisTest = Callable[[AxisPassage], bool]
 
 
 class Movement(Enum):
-    """How the samples' entries go through an operation."""
+    """How the samples' entries pass through an operation."""
 
     STAYS = "in place, or moved the same way in every batch"
     KEEPS = "in place, however many each sample has"
@@ -78,20 +79,21 @@ class Movement(Enum):
 def ways(
     first: Trace, second: Trace, sizes: Mapping[Output, Growth | None]
 ) -> tuple[tuple[int, ...], dict[tuple[int, int], Movement]]:
-    """Return the nodes on samples, the losses first, and the way through each of their inputs.
+    """Return the nodes on samples, losses first, and the movement through each of their inputs.
 
     Args:
         first: A forward pass.
         second: The same program on another number of samples.
-        sizes: For each output that grows with the batch: its growth, or None if several axes do.
+        sizes: The growth of each output that grows with the batch, or None if several axes grow.
     """
-    waiting = [0] * len(first.nodes)  # for each node, its consumers that are still to come
+    # for each node, the number of its consumers that are not yet visited
+    waiting = [0] * len(first.nodes)
     for edges in first.edges:
         for origin, _ in edges:
             if origin >= 0:
                 waiting[origin] += 1
     order = [node for node, count in enumerate(waiting) if not count]
-    for node in order:  # grows while it is walked
+    for node in order:  # the list grows during the loop
         for origin, _ in first.edges[node]:
             if origin >= 0:
                 waiting[origin] -= 1
@@ -108,14 +110,14 @@ def ways(
 
 
 def named(kind: str) -> str:
-    """Return the name by which the tables know an operation's kind."""
+    """Return the name of an operation's kind in the tables."""
     return _SUFFIX.sub("", kind)
 
 
 def _way(
     first: Trace, second: Trace, sizes: Mapping[Output, Growth | None], node: int, slot: int
 ) -> Movement:
-    """Return the way of the value in `slot` through a node."""
+    """Return the movement of the value in `slot` through a node."""
     source, output = first.edges[node][slot]
     grown = [k for k in range(len(first.shapes[node])) if (node, k) in sizes]
     growths = [sizes[source, output], *(sizes[node, k] for k in grown)]
@@ -145,18 +147,18 @@ def _way(
 
 
 def _aligned(p: AxisPassage) -> bool:
-    """Entry by entry, with broadcasting: axes are counted from the last."""
+    """Elementwise, with broadcasting: axes are counted from the last."""
     return p.rank - p.axis == p.out_rank - p.out_axis
 
 
 def _other_axes(p: AxisPassage) -> bool:
-    """Operations along given axes, which are not that of the samples."""
+    """Along given axes, which are not the sample axis."""
     given = [a for axes in p.axes for a in _listed(axes)]
     return bool(given) and all(a % p.rank != p.axis for a in given)
 
 
 def _sliced(p: AxisPassage) -> bool:
-    """A part of each sample; or a part of the batch, always at the same share of it."""
+    """A part of each sample; or a part of the batch, always the same share of it."""
     if _other_axes(p):
         return True
     if p.name == "Slice":
@@ -165,13 +167,13 @@ def _sliced(p: AxisPassage) -> bool:
 
 
 def _padded(p: AxisPassage) -> bool:
-    """Filled up; the numbers come in pairs, from the last axis on."""
+    """Padding; the numbers come in pairs, from the last axis on."""
     at = 2 * (p.rank - 1 - p.axis)
     return p.in_place and not any(p.saved("pad")[at : at + 2])
 
 
 def _product(first: int) -> Callable[[AxisPassage], bool]:
-    """Matrix products whose factors are the slots `first` and the next: free axes stay."""
+    """Matrix products of the slots `first` and `first + 1`: free axes stay in place."""
 
     def test(p: AxisPassage) -> bool:
         if p.slot not in (first, first + 1):
@@ -184,7 +186,7 @@ def _product(first: int) -> Callable[[AxisPassage], bool]:
 
 
 def _grouped(p: AxisPassage) -> bool:
-    """Rows (or columns) in groups one after the other, each times a matrix of its own."""
+    """Rows (or columns) in consecutive groups, each multiplied by its group's matrix."""
     if p.saved("offs") is None:
         return _product(0)(p)
     return p.rank == p.out_rank == 2 and p.axis == p.out_axis == p.slot
@@ -196,7 +198,7 @@ def _along_channels(p: AxisPassage) -> bool:
 
 
 def _time_major(p: AxisPassage) -> bool:
-    """Recurrent layers, values (t, n, ·) and states (n, ·) or (layers, n, ·)."""
+    """Recurrent layers: values (t, n, ·) and states (n, ·) or (layers, n, ·)."""
     return p.out_axis == 1 and p.axis == (0 if p.rank == 2 else 1)
 
 
@@ -220,13 +222,14 @@ _TESTS: Mapping[str, AxisTest] = {
         "HuberLoss Hypot I0 Imag L1Loss LeakyRelu Lerp Lgamma Log Log10 Log1P Log2 LogSigmoid "
         "Logaddexp Logaddexp2 Logit MaskedFill Maximum Minimum Mish MseLoss Mul Mvlgamma NanToNum "
         "NativeDropout Neg Normal Polar Polygamma Pow PreluKernel Real Reciprocal Relu Remainder "
-        "RegisterPostBackwardFunctionBackward RegisterPreBackwardFunctionBackward "  # fully_shard's
+        # of fully_shard
+        "RegisterPostBackwardFunctionBackward RegisterPreBackwardFunctionBackward "
         "Round Rsqrt Rsub Selu Sgn Sigmoid SigmoidBackward Sign Silu SiluBackward Sin Sinc Sinh "
         "SmoothL1Loss SoftMarginLoss Softplus Softshrink SpecialEntr SpecialErfcx SpecialI0E "
         "SpecialI1 SpecialI1E SpecialLogNdtr SpecialNdtri SpecialXlog1Py Sqrt Square Sub Tan Tanh "
         "TanhBackward Threshold ThresholdBackward Trunc Where Xlogy",
     ),
-    **_named(  # views, copies and concatenations: where entries go follows from the shapes alone
+    **_named(  # views, copies, concatenations: shapes determine where entries go
         lambda p: True,
         "Alias Cat Clone Contiguous CopyBackwards Expand Lift LiftFresh Movedim Permute "
         "PixelShuffle PixelUnshuffle Repeat Reshape ReshapeAlias Resolve Squeeze Stack T ToCopy "
@@ -242,7 +245,7 @@ _TESTS: Mapping[str, AxisTest] = {
     ),
     **_named(_sliced, "Slice Split SplitWithSizes UnsafeSplit"),
     **_named(_padded, "ConstantPadNd"),
-    # statistics are taken over the samples, or are not: in either case all stay where they are
+    # with or without statistics over samples, all samples stay in place
     **_named(
         lambda p: p.in_place or _along_channels(p),
         "CudnnBatchNorm MiopenBatchNorm NativeBatchNorm",
@@ -256,7 +259,7 @@ _TESTS: Mapping[str, AxisTest] = {
         lambda p: p.in_place and p.axis < p.rank - len(p.saved("normalized_shape")),
         "FusedRmsNorm NativeLayerNorm",
     ),
-    **_named(  # on a batch of images, sequences or rows, which lie along axis 0
+    **_named(  # on a batch of images, sequences or rows along axis 0
         lambda p: p.axis == p.out_axis == 0,
         "AdaptiveAvgPool2D AdaptiveAvgPool3D AdaptiveMaxPool2D AdaptiveMaxPool3D AvgPool2D "
         "AvgPool3D ChannelShuffle Col2Im Convolution CudnnConvolution Embedding "
@@ -285,44 +288,44 @@ _TESTS: Mapping[str, AxisTest] = {
 
 
 class OwnersKnown(Enum):
-    """What is known of an output's owners when it is not a list of them."""
+    """Knowledge about the owners of an output's entries, if there is no list."""
 
     IN_ORDER = "as in the batch that was analysed"
-    NOTHING = "not which"
+    NOTHING = "unknown"
 
 
-Owners = Tensor | OwnersKnown  # (entries of the axis,) int64, -1 for those that belong to nobody
+Owners = Tensor | OwnersKnown  # (entries of the axis,) int64, -1 for entries without an owner
 
 
 @dataclass(frozen=True, eq=False)
 class OperationInput:
     """One operation in one batch, seen from one of its inputs."""
 
-    saved: Callable[[str], Any]  # reads what the operation saved, by name
-    slot: int  # which of its inputs
-    shape: tuple[int, ...]  # the input's
-    axis: int  # the one that holds the samples
-    out_shape: tuple[int, ...]  # the output's
+    saved: Callable[[str], Any]  # reads a saved value of the operation by name
+    slot: int  # the index of the input
+    shape: tuple[int, ...]  # the shape of the input
+    axis: int  # the sample axis of the input
+    out_shape: tuple[int, ...]  # the shape of the output
     out_axis: int
 
     @property
     def length(self) -> int:
-        """The entries of the input's axis."""
+        """The number of entries of the input's axis."""
         return self.shape[self.axis]
 
 
 @dataclass(frozen=True, eq=False)
 class OwnerTracker:
-    """Follows one batch of an analysed program."""
+    """Tracks the owners of entries in one batch of an analysed program."""
 
     batch: Trace
-    order: tuple[int, ...]  # of the nodes on samples, the losses' first
-    ways: Mapping[tuple[int, int], Movement]  # by node and slot, of the inputs on samples
+    order: tuple[int, ...]  # the nodes on samples, losses first
+    ways: Mapping[tuple[int, int], Movement]  # by node and slot, of inputs on samples
     sizes: Mapping[Output, Growth | None]
-    axes: Mapping[Output, SampleAxis]  # of the batch that was analysed
+    axes: Mapping[Output, SampleAxis]  # in the analysed batch
 
     def owners(self) -> dict[Output, Owners]:
-        """Return what is known of each output on samples that has a gradient."""
+        """Return the known owners of each output on samples that has a gradient."""
         found: dict[Output, Owners] = dict.fromkeys(self._outputs(0), OwnersKnown.IN_ORDER)
         for node in self.order:
             arrived = {k: found[k] for k in self._outputs(node) if k in found}
@@ -344,7 +347,7 @@ class OwnerTracker:
     def _before(
         self, output: Output, owners: Owners, slot: int, source: Output, way: Movement
     ) -> Owners:
-        """Return the owners of an operation's input, by those of one of its outputs."""
+        """Return the owners of an operation's input, given the owners of one of its outputs."""
         if owners is OwnersKnown.IN_ORDER and way is Movement.STAYS:
             return owners
         listed, sizes = self._listed(output, owners), (self.sizes[source], self.sizes[output])
@@ -352,7 +355,7 @@ class OwnerTracker:
             return OwnersKnown.NOTHING
         node = output[0]
         given, made = self.batch.shapes[source[0]][source[1]], self.batch.shapes[node][output[1]]
-        if not prod(given) or not prod(made):  # no entry has a gradient from here
+        if not prod(given) or not prod(made):  # no entry gets a gradient from here
             return torch.full((given[sizes[0][0]],), -1, device=self.batch.losses.device)
         if listed is None:
             return OwnersKnown.NOTHING
@@ -375,7 +378,7 @@ class OwnerTracker:
         return OwnersKnown.NOTHING if found is None else found
 
     def _listed(self, output: Output, owners: Owners) -> Tensor | None:
-        """Return the list of an output's owners, or None where it is not known."""
+        """Return the list of an output's owners, or None if unknown."""
         if isinstance(owners, Tensor):
             return owners
         axis = self.axes.get(output) if owners is OwnersKnown.IN_ORDER else None
@@ -384,7 +387,7 @@ class OwnerTracker:
         return axis.owners(self.batch.n, self.batch.losses.device)
 
     def _agreed(self, output: Output, known: list[Owners]) -> Owners:
-        """Return what is known of an output by way of all operations that use it."""
+        """Return the owners of an output on which all operations that use it agree."""
         first, *others = known
         for other in others:
             if first is other:
@@ -396,7 +399,7 @@ class OwnerTracker:
         return first
 
     def _simplest(self, output: Output, owners: Owners) -> Owners:
-        """Return that the owners are in order where they are."""
+        """Return `IN_ORDER` if the owners are in order, else the owners."""
         if isinstance(owners, OwnersKnown):
             return owners
         usual = self._listed(output, OwnersKnown.IN_ORDER)
@@ -422,7 +425,7 @@ def _viewed(step: OperationInput, owners: Tensor) -> Tensor | None:
 
 
 def _indexed(step: OperationInput, owners: Tensor) -> Tensor | None:
-    """`input[..., index, ...]`: each output entry came from the place that the index says."""
+    """`input[..., index, ...]`: the index gives the source of each output entry."""
     found = _places(step.saved("indices"), step.axis)
     if found is None:  # other axes are indexed
         return owners if len(owners) == step.length else None
@@ -435,7 +438,7 @@ def _indexed(step: OperationInput, owners: Tensor) -> Tensor | None:
 
 
 def _put(step: OperationInput, owners: Tensor) -> Tensor | None:
-    """`input[..., index, ...] = values`, or added to what is there."""
+    """`input[..., index, ...] = values`, or the same with addition."""
     if step.slot == 0:
         return owners
     found = _places(step.saved("indices"), step.out_axis)
@@ -445,7 +448,7 @@ def _put(step: OperationInput, owners: Tensor) -> Tensor | None:
 
 
 def _places(indices: tuple[Tensor | None, ...], axis: int) -> tuple[Tensor, int] | None:
-    """Return the index of an axis, broadcast with those of others, and where its own axes begin."""
+    """Return the broadcast index of an axis, and the position of its axes in the result."""
     every: dict[int, Tensor] = {}
     at = 0
     for index in indices:
@@ -479,12 +482,12 @@ def _added(step: OperationInput, owners: Tensor) -> Tensor | None:
     if step.slot == 0 or index is None:
         return owners if step.slot == 0 else None
     given = owners[index]
-    rest = owners.new_full((step.length - len(given),), -1)  # is not scattered at all
+    rest = owners.new_full((step.length - len(given),), -1)  # not scattered
     return torch.cat([given, rest]) if len(rest) else given
 
 
 def _column(step: OperationInput) -> Tensor | None:
-    """Return the index (m,) along the samples' axis where it is the same along all others."""
+    """Return the index (m,) along the sample axis, if it is the same along all other axes."""
     index: Tensor = step.saved("index")
     for axis in reversed(range(index.dim())):
         if index.dim() > 1 and axis != step.out_axis:
@@ -495,7 +498,7 @@ def _column(step: OperationInput) -> Tensor | None:
 
 
 def _returned(places: Tensor, owners: Tensor, length: int) -> Tensor | None:
-    """Return whose the entries are that were taken from `places`, if each is one sample's."""
+    """Return the owners of the entries taken from `places`, if each has a single owner."""
     some = owners >= 0
     places, owners = places[some] % max(1, length), owners[some]
     found = owners.new_full((length,), -1)

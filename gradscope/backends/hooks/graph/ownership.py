@@ -1,10 +1,10 @@
-"""What is known about a program from one forward pass: for those that differ with the batch's size.
+"""Analysis of a program from one forward pass, for programs that depend on the batch size.
 
-A loop over the samples records other operations for another number of samples, so that there is
-nothing to compare. There the gradients of the batch itself show which sample owns each entry of
-each value. A value of which each entry belongs to one sample at most lies on the samples' side. A
-value that several samples use (a parameter, what is made of parameters, a row that is looked up
-once for all samples) lies on the other side. The frontier is every edge between the two sides.
+A loop over samples records different operations for a different number of samples, so two passes
+cannot be compared. Instead, the gradients of the batch show which sample owns each entry of each
+value. A value is on the samples' side if at most one sample owns each entry. A value is on the
+other side if several samples use it: a parameter, a function of parameters, or a row that is looked
+up once for all samples. The frontier is every edge between the two sides.
 """
 
 from collections.abc import Iterable
@@ -21,19 +21,19 @@ from gradscope.backends.hooks.graph.movement import VIEWS, named
 from gradscope.backends.hooks.graph.trace import Output, RecordedProgram, Trace
 
 _PLAIN = VIEWS | {"Alias", "Clone", "Permute", "T", "ToCopy", "Transpose"}
-_SHARED = "a value is made from several samples, or is used by them"
+_SHARED = "a value is computed from several samples, or several samples use it"
 
 
 def analyse_owners(trace: Trace, parameters: set[int], seed: int) -> Analysis:
-    """Find the frontier of one batch; it holds for the same program on as many samples.
+    """Find the frontier of one batch; valid for the same program on the same number of samples.
 
     Args:
         trace: The forward pass.
         parameters: `id` of each selected parameter.
-        seed: Of the weights that losses get.
+        seed: Seed of the weights of the losses.
 
     Raises:
-        UnsupportedError: Several samples own an entry that only one may own.
+        UnsupportedError: Several samples own an entry that may have only one owner.
     """
     leaves = {
         k: leaf for k, node in enumerate(trace.nodes) if (leaf := internals.leaf(node)) is not None
@@ -79,9 +79,9 @@ def analyse_owners(trace: Trace, parameters: set[int], seed: int) -> Analysis:
 def _numbers(
     trace: Trace, nodes: list[int], leaves: dict[int, Tensor], some: OwnerPasses
 ) -> dict[Output, Tensor]:
-    """Return, for each output, the passes in which its entries are not zero, as binary numbers.
+    """Return, for each output, the passes with nonzero entries, as binary numbers.
 
-    Gradients are looked at while they go by, so that few of them are in memory at a time.
+    Gradients are read during the backward pass, so few of them are in memory at a time.
     """
     found: dict[Output, Tensor] = {}
 
@@ -103,17 +103,21 @@ def _numbers(
 
 
 def _require_own_inputs(trace: Trace, node: int, number: Tensor | None, some: OwnerPasses) -> None:
-    """Refuse if losses of several samples have a gradient by one sample's inputs."""
+    """Raise if the losses of several samples have a gradient by one sample's inputs."""
     if number is not None and bool(some.owners(number)[1].any()):
-        raise refused(trace, node, "the losses of several samples have a gradient by one's inputs")
+        raise refused(
+            trace,
+            node,
+            "the losses of several samples have a gradient with respect to one sample's inputs",
+        )
 
 
 def owned_axes(owners: tuple[Tensor, Tensor], shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the fewest axes along which each entry has one owner, None if an entry has several.
+    """Return the fewest axes along which each entry has one owner, or None for shared entries.
 
     Args:
-        owners: The owner of each entry (-1: nobody), and whether the entry is shared.
-        shape: The value's.
+        owners: The owner of each entry (-1: no owner), and whether the entry is shared.
+        shape: The shape of the value.
     """
     owner, shared = owners
     if bool(shared.any()):
@@ -131,7 +135,7 @@ def owned_axes(owners: tuple[Tensor, Tensor], shape: tuple[int, ...]) -> tuple[i
 
 
 def _plain(trace: Trace, given: Iterable[int]) -> set[int]:
-    """Return the views and copies of parameters, also of those that one sample uses alone."""
+    """Return the views and copies of parameters, including those that only one sample uses."""
     found = {*given}
     for k in sorted(range(len(trace.nodes)), key=lambda k: internals.moment(trace.nodes[k])):
         sources = {source for source, _ in trace.edges[k]}
@@ -141,7 +145,7 @@ def _plain(trace: Trace, given: Iterable[int]) -> set[int]:
 
 
 def _upstream(trace: Trace, nodes: Iterable[int]) -> set[int]:
-    """Return the nodes and all that they were computed from."""
+    """Return the nodes and everything that they were computed from."""
     stack, found = [*nodes], {*nodes}
     while stack:
         new = {source for source, _ in trace.edges[stack.pop()] if source >= 0} - found

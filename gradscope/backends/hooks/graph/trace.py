@@ -1,4 +1,4 @@
-"""A forward pass as autograd recorded it: nodes in a reproducible order, and how they connect."""
+"""A forward pass as autograd recorded it: nodes in a reproducible order, and their edges."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 from gradscope.backends.hooks.graph import internals
 from gradscope.model.problem import summed
 
-Output = tuple[int, int]  # (index of a node in its trace, which of its outputs)
+Output = tuple[int, int]  # (index of a node in its trace, index of the output)
 Listener = Callable[[int, Sequence[Tensor | None]], None]
 
 
@@ -20,15 +20,15 @@ Listener = Callable[[int, Sequence[Tensor | None]], None]
 class Trace:
     """The graph behind the losses of one forward pass."""
 
-    losses: Tensor  # (n,), or (n, t) of tokens, with their graph
-    # every node, breadth first from the losses; the same program gives the same order
+    losses: Tensor  # (n,), or (n, t) for tokens, with their graph
+    # every node, breadth first from the losses; the same program has the same order
     nodes: tuple[Node, ...]
-    # for each node and input: (index of the node it came from or -1, which output)
+    # for each node and input: (index of the source node or -1, index of its output)
     edges: tuple[tuple[Output, ...], ...]
     kinds: tuple[str, ...]  # each node's type
     # for each node, the shapes of its forward outputs
     shapes: tuple[tuple[tuple[int, ...], ...], ...]
-    asked: Tensor | None = None  # (n, t), 1 for the losses of tokens that are asked for, else 0
+    asked: Tensor | None = None  # (n, t), 1 for the requested losses of tokens, else 0
 
     @property
     def n(self) -> int:
@@ -37,16 +37,16 @@ class Trace:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """What numbers gradients go through: a part may compute in fewer digits than the rest."""
+        """The dtypes of the gradients; a part of the model may compute with fewer digits."""
         found = {dtype for node in self.nodes for dtype in internals.output_dtypes(node)}
         return {dtype for dtype in found if dtype.is_floating_point or dtype.is_complex}
 
     def same_program(self, other: "Trace | RecordedProgram") -> bool:
-        """Whether both passes recorded the same operations, connected in the same way."""
+        """Whether both passes recorded the same operations with the same edges."""
         return self.kinds == other.kinds and self.edges == other.edges
 
     def leaves(self, node: int) -> list[Tensor]:
-        """Return the leaves that a node's outputs are computed from."""
+        """Return the leaves from which a node's outputs are computed."""
         stack, seen, found = [node], {node}, []
         while stack:
             k = stack.pop()
@@ -63,11 +63,11 @@ class Trace:
         weights: Tensor | None = None,
         passing: tuple[Sequence[int], Listener] | None = None,
     ) -> dict[Output, Tensor | None]:
-        """Return the gradient of Σᵢ wᵢ Lᵢ, weights (n,), by each output; None where there is none.
+        """Return the gradient of Σᵢ wᵢ Lᵢ, weights (n,), by each output, or None.
 
-        Of tokens it is Σᵢₜ wᵢₜ Lᵢₜ over those that are asked for, weights (n, t), (t,) or (n, 1).
-        The graph is kept. With `passing`, nodes and a function, the function is called with each of
-        the nodes that the pass goes through and the gradients of its outputs.
+        For tokens it is Σᵢₜ wᵢₜ Lᵢₜ over the requested losses, with weights (n, t), (t,) or (n, 1).
+        The graph is kept. `passing` is (nodes, listener): the listener is called with each of these
+        nodes that the backward pass reaches and the gradients of its outputs.
         """
         if self.asked is not None:
             weights = self.asked if weights is None else self.asked * weights
@@ -89,11 +89,11 @@ class Trace:
 
 
 def trace(losses: Tensor) -> Trace:
-    """Walk the graph behind `losses` (n,), which must have one."""
+    """Trace the graph of `losses` (n,), which must have one."""
     start = internals.root(losses)
     nodes, place = [start], {start: 0}
     edges: list[tuple[Output, ...]] = []
-    for node in nodes:  # grows while it is walked
+    for node in nodes:  # the list grows during the loop
         row = []
         for source, output in internals.edges(node):
             if source is not None and source not in place:
@@ -112,18 +112,18 @@ def trace(losses: Tensor) -> Trace:
 
 @dataclass(frozen=True, eq=False)
 class RecordedProgram:
-    """What stays of a forward pass of n samples when its tensors are let go; see `Trace`."""
+    """The part of a `Trace` of n samples that remains without its tensors."""
 
     n: int
     edges: tuple[tuple[Output, ...], ...]
     kinds: tuple[str, ...]
     shapes: tuple[tuple[tuple[int, ...], ...], ...]
-    # (index of a node, attribute, value): the numbers that are part of operations
+    # (index of a node, attribute, value): constants of operations
     constants: tuple[tuple[int, str, Any], ...]
 
     @classmethod
     def of(cls, trace: Trace) -> "RecordedProgram":
-        """Return the program that a forward pass ran."""
+        """Return the program of a forward pass."""
         constants = (
             (k, name, value)
             for k, node in enumerate(trace.nodes)
@@ -132,9 +132,9 @@ class RecordedProgram:
         return cls(trace.n, trace.edges, trace.kinds, trace.shapes, tuple(constants))
 
     def same_constants(self, other: Trace) -> bool:
-        """Whether a forward pass has the same constants, or such as grow with the batch.
+        """Whether a forward pass has the same constants, or constants that grow with the batch.
 
-        A number that is another in another batch may have been computed from all of its samples.
+        A constant that changes otherwise may have been computed from all samples of the batch.
         """
         return all(
             _alike(value, internals.constant(other.nodes[k], name), self.n, other.n)
@@ -143,7 +143,7 @@ class RecordedProgram:
 
 
 def _alike(a: Any, b: Any, n: int, m: int) -> bool:
-    """Whether constants of programs on n and on m samples are the same but for the batch's size."""
+    """Whether constants for n and for m samples are equal up to the batch size."""
     if a is b or a == b or (a != a and b != b):
         return type(a) is type(b)
     if isinstance(a, tuple) and isinstance(b, tuple):
