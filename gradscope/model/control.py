@@ -1,8 +1,8 @@
-"""What is handed to torch as functions, run as Python would: cond, while_loop, scan, map, scores.
+"""Control flow by functions, run as Python would: cond, while_loop, scan, map, flex_attention.
 
-torch compiles such functions to find what they close over. Where compiled code runs as it is
-written, or a dispatch mode is active, it does not, and what they close over, parameters for
-instance, silently gets no gradient. Run step by step, autograd records every operation of theirs.
+torch compiles the functions to find the tensors in their closures. It does not compile if compiled
+code runs eagerly or a dispatch mode is active. Then tensors in closures, such as parameters,
+silently get no gradient. Run step by step, autograd records every operation of the functions.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ def _while_loop(
     state = [*carried]
     while more(*state, *others):
         state = pytree.tree_leaves(body(*state, *others))
-    # torch has flattened what is carried for its compiler, which alone puts it together again
+    # torch has flattened `carried` for its compiler, and only the compiler restores the structure
     form = getclosurevars(more).nonlocals.get("in_spec") if isfunction(more) else None
     return tuple(state) if form is None else pytree.tree_unflatten([*state, *others], form)[0]
 
@@ -40,27 +40,28 @@ def _while_loop(
 def _scan(
     step: Function, init: Sequence[Tensor], xs: Sequence[Tensor], others: Sequence[Any], **_: Any
 ) -> Any:
-    """Return the last carried values, and what each of t steps gives, stacked (t, ...).
+    """Return the last carried values, and the outputs of t steps, stacked (t, ...).
 
-    In the form in which a step gives both: a pair of any trees, or flat to torch's compiler.
+    The result has the structure of a step's result: a pair of any trees, or flat in torch's
+    compiler.
     """
     state, rows, form = [*init], [], None
     for each in zip(*xs, strict=True):
         found, form = pytree.tree_flatten(step(*state, *each, *others))
         state, row = found[: len(init)], found[len(init) :]
         rows.append(row)
-    assert form is not None  # torch takes no scan over nothing
+    assert form is not None  # torch rejects a scan over nothing
     stacked = [None if r[0] is None else torch.stack(r) for r in zip(*rows, strict=True)]
     return pytree.tree_unflatten([*state, *stacked], form)
 
 
 def _map(step: Function, xs: Sequence[Tensor], others: Sequence[Any], **_: Any) -> Any:
-    """Return what the steps give, tensors in any tree, stacked (t, ...)."""
+    """Return the outputs of the steps, tensors in any tree, stacked (t, ...)."""
     return _scan(step, (), xs, others)
 
 
 def _flex_attention(*args: Any, **_: Any) -> tuple[Tensor, ...]:
-    """Attention by a function of scores, without its fused kernel, which no CPU can train."""
+    """Attention with a score function, without its fused kernel, which cannot train on a CPU."""
     from torch._higher_order_ops.flex_attention import math_attention
 
     found: tuple[Tensor, ...] = math_attention(*args)
@@ -78,9 +79,10 @@ _STEPS: dict[str, Function] = {
 
 @contextmanager
 def step_by_step() -> Iterator[None]:
-    """Run such control flow of the body as Python would; while torch compiles, as torch does."""
+    """Run control flow in the body as Python would, except while torch compiles."""
     own = HigherOrderOperator.__call__
-    check: Any = getattr(attention, "_validate_device", None)  # that its kernel can be trained
+    # checks that the kernel supports training
+    check: Any = getattr(attention, "_validate_device", None)
 
     def call(self: HigherOrderOperator, /, *args: Any, **kwargs: Any) -> Any:
         run = _STEPS.get(self._name)

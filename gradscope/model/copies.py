@@ -1,8 +1,8 @@
-"""Copies of a model that do not use the model: functions that hold its parts are copied, too.
+"""Deep copies of a model that do not use the model: functions with references to it are copied.
 
-`copy.deepcopy` returns a function as it is. A copied module that keeps a function over its own
-submodules, such as `self.mlp = lambda x: self.down(self.up(x))`, would still compute with the
-parameters of the original.
+`copy.deepcopy` returns functions uncopied. So a copied module with a function over its own
+submodules, such as `self.mlp = lambda x: self.down(self.up(x))`, would still use the parameters of
+the original.
 """
 
 import copy
@@ -21,18 +21,18 @@ from gradscope.errors import RefusedError
 
 T = TypeVar("T")
 
-_MOST = 50_000  # objects that are looked at behind one function
+_MOST = 50_000  # objects that are searched behind one function, at most
 _Cached = type(functools.lru_cache(id))
 _CALLED = (types.FunctionType, types.MethodType, functools.partial, _Cached, weakref.ref)
 _SKIPPED = (type, types.ModuleType, types.CodeType)
 
 
 def deep_copy(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module, "Copies"]:
-    """Return a deep copy of a model, and what copies other objects that lead to the model.
+    """Return a deep copy of a model, and a `Copies` for other objects that refer to the model.
 
     Args:
-        model: Any module. What its own copying raises is raised.
-        memo: Copies of its parts by id, as `copy.deepcopy` takes them.
+        model: Any module. Exceptions of its copy methods are raised.
+        memo: Copies of its parts by id, as for `copy.deepcopy`.
 
     Raises:
         RefusedError: The copy shares a parameter or a buffer with the model.
@@ -44,7 +44,7 @@ def deep_copy(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module, "Co
         if id(t) in own:
             raise RefusedError(
                 f"a deep copy of the model shares {own[id(t)]!r} with the model",
-                remedy="Let __deepcopy__ copy what it returns, or switch verification off.",
+                remedy="Make __deepcopy__ return copies of all tensors, or turn verification off.",
             )
     copies = Copies(known)
     copies.complete()
@@ -69,29 +69,29 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 class Copies:
-    """The copies that `copy.deepcopy` has made, and of functions and references it takes over.
+    """The copies that `copy.deepcopy` made, extended by copied functions and references.
 
     Args:
-        memo: What `copy.deepcopy` noted: the copy of each object by the object's id.
+        memo: The memo of `copy.deepcopy`: the copy of each object by the object's id.
     """
 
     def __init__(self, memo: dict[Any, Any]) -> None:
         self._copies = {
             k: v
             for k, v in memo.items()
-            # what cannot be changed in place is copied again, with what it holds
+            # objects that cannot be changed in place are copied again, with their contents
             if type(k) is int and k != id(memo) and not isinstance(v, (*_CALLED, tuple))
         }
         self._made = {id(value) for value in self._copies.values()}
-        self._kept: list[Any] = [memo]  # objects whose ids are keys must live on
+        self._kept: list[Any] = [memo]  # keep objects alive whose ids are keys
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The copied modules, those among them that no other module has registered."""
+        """The copied modules, including modules that no other module has registered."""
         return [value for value in self._copies.values() if isinstance(value, nn.Module)]
 
     def complete(self) -> None:
-        """Let copied modules, objects and containers hold copied functions and references."""
+        """Store copied functions and references in the copied modules, objects and containers."""
         for holder in [*self._copies.values()]:
             if isinstance(holder, dict):
                 self._replace(holder, holder.items())
@@ -106,10 +106,10 @@ class Copies:
                 holder[key] = found
 
     def of(self, value: T) -> T:
-        """Return a value, or a copy of it that leads to copies where it leads to originals."""
+        """Return a value, or a copy of it if it leads to originals."""
         found: T = self._copies.get(id(value), value)
         if found is value and self._leads(value):
-            with suppress(Exception):  # the user's code copies objects
+            with suppress(Exception):  # copying runs the user's code
                 found = self._keep(value, self._copy(value))
         return found
 
@@ -120,7 +120,7 @@ class Copies:
         return found
 
     def _leads(self, value: Any) -> bool:
-        """Whether an object refers to an original, directly or by others that are no copies."""
+        """Whether an object refers to an original, directly or through uncopied objects."""
         seen: set[int] = set()
         waiting: list[Any] = [value]
         while waiting and len(seen) < _MOST:
@@ -154,7 +154,7 @@ class Copies:
         return self._shallow(value)
 
     def _shallow(self, value: Any) -> Any:
-        """Return a container or an object with the same values, but for those that are copied."""
+        """Return a copy of a container or object; its values are copied only if they need to be."""
         if hasattr(value, "__deepcopy__"):
             return value
         found = self._keep(value, copy.copy(value))
@@ -174,7 +174,7 @@ class Copies:
         cells = [self._cell(cell) for cell in fn.__closure__ or ()]
         closure = tuple(cells) if cells else None
         found = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, closure)
-        self._keep(fn, found)  # which its own cells may hold
+        self._keep(fn, found)  # its own cells may contain it
         for cell, own in zip(fn.__closure__ or (), cells, strict=True):
             if own is not cell:
                 own.cell_contents = self.of(cell.cell_contents)

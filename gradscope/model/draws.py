@@ -1,7 +1,8 @@
-"""What torch's random operations draw, made of words: 32 random bits for each number.
+"""Results of torch's random operations, computed from words: 32 random bits per number.
 
-A rule takes the operation's arguments, and what gives the words of a shape. The numbers have the
-operation's own law, and are the same in any precision, but for rounding, and on any device.
+A rule takes the operation's arguments and a function that returns words of a shape. The results
+have the operation's distribution. They are the same on any device and in any precision, up to
+rounding.
 """
 
 import math
@@ -15,15 +16,16 @@ from torch import Tensor
 from gradscope.core.precision import double
 from gradscope.errors import UnsupportedError
 
-Words = Callable[[Sequence[int], torch.device], Tensor]  # of a shape: int32, every bit random
+# maps a shape to int32 words with random bits
+Words = Callable[[Sequence[int], torch.device], Tensor]
 
 EVAL = "Use mode eval, or set the dropout probabilities to zero."
 
-cast = torch.ops.aten._to_copy.default  # as `Tensor.to`, of which nothing is made below autograd
+cast = torch.ops.aten._to_copy.default  # like `Tensor.to`, which is not available below autograd
 
 
 def draw(func: Any, args: Any, kwargs: dict[str, Any], words: Words) -> Any:
-    """Return what a random operation draws of `words`; NotImplemented where it has no rule."""
+    """Return the result of a random operation computed from `words`, or NotImplemented."""
     rule = _RULES.get(kind_of(func))
     outs = [a.name for a in func._schema.arguments if a.is_out]
     if rule is None or len(outs) > 1:
@@ -46,26 +48,26 @@ def is_random(func: Any) -> bool:
 
 @cache
 def kind_of(func: Any) -> str:
-    """Return an operation's name, whether it writes in place or not."""
+    """Return an operation's name; in-place and out-of-place forms have the same name."""
     name: str = func._schema.name
     return name.partition("::")[2].rstrip("_")
 
 
 def _unit(w: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return numbers from [0, 1): the same in any precision, but for its rounding down."""
+    """Return numbers in [0, 1): the same in any precision, up to rounding down."""
     digits = min(24, 1 - round(math.log2(torch.finfo(dtype).eps)))
     whole: Tensor = cast((w >> 32 - digits) & 2**digits - 1, dtype=dtype)
     return whole.mul_(2.0**-digits)
 
 
 def _inner(w: Tensor) -> Tensor:
-    """Return numbers from (0, 1), in the precision that the device has."""
+    """Return numbers in (0, 1), in the widest precision of the device."""
     dtype = double(w.device)
     return _unit(w, dtype).add_(2.0**-25)
 
 
 def _chance(w: Tensor, p: Any) -> Tensor:
-    """Return where an event of probability p happens."""
+    """Return a mask of an event with probability p."""
     if isinstance(p, Tensor):
         return _unit(w, torch.promote_types(p.dtype, torch.float32)) < p
     level = round(float(p) * 2**32) - 2**31
@@ -79,8 +81,8 @@ def _normal(w: Tensor) -> Tensor:
 def _whole(w: Tensor, low: int, high: int) -> Tensor:
     if not 0 < high - low <= 2**31:
         raise UnsupportedError(
-            f"there are no fixed random integers from {low} to {high}",
-            remedy="Draw them from a smaller interval, of 2³¹ at most.",
+            f"there are no fixed random integers from {low} to {high}: the interval is too large",
+            remedy="Draw from an interval of at most 2³¹ integers.",
         )
     words: Tensor = cast(w, dtype=torch.int64) & 2**32 - 1
     return ((words * (high - low)) >> 32) + low
@@ -89,7 +91,7 @@ def _whole(w: Tensor, low: int, high: int) -> Tensor:
 def _least(
     below: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, *, whole: bool = False
 ) -> Tensor:
-    """Return the least number in (low, high] that is not `below`, by halving the interval."""
+    """Return the least number in (low, high] that is not `below`, by bisection."""
     for _ in range(32 if whole else 64):
         middle = (low + high) / 2
         middle = middle.floor() if whole else middle
@@ -99,8 +101,9 @@ def _least(
 
 
 def _poisson(w: Tensor, rate: Tensor) -> Tensor:
-    """Return the least k of which P(X ≤ k) = Q(k + 1, rate) is not below a uniform number."""
-    u, spread = _inner(w), 8 * rate.sqrt()  # P is below 2⁻²⁵, the least u, and above 1 - 2⁻²⁵ there
+    """Return the least k with P(X ≤ k) = Q(k + 1, rate) not below a uniform number."""
+    # outside, P is below 2⁻²⁵, the least u, or above 1 - 2⁻²⁵
+    u, spread = _inner(w), 8 * rate.sqrt()
     rate = cast(rate, dtype=u.dtype)
     low, high = (rate - spread - 8).floor().clamp(min=-1), (rate + spread + 24).ceil()
     return _least(
@@ -109,7 +112,7 @@ def _poisson(w: Tensor, rate: Tensor) -> Tensor:
 
 
 def _log_gamma(w: Tensor, a: Tensor) -> Tensor:
-    """Return the log x of which P(X ≤ x) = P(a, x), which is below xᵃ / Γ(a + 1), is uniform."""
+    """Return log x such that P(X ≤ x) = P(a, x), which is below xᵃ / Γ(a + 1), is uniform."""
     u = _inner(w)
     a = cast(a, dtype=u.dtype)
     low, high = (u.log() + torch.lgamma(a + 1)) / a, (a + 8 * a.sqrt() + 24).log()
@@ -117,12 +120,13 @@ def _log_gamma(w: Tensor, a: Tensor) -> Tensor:
 
 
 def _binomial(w: Tensor, count: Tensor, p: Tensor) -> Tensor:
-    """Return how many k have P(X ≤ k), a sum of terms, below a uniform number."""
+    """Return the number of k with P(X ≤ k), a sum of terms, below a uniform number."""
     u = _inner(w).unsqueeze(-1)
     n, p = (cast(t, dtype=u.dtype).unsqueeze(-1) for t in (count, p))
     spread = 8 * (n * p * (1 - p)).sqrt() + 24
     low = (n * p - spread).floor().clamp(min=0)
-    terms = 1 << int(2 * spread.amax()).bit_length() if spread.numel() else 0  # few other widths
+    # rounded, for few different widths
+    terms = 1 << int(2 * spread.amax()).bit_length() if spread.numel() else 0
     k = low + torch.arange(terms, device=u.device)
     choices = torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
     rest = (n - k).clamp(min=0)
@@ -132,7 +136,7 @@ def _binomial(w: Tensor, count: Tensor, p: Tensor) -> Tensor:
     return found
 
 
-# What operations draw: of words and the operation's arguments, by name.
+# functions from words and the operation's arguments to its result, by operation name
 _DRAWS: dict[str, Callable[[Tensor, dict[str, Any]], Tensor]] = {
     "bernoulli": lambda w, g: _chance(w, g["self"] if g.get("p") is None else g["p"]),
     "rand": lambda w, g: _unit(w, g["dtype"]),
@@ -159,7 +163,7 @@ _DRAWS: dict[str, Callable[[Tensor, dict[str, Any]], Tensor]] = {
 
 
 def _made(func: Any, given: dict[str, Any], words: Words) -> Any:
-    """Draw in the place of an operation that makes a tensor of random numbers, or fills one."""
+    """Compute the result of an operation that creates or fills a tensor of random numbers."""
     found = [t for t in given.values() if isinstance(t, Tensor)]
     if "size" in given:
         shape = given["size"]
@@ -173,10 +177,12 @@ def _made(func: Any, given: dict[str, Any], words: Words) -> Any:
     kind = kind_of(func)
     whole = torch.int64 if kind in ("randint", "randperm") else torch.get_default_dtype()
     dtype = given.get("dtype")
-    if not isinstance(dtype, torch.dtype):  # a number, where it is the schema's own default
+    if not isinstance(dtype, torch.dtype):  # a number: the default in the schema
         dtype = found[0].dtype if found else whole
     if dtype.is_complex or (kind == "uniform" and not dtype.is_floating_point):
-        raise UnsupportedError(f"there are no fixed random numbers {dtype}", remedy=EVAL)
+        raise UnsupportedError(
+            f"fixed random numbers of dtype {dtype} are not supported", remedy=EVAL
+        )
     drawn = _DRAWS[kind](words(shape, torch.device(place or "cpu")), given | {"dtype": dtype})
     if func._schema.name.endswith("_"):
         return given["self"].copy_(drawn)
@@ -184,7 +190,7 @@ def _made(func: Any, given: dict[str, Any], words: Words) -> Any:
 
 
 def _dropout(func: Any, given: dict[str, Any], words: Words) -> Any:
-    """`native_dropout`: what is kept, scaled, and the mask."""
+    """`native_dropout`: the kept entries, scaled, and the mask."""
     x, p = given["input"], given["p"]
     if given["train"] is False:
         return NotImplemented
@@ -193,7 +199,7 @@ def _dropout(func: Any, given: dict[str, Any], words: Words) -> Any:
 
 
 def _rrelu(func: Any, given: dict[str, Any], words: Words) -> Any:
-    """`rrelu_with_noise`: random slopes below zero, which are left in `noise`."""
+    """`rrelu_with_noise`: random slopes below zero, which are stored in `noise`."""
     x, low, high = given["self"], given["lower"], given["upper"]
     if not given["training"]:
         return NotImplemented
@@ -204,11 +210,12 @@ def _rrelu(func: Any, given: dict[str, Any], words: Words) -> Any:
 
 
 def _multinomial(func: Any, given: dict[str, Any], words: Words) -> Any:
-    """`multinomial`: by the order of exponential clocks, or where uniform numbers fall, (n, k)."""
+    """`multinomial` (n, k): by the order of exponential clocks, or by uniform numbers."""
     weights, k = given["self"], given["num_samples"]
     again = given["replacement"]
     w = words((*weights.shape[:-1], k) if again else weights.shape, weights.device)
-    u = cast(w, dtype=_inner(w).dtype).add_(2**31 + 0.5).mul_(2.0**-32)  # all bits: few are equal
+    # all 32 bits, so that few numbers are equal
+    u = cast(w, dtype=_inner(w).dtype).add_(2**31 + 0.5).mul_(2.0**-32)
     if not again:
         return (u.log() / weights).sort(dim=-1, descending=True, stable=True)[1].narrow(-1, 0, k)
     ends = cast(weights, dtype=u.dtype).cumsum(-1)
@@ -224,7 +231,7 @@ _RULES = {
 
 
 def _bound(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments by name, defaults filled in."""
+    """Return all arguments by name, including defaults."""
     arguments = func._schema.arguments
     given = {a.name: a.default_value for a in arguments if a.has_default_value()}
     given.update({a.name: value for a, value in zip(arguments, args, strict=False)})

@@ -1,7 +1,8 @@
-"""Evidence that samples are independent: alone, in a batch or in another one, the loss is the same.
+"""Checks that samples are independent: a sample has the same loss alone and in any batch.
 
-What is compared are numbers, not module names, so any coupling shows: batch statistics, contrastive
-losses, a mean over the batch that was cut from the graph. The layer at fault is found likewise.
+The checks compare numbers, not module names. So they find any coupling: batch statistics,
+contrastive losses, a detached mean over the batch. The layer that mixes samples is found in the
+same way.
 """
 
 import random
@@ -42,34 +43,35 @@ from gradscope.process.shortage import is_machine_error
 T = TypeVar("T")
 
 _COUPLED_REMEDY = (
-    'The gradient of "sample i" then has two meanings: (a) ∂Lᵢ/∂θ through everybody\'s '
-    "statistics, or (b) the share of sample i in the gradient of the total loss.\n"
-    'For (a) use coupling="own-loss". Mode eval, or coupling="frozen", puts normalisation layers '
-    "on their running statistics; GroupNorm and LayerNorm never couple."
+    'The gradient of "sample i" then has two meanings: (a) ∂Lᵢ/∂θ through the shared statistics, '
+    "or (b) the share of sample i in the gradient of the total loss.\n"
+    'For (a) use coupling="own-loss". To remove the coupling, use mode eval or '
+    'coupling="frozen": normalisation layers then use their running statistics. GroupNorm and '
+    "LayerNorm never couple samples."
 )
 
-_TOKENS_REMEDY = (  # they have no own-loss gradients
-    'Mode eval, or coupling="frozen", puts normalisation layers on their running statistics; '
-    'GroupNorm and LayerNorm never couple. Whole samples (rows="sample") can have the gradients of '
-    'their own losses in the batch, by coupling="own-loss".'
+_TOKENS_REMEDY = (  # tokens have no own-loss gradients
+    'To remove the coupling, use mode eval or coupling="frozen": normalisation layers then use '
+    "their running statistics. GroupNorm and LayerNorm never couple samples. For the gradients "
+    'of the samples\' own losses, use coupling="own-loss" with whole samples (rows="sample").'
 )
 
 _IN_LOSS = "the loss, or the code after the last layer"
 _LOSS_REMEDY = (
-    "A loss that divides by what the whole batch holds (a mean over all its tokens, a sum of "
-    "weights) couples them by that number: return each sample's sum, and divide by a constant."
+    "If the loss divides by a number of the whole batch (a mean over all tokens, a sum of "
+    "weights), this number couples the samples: return each sample's sum, and divide by a constant."
 )
 
 _FEW = 3  # samples that are evaluated alone
-_OUTSTANDING = 4  # most samples that are evaluated alone because they stand out
-_TRIALS, _LUCK = 4, 100.0  # other last digits, and how many times more two results may differ
+_OUTSTANDING = 4  # extreme samples that are evaluated alone, at most
+_TRIALS, _LUCK = 4, 100.0  # perturbed evaluations; a gap may be this many times their spread
 _EXACT = 64.0  # roundings, between losses that are computed in the same shapes
 
 Calls = list[tuple[nn.Module, list[Tensor], list[Tensor]]]  # layers, their inputs and outputs
 
 
 def coupled_remedy(where: str | None, batch: Batch) -> str:
-    """Return what to do where samples of a batch mix in what `mixing_layer` has named."""
+    """Return the remedy for coupled samples; `where` is the result of `mixing_layer`."""
     remedy = _TOKENS_REMEDY if isinstance(batch, Tokens) else _COUPLED_REMEDY
     return f"{_LOSS_REMEDY}\n{remedy}" if where == _IN_LOSS else remedy
 
@@ -77,7 +79,7 @@ def coupled_remedy(where: str | None, batch: Batch) -> str:
 def require_independent(
     problem: Problem, batch: Batch, together: Tensor | None = None, seed: int = 0
 ) -> None:
-    """Compare losses (n,) with the losses of the same samples in other batches, and alone.
+    """Compare losses (n,) with the losses of the same samples in other batches and alone.
 
     Raises:
         UnsupportedError: The forward pass is random.
@@ -93,7 +95,7 @@ def require_independent(
     few = [order[k : k + 1] for k in range(min(_FEW, len(batch)))]
     try:
         _require_same(problem, batch, together, [*regrouped(batch, draw), *few])
-    except ModelError:  # it does not take any number of samples: one at a time it must
+    except ModelError:  # the model may reject some batch sizes; evaluate one sample at a time
         _require_same(problem, batch, together, each)
 
 
@@ -104,11 +106,11 @@ def regrouped(
     parts: int = 2,
     outstanding: int = _OUTSTANDING,
 ) -> list[Tensor]:
-    """Return the positions of n samples in other batches, and in another order.
+    """Return the positions of n samples in other batches, in another order.
 
-    First those at positions `alone`, each by itself; then up to `outstanding` that stand out: what
-    a batch does to its samples it does by the longest, the shortest or the largest, or to these.
-    The others are in so many parts, by chance: two of them stay together in one of `parts` cases.
+    First come the positions `alone`, each as a batch of one; then up to `outstanding` extreme
+    samples, each alone. The longest, shortest or largest samples often cause or show an effect of
+    the batch. The remaining samples form `parts` random parts of nearly equal size.
     """
     if isinstance(batch, Tokens):  # tokens of one sample stay together
         rows, groups = samples_of(batch), regrouped(batch.whole, draw, (), parts)
@@ -127,7 +129,7 @@ def regrouped(
 
 
 def _outstanding(batch: Batch) -> list[int]:
-    """Return positions of samples by how far they stand out, in sums and in numbers of entries."""
+    """Return positions of samples, most extreme first, by sums and by numbers of entries."""
     given = [t for t in tensors((batch.inputs, batch.targets)) if t.dim() and t.numel()]
     rows = [t.detach().reshape(len(t), -1) for t in given]
     sums = [t.abs().sum(1) if t.is_complex() else doubled(t).sum(1) for t in rows]
@@ -142,7 +144,7 @@ def _outstanding(batch: Batch) -> list[int]:
 def _require_same(
     problem: Problem, batch: Batch, together: Tensor, groups: Sequence[Tensor]
 ) -> None:
-    """Evaluate groups of a batch's samples, and refuse if a loss is not what it was."""
+    """Evaluate groups of a batch's samples, and raise if a loss changes."""
     for rows in groups:
         try:
             with other_random_numbers():
@@ -151,7 +153,7 @@ def _require_same(
             if len(rows) > 1:
                 raise
             raise CoupledSamplesError(
-                f"the model runs on a batch but not on one sample alone: {error.what}",
+                f"the model runs on a batch but not on a single sample: {error.what}",
                 where=error.where,
                 remedy=alone_remedy(error, problem.model, batch.select(rows))
                 or coupled_remedy(None, batch),
@@ -167,7 +169,7 @@ def _require_same(
 
 
 def require_same_losses(problem: Problem, batch: Batch, losses: Tensor, found: Tensor) -> None:
-    """Refuse losses (n,) that are not those found in other batches, but for rounding."""
+    """Raise if losses (n,) differ from those found in other batches by more than rounding."""
     if not same(losses, found, precision=problem.precision):
         rows, said = torch.arange(len(batch)), "changes from {0} to {1} in another batch"
         raise _coupled(problem, batch, rows, (losses, found), said)
@@ -181,20 +183,20 @@ def _coupled(
     said: str,
     tolerance: float | None = None,
 ) -> CoupledSamplesError:
-    """Return the error of losses that are not the same in two evaluations.
+    """Return the error for losses that differ between two evaluations.
 
     Args:
         problem: Model and loss.
         batch: The samples.
-        rows: Positions (m,) in the batch of those that were evaluated.
-        losses: Theirs (m,), in the batch and in the other evaluation.
-        said: What the two are, as {0} and {1}.
-        tolerance: Relative, between what the layers compute; rounding, if it is not given.
+        rows: Positions (m,) in the batch of the evaluated samples.
+        losses: Their losses (m,), in the batch and in the other evaluation.
+        said: A text with the two losses as {0} and {1}.
+        tolerance: The relative tolerance between outputs of layers; rounding if not given.
     """
     here, other = losses
     worst = int((here - other).abs().nan_to_num().argmax())
     where = None
-    if problem.model_parallel is None:  # else all processes would have to make these passes
+    if problem.model_parallel is None:  # otherwise all processes would need these passes
         where = mixing_layer(problem, batch, int(rows[worst]), tolerance)
     numbers = unequal(float(here[worst]), float(other[worst]))
     return CoupledSamplesError(
@@ -206,9 +208,9 @@ def _coupled(
 
 
 def _is_rounding(problem: Problem, batch: Batch, rows: Tensor, here: Tensor, found: Tensor) -> bool:
-    """Whether losses (m,) that differ do so by rounding: in float64 they do not.
+    """Whether losses (m,) differ only by rounding: then they agree in float64.
 
-    Where the model does not run in float64, the least precise layer's rounding is accepted.
+    If the model does not run in float64, the rounding of the least precise layer is accepted.
     """
     try:
         with all_in_float64(problem, batch) as (wide, cast):
@@ -225,9 +227,9 @@ def _is_rounding(problem: Problem, batch: Batch, rows: Tensor, here: Tensor, fou
 
 
 def _is_spread(problem: Problem, batch: Batch, rows: Tensor, losses: Tensor, found: Tensor) -> bool:
-    """Whether `found` (m,) differs from the losses (n,) at some rows by no more than rounding can.
+    """Whether `found` (m,) differs from losses (n,) at `rows` by no more than rounding can explain.
 
-    That is measured in the same batch, by other last digits of the parameters.
+    Rounding is measured in the same batch, with perturbed last digits of the parameters.
     """
     rows = rows.to(losses.device)
     others = [near.losses(batch).detach() for near in nearby(problem, _TRIALS)]
@@ -238,23 +240,23 @@ def _is_spread(problem: Problem, batch: Batch, rows: Tensor, losses: Tensor, fou
 def require_unaffected(
     problem: Problem, batch: Batch, losses: Tensor, *, seed: int = 0, judged: bool = False
 ) -> bool:
-    """Refuse if losses (n,) change when other samples of the batch are replaced by copies.
+    """Raise if losses (n,) change when other samples of the batch are replaced by copies.
 
-    Samples keep their places, so shapes and the order of sums are the same: independent samples
-    mostly have the same loss to the last bit. Where they have not, float64 decides. A sharded model
-    cannot be copied to float64: its own rounding decides, and all processes call this together,
-    with equal numbers of samples.
+    Samples keep their positions, so shapes and the order of sums stay the same. Independent samples
+    mostly have bitwise the same loss. If not, float64 decides. A sharded model cannot be copied to
+    float64. There, rounding is measured in the model's precision, and all processes must call this
+    together, with equal numbers of samples.
 
     Args:
         problem: Model and loss.
         batch: The samples.
-        losses: Of the batch as it is.
-        seed: Of which samples are replaced.
-        judged: Whether float64 is asked in any case.
+        losses: The losses of the unchanged batch.
+        seed: Seed of the choice of replaced samples.
+        judged: Whether to check in float64 in any case.
 
     Returns:
-        Whether independence was shown. It is not where float64 must decide and cannot: the model
-        does not run in it, or there is no memory for a copy.
+        Whether independence was shown. False if float64 must decide but cannot: the model does not
+        run in float64, or there is no memory for a copy.
 
     Raises:
         CoupledSamplesError: A loss depends on the other samples.
@@ -265,13 +267,13 @@ def require_unaffected(
     if not judged:
         try:
             found = [*_replaced(problem, batch, seed)]
-        except ModelError:  # it does not take copies
+        except ModelError:  # the model rejects copies
             if problem.model_parallel is not None:
                 raise
             return False
         if not problem.any(not _unchanged(losses, found)):
             return True
-        # a backend may add up its losses in another order than the model by itself
+        # a backend may sum its losses in another order than the model does
         if not problem.any(not _unchanged(problem.losses(batch).detach(), found)):
             return True
     if problem.model_parallel is not None:
@@ -291,7 +293,7 @@ def require_unaffected(
 
 
 def _unchanged(losses: Tensor, found: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Whether losses (n,) are those found at some rows to the last bit; a NaN equals a NaN."""
+    """Whether losses (n,) equal those found at some rows to the last bit; NaN equals NaN."""
     pairs = ((losses[rows.to(losses.device)], again) for rows, again in found)
     return all(within(own, again, 0.0) for own, again in pairs)
 
@@ -299,7 +301,7 @@ def _unchanged(losses: Tensor, found: Sequence[tuple[Tensor, Tensor]]) -> bool:
 def _replaced(problem: Problem, batch: Batch, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield positions (m,) of rows, and their losses when all other samples are replaced.
 
-    Half of the samples are kept, then the other half.
+    First half of the samples is kept, then the other half.
     """
     whole, owner = whole_of(batch), samples_of(batch)
     draw = torch.Generator().manual_seed(seed)
@@ -316,12 +318,12 @@ def _replaced(problem: Problem, batch: Batch, seed: int) -> Iterator[tuple[Tenso
 
 
 def _require_unaffected_exactly(problem: Problem, batch: Batch, seed: int) -> None:
-    """Refuse losses that change by more than rounding; the problem is in float64, or sharded."""
+    """Raise for losses that change by more than rounding; the problem is in float64 or sharded."""
     losses = problem.losses(batch).detach()
     for kept, found in _replaced(problem, batch, seed):
         _require_equal(problem, batch, kept, losses, found, "when other samples are replaced")
     if problem.model_parallel is not None:
-        return  # single samples round in another way, which float64 alone tells from coupling
+        return  # single samples round differently, and only float64 separates that from coupling
     draw = torch.Generator().manual_seed(seed)
     for row in torch.randperm(len(batch), generator=draw)[:_FEW, None]:
         found = problem.losses(batch.select(row)).detach()
@@ -331,7 +333,7 @@ def _require_unaffected_exactly(problem: Problem, batch: Batch, seed: int) -> No
 def _require_equal(
     problem: Problem, batch: Batch, rows: Tensor, losses: Tensor, found: Tensor, change: str
 ) -> None:
-    """Refuse rows (m,) of a batch whose losses are not `found` but for rounding."""
+    """Raise if losses of rows (m,) of a batch differ from `found` by more than rounding."""
     own = losses[rows.to(losses.device)]
     tolerance = _EXACT * torch.finfo(problem.precision).eps
     equal = within(own, found, tolerance, losses)
@@ -346,11 +348,11 @@ def _require_equal(
 
 
 def require_own_gradients(problem: Problem, batch: Batch, seed: int = 0) -> Tensor:
-    """Return losses (n,); refuse if one of them has a gradient by the inputs of another sample.
+    """Return losses (n,); raise if a loss has a gradient by the inputs of another sample.
 
-    With loss i weighted by wᵢ, the gradient by sample i's own inputs is wᵢ times as large: to the
-    last bit in most operations, where wᵢ is a power of two. Where it is not, the losses of all the
-    others tell, whose gradient by these inputs is to be zero but for rounding.
+    If loss i is weighted by wᵢ, the gradient by sample i's inputs is wᵢ times as large. For powers
+    of two, this is exact in most operations. If it is not, the losses of all other samples are
+    checked: their gradient by these inputs must be zero up to rounding.
     """
     given = differentiable_inputs(batch)
     inputs = [t for t in tensors(given.inputs) if t.requires_grad and t.dim()]
@@ -368,7 +370,8 @@ def require_own_gradients(problem: Problem, batch: Batch, seed: int = 0) -> Tens
     except (ModelError, RuntimeError) as error:
         if is_machine_error(error):
             raise
-        return problem.losses(batch).detach()  # not all can be differentiated by their inputs
+        # the model is not differentiable with respect to some inputs
+        return problem.losses(batch).detach()
     for one, many in zip(once, often, strict=True):
         own = one * weights.to(many.device, many.real.dtype).reshape(-1, *[1] * (one.dim() - 1))
         _require_own(problem, batch, (losses, inputs), own, many)
@@ -378,7 +381,7 @@ def require_own_gradients(problem: Problem, batch: Batch, seed: int = 0) -> Tens
 def _require_own(
     problem: Problem, batch: Batch, graph: tuple[Tensor, list[Tensor]], own: Tensor, many: Tensor
 ) -> None:
-    """Refuse where the gradient by some inputs (n, ...) is not that of the samples' own losses."""
+    """Raise if the gradient by some inputs (n, ...) has parts from other samples' losses."""
     losses, inputs = graph
     eps = torch.finfo(own.dtype).eps
     gap, size = (_rows(t).norm(dim=1) for t in (many - own, own))
@@ -389,7 +392,7 @@ def _require_own(
         if any(bool(t[k].norm() > 64 * eps * t.norm()) for t in left):
             where = mixing_layer(problem, whole_of(batch), k)
             raise CoupledSamplesError(
-                "the loss of another sample has a gradient by the inputs of "
+                "the loss of another sample has a gradient with respect to the inputs of "
                 f"{whole_of(batch).one(k).told}",
                 where=where,
                 remedy=coupled_remedy(where, batch),
@@ -401,26 +404,29 @@ def _rows(t: Tensor) -> Tensor:
 
 
 def require_deterministic(problem: Problem, batch: Batch) -> None:
-    """Evaluate a batch again, under other random numbers; if it draws any, under extreme ones too.
+    """Evaluate a batch again with other random numbers; if it draws any, also with extreme ones.
 
     Raises:
         UnsupportedError: The losses differ; the layer that draws the numbers is named.
     """
     sources: list[Callable[[], AbstractContextManager[None]]] = [other_random_numbers]
-    if problem.state.drew and problem.model_parallel is None:  # else all processes try as many
+    # otherwise all processes must try equally often
+    if problem.state.drew and problem.model_parallel is None:
         sources += [partial(other_random_numbers, trial) for trial in range(2, _TRIALS + 1)]
         sources += [partial(extreme_numbers, word) for word in ExtremeDraws.WORDS]
     for other in sources:
         once, again = (t.detach() for t in _twice(Problem.losses, problem, batch, other))
         differs = not same(once, again, precision=problem.precision)
         if len(sources) > 1 and not differs and not torch.equal(once, again):
-            differs = torch.equal(once, problem.losses(batch))  # which low precision hides
+            # low precision hides small differences
+            differs = torch.equal(once, problem.losses(batch))
         if differs:
             where = None
             if problem.model_parallel is None:
                 where = _first(problem, *_twice(_recorded, problem, batch, other), same)
             raise UnsupportedError(
-                "the forward pass is random: the same samples give other losses the second time",
+                "the forward pass is random: the same samples have different losses when evaluated "
+                "again",
                 where=where,
                 remedy=_random_remedy(problem.model),
             )
@@ -428,12 +434,12 @@ def require_deterministic(problem: Problem, batch: Batch) -> None:
 
 def _random_remedy(model: nn.Module) -> str:
     first = EVAL
-    if not any(module.training for module in model.modules()):  # that is not what draws here
+    if not any(module.training for module in model.modules()):  # so dropout is not the cause
         first = (
-            "In mode eval, too, model or loss draws numbers itself (torch.randn_like): make them "
-            "an array of the data, an input or a target more."
+            "The model or the loss draws random numbers in mode eval too (torch.randn_like). Draw "
+            "them in advance, and pass them as an input or a target."
         )
-    fixed = "numbers of each sample's own, by seed and position in the data."
+    fixed = "each sample then has its own numbers, determined by seed and position in the data."
     return f'{first} Or use randomness="fixed": {fixed}'
 
 
@@ -451,11 +457,12 @@ def _twice(
 def mixing_layer(
     problem: Problem, batch: Batch, sample: int = 0, tolerance: float | None = None
 ) -> str | None:
-    """Name the first layer where a sample mixes with others, None when it is not inside a layer.
+    """Name the first layer where a sample mixes with others, or None if unknown.
 
-    What the layers compute of the sample is compared with what they compute of it in a batch of
-    its copies, to a relative `tolerance`, or to rounding. Where that shows nothing, the sample is
-    put first: earlier samples may have taken what is limited, as the places of an expert.
+    The layers' outputs for the sample are compared with their outputs in a batch of copies of the
+    sample, up to a relative `tolerance`, or up to rounding. If this finds no layer, the sample is
+    moved to the front: earlier samples may have used up a limited resource, such as the capacity of
+    an expert.
     """
     if isinstance(batch, Tokens):
         sample, batch = int(batch.sample[sample]), batch.whole
@@ -477,7 +484,7 @@ def mixing_layer(
 
 @contextmanager
 def other_random_numbers(trial: int = 1) -> Iterator[None]:
-    """Let the body draw other random numbers than the caller would."""
+    """Draw random numbers in the body that differ from the caller's next numbers."""
     with forked(), random_numbers_kept():
         seed = int(torch.randint(2**31, (), generator=torch.default_generator).item()) ^ trial
         seed_all(seed)
@@ -487,7 +494,7 @@ def other_random_numbers(trial: int = 1) -> Iterator[None]:
 
 
 def _recorded(problem: Problem, batch: Batch) -> Calls:
-    """Return the calls of the innermost layers, in order; nothing is attached to the model."""
+    """Return the calls of the innermost layers, in order; no hook stays on the model."""
     calls: Calls = []
 
     def record(module: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -509,11 +516,11 @@ def _first(
     second: Calls,
     kept: Callable[[Tensor, Tensor], bool | None],
 ) -> str | None:
-    """Name the first layer whose inputs are kept and whose outputs are not.
+    """Name the first layer with unchanged inputs and changed outputs.
 
-    A layer whose inputs are kept clears those before it: an expert that is given the tokens of
-    many samples mixes nothing if each gets its own back. Calls of a layer are matched by their
-    order; one that gets a different shape, as an expert does, is passed over.
+    A layer with unchanged inputs clears all layers before it: an expert that gets the tokens of
+    many samples mixes nothing if each sample gets its own tokens back. Calls of a layer are matched
+    by order. A call with a different shape, as of an expert, is skipped.
     """
     names = {module: name for name, module in problem.model.named_modules()}
     found = _IN_LOSS if first else None
@@ -535,7 +542,7 @@ def _first(
 
 
 def _matched(first: Calls, second: Calls) -> Iterator[tuple[Any, Any]]:
-    """Yield pairs of calls of one layer: its first in both, its second in both."""
+    """Yield pairs of calls of one layer: the first calls of both runs, then the second calls."""
     waiting: dict[nn.Module, list[Any]] = {}
     for call in second:
         waiting.setdefault(call[0], []).append(call)
@@ -551,11 +558,10 @@ def _row_kept(
     rows: tuple[int, int],
     equal: Callable[[Tensor, Tensor], bool],
 ) -> bool | None:
-    """Whether some way to split an axis into n samples finds one sample unchanged.
+    """Whether a sample is unchanged for some way to split an axis into n samples.
 
-    It is at position `rows[0]` in `a` and at position `rows[1]` in `b`.
-
-    None if the shapes differ, so that nothing is known.
+    The sample is at position `rows[0]` in `a` and at `rows[1]` in `b`. Different shapes give None:
+    nothing is known.
     """
     if a.shape != b.shape:
         return None

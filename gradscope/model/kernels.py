@@ -1,11 +1,11 @@
-"""Kernels of torch's that are wrong or missing in some case, put right while a model runs.
+"""Corrections of torch's kernels that are wrong or missing in some cases, while a model runs.
 
-Normalisation by channels on a CPU takes a gradient whose layout it mistakes for another, and gives
-the derivative of no function: that of channels behind positions, as `transpose(1, 2)` after a
-flatten leaves it, where an axis has one entry. Those are batches of one above all, which are what
-every number is held against. Laid out position behind position, there is nothing to mistake.
+On a CPU, the backward of batch and instance normalisation misreads the layout of some gradients and
+returns a wrong result. It happens if channels come after positions in memory (as after flatten and
+`transpose(1, 2)`) and an axis has one entry. Batches of one are such a case, and they are the
+reference for all results. A contiguous gradient is never misread.
 
-Grouped products, which mixtures of experts call, exist up to float32 only.
+Grouped products, which mixtures of experts use, are missing for float64.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 MISTAKEN = (
-    "torch's batch normalisation on a CPU reads the gradient of a single sample in another layout "
-    "here and returns a wrong gradient without an error: a loop of your own over batches of one "
-    "differs from these rows, for which the gradient was laid out first (gradient.contiguous())"
+    "torch's batch normalisation on a CPU misreads the memory layout of a single sample's gradient "
+    "in this model, and silently returns a wrong gradient. gradscope passes a contiguous gradient "
+    "(gradient.contiguous()), so its rows differ from those of a plain loop over batches of one"
 )
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -27,9 +27,9 @@ _PLAIN = (Tensor, nn.Parameter)
 def _channels_normalised(
     own: Callable[..., Tensor], mistaken: Callable[[], object], *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Return what `own` makes of its input (n, c, ...), which takes gradients row by row.
+    """Return `own` of its input (n, c, ...), with gradients made contiguous.
 
-    `mistaken` is called where torch alone would have returned a wrong gradient.
+    `mistaken` is called if torch alone would have returned a wrong gradient.
     """
     name = "input"
     x: Tensor = kwargs[name] if name in kwargs else args[0]
@@ -37,14 +37,14 @@ def _channels_normalised(
         return own(*args, **kwargs)
     given, layout = x, _Layout.of(x)
     if not x.is_contiguous():
-        if x.stride() == _channels_last(x):  # a layout with a name, which is not mistaken
+        if x.stride() == _channels_last(x):  # a layout that torch names is not misread
             return own(*args, **kwargs)
         x = given.contiguous()
     rest = {key: value for key, value in kwargs.items() if key != name}
     out = own(x, *args[1:], **rest)
 
     def laid_out(gradient: Tensor) -> Tensor:
-        with suppress(RuntimeError):  # several gradients at a time have no layout to read
+        with suppress(RuntimeError):  # a batch of gradients has no layout
             if layout.taken_for(_Layout.of(gradient)) and takes_layouts_for_others():
                 mistaken()
         return gradient.contiguous()
@@ -55,11 +55,11 @@ def _channels_normalised(
 
 
 class _Layout(NamedTuple):
-    """How torch's kernel reads the memory of a tensor (n, c, ...)."""
+    """The layouts that torch's kernel sees in a tensor (n, c, ...)."""
 
     row_by_row: bool
     channels_last: bool
-    named: torch.memory_format  # the layout that torch names it by
+    named: torch.memory_format  # the layout by torch's name
 
     @classmethod
     def of(cls, t: Tensor) -> "_Layout":
@@ -70,14 +70,14 @@ class _Layout(NamedTuple):
         return cls(row_by_row, behind, last if named else torch.contiguous_format)
 
     def taken_for(self, other: "_Layout") -> bool:
-        """Whether the kernel reads an input of this layout as if it had the gradient's `other`."""
+        """Whether the kernel misreads this layout if the gradient has the layout `other`."""
         both = all(one.row_by_row or one.channels_last for one in (self, other))
         return both and self.row_by_row != other.row_by_row and self.named == other.named
 
 
 @cache
 def takes_layouts_for_others() -> bool:
-    """Whether this torch's kernel takes the gradient of one sample for another layout."""
+    """Whether this torch's kernel misreads the gradient of a single sample."""
     x = torch.arange(12.0).reshape(1, 3, 2, 2)
     gradient = torch.arange(12.0).reshape(1, 4, 3).transpose(1, 2).view(1, 3, 2, 2)
     statistics = torch.ones(3), torch.zeros(3), torch.ones(3), None, None
@@ -88,7 +88,7 @@ def takes_layouts_for_others() -> bool:
 
 
 def _channels_last(x: Tensor) -> tuple[int, ...]:
-    """Return the strides of (n, c, ...) where channels are behind positions."""
+    """Return the strides of (n, c, ...) with channels last in memory."""
     strides, size = [1], x.shape[1]
     for axis in range(x.dim() - 1, 1, -1):
         strides.insert(1, size)
@@ -97,7 +97,7 @@ def _channels_last(x: Tensor) -> tuple[int, ...]:
 
 
 def _transformed() -> bool:
-    """Whether a transform of torch.func is at work, whose tensors take no hooks."""
+    """Whether a transform of torch.func is active; its tensors do not support hooks."""
     peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
     return torch.compiler.is_compiling() or (peek is not None and peek() is not None)
 
@@ -105,10 +105,11 @@ def _transformed() -> bool:
 def _grouped_mm(
     own: Callable[..., Tensor], a: Tensor, b: Tensor, offs: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Return torch's grouped product; in float64 group by group, zeros behind the last group.
+    """Return torch's grouped product; in float64, compute it group by group.
 
-    Groups are rows of `a` (r, i), each times its own matrix of `b` (g, i, o); or columns of `b`
-    (i, r) behind matrices `a` (g, o, i); or parts of the axis that is summed: (g, o, i).
+    Groups are rows of `a` (r, i), each multiplied by a matrix of `b` (g, i, o); or columns of `b`
+    (i, r), each multiplied by a matrix of `a` (g, o, i); or parts of the summed axis: (g, o, i).
+    The result is zero after the last group.
     """
     if a.dtype != torch.float64 or any(value is not None for value in options.values()):
         return own(a, b, offs, **options)
@@ -128,14 +129,14 @@ def _grouped_mm(
 _OWN: dict[str, Callable[..., Tensor]] = {
     name: getattr(torch, name)
     for name in ("batch_norm", "instance_norm", "_grouped_mm")
-    if hasattr(torch, name)  # the last is not in every release
+    if hasattr(torch, name)  # _grouped_mm is missing in older releases
 }
 
 
 def patched_kernels(mistaken: Callable[[], object] = lambda: None) -> AbstractContextManager[None]:
-    """Let the body's forward passes call these kernels where they are right.
+    """Use the corrected kernels in the body.
 
-    `mistaken` is called in a backward pass where torch alone would return a wrong gradient.
+    `mistaken` is called in a backward pass if torch alone would return a wrong gradient.
     """
     return _in_place(
         {
@@ -148,7 +149,7 @@ def patched_kernels(mistaken: Callable[[], object] = lambda: None) -> AbstractCo
 
 
 def original_kernels() -> AbstractContextManager[None]:
-    """Undo `patched_kernels` where torch compiles, which knows its own kernels only."""
+    """Undo `patched_kernels` while torch compiles, because it supports only its own kernels."""
     return _in_place(_OWN)
 
 

@@ -1,4 +1,4 @@
-"""Whose code raised: layer, sample and remedy for what the user's model, loss or stage raises."""
+"""Locates errors of the user's model, loss or stage: layer, sample and remedy."""
 
 import importlib
 import re
@@ -32,7 +32,7 @@ _DEVICES = re.compile(r"on the same device|on the expected device|torch\.\w+\.\w
 _INDEX = re.compile(r"index out of range in self")
 _CHANNELS = re.compile(r"expected input\[[\d, ]+\] to have (\d+) channels")
 _SIZES = re.compile(r"size|shape|length|split|expand|index", re.I)
-_FIXED = re.compile(r"Guard failed|to be equal to \d+, but got")  # of exported programs
+_FIXED = re.compile(r"Guard failed|to be equal to \d+, but got")  # messages of exported programs
 _ONE = re.compile(r"more than 1 value per channel")
 _DTYPE = re.compile(r"dtype|scalar type|Input type .* and (weight|bias) type|not implemented for")
 
@@ -50,37 +50,37 @@ def layer_of(error: BaseException, model: nn.Module) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the exception's type and the first line of its message, and the next after a colon."""
+    """Return the exception's type and its first line; after a colon, also the second line."""
     try:
         text, _, rest = str(error).strip().partition("\n")
         if text.endswith(":"):
             text = f"{text} {rest.strip().partition(chr(10))[0]}".strip()
-    except Exception:  # a user's exception may be broken, too
+    except Exception:  # str() of a user's exception may fail
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def own_lines(error: BaseException, limit: int = 8) -> str:
-    """Return the user's part of a traceback, as Python prints it; "" if there is none."""
+    """Return the user's part of a traceback, as Python prints it, or ""."""
     theirs = []
     for frame in traceback.extract_tb(error.__traceback__):
         imports = frame.filename in (importlib.__file__,) or "<frozen importlib" in frame.filename
         if not imports and not any(Path(frame.filename).is_relative_to(p) for p in _PACKAGES):
             theirs.append(frame)
-    # what is installed and stands before the user's first file has only called us
+    # installed code before the user's first file only called the user's code
     shown = [*dropwhile(lambda frame: is_installed(Path(frame.filename)), theirs)] or theirs
     return "".join(traceback.format_list(shown[-limit:])).rstrip()
 
 
 def is_installed(file: Path) -> bool:
-    """Whether a file is part of Python, of a package that was installed, or of ours."""
+    """Whether a file belongs to Python, to an installed package, or to gradscope."""
     if not file.is_absolute() or not _SITES.isdisjoint(file.parts):
         return True
     return any(file.is_relative_to(place) for place in (*_PACKAGES, *_INSTALLED))
 
 
 def is_users(error: BaseException) -> bool:
-    """Whether the user's code raised, and not ours: by the last frame that is either's."""
+    """Whether the user's code raised, and not gradscope: decided by the last frame of either."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename)
         if file.is_relative_to(_OURS):
@@ -91,31 +91,32 @@ def is_users(error: BaseException) -> bool:
 
 
 def is_bug(error: BaseException) -> bool:
-    """Whether an exception is a mistake of ours: a name that is not there, asked for by our files.
+    """Whether an exception is a bug: a missing name that gradscope's own code asked for.
 
-    That is neither a refusal nor the model's fault; another torch may no longer have the name.
+    A bug is neither a refusal nor an error of the model. A different torch may lack the name.
     """
     frames = traceback.extract_tb(error.__traceback__)
     while frames and frames[-1].name in ("__getattr__", "__getattribute__"):
-        frames.pop()  # who asked?
+        frames.pop()  # find the caller
     ours = bool(frames) and Path(frames[-1].filename).is_relative_to(_OURS)
     return isinstance(error, AttributeError) and ours
 
 
 def device_error(error: BaseException, where: str | None = None) -> ModelError | None:
-    """Return the error for a GPU that has stopped, None for any other."""
+    """Return the error for a GPU that has failed, or None for other exceptions."""
     if not is_device_lost(error):
         return None
     return ModelError(
-        f"the device has stopped, and computes no more in this process: {first_line(error)}",
+        f"the device has failed and cannot be used any more in this process: {first_line(error)}",
         where=where,
-        remedy="Most often an index is out of range: a class label, or a number that a table is "
-        'looked up by. On the CPU (model.cpu(), device="cpu" of a run) the error names the sample.',
+        remedy="The usual cause is an index out of range, such as a class label or a row of an "
+        'embedding. Run on the CPU (model.cpu(), or device="cpu" in a run file): there the error '
+        "names the sample.",
     )
 
 
 def describe_raised(error: BaseException) -> str:
-    """Return what the user's code did."""
+    """Return a text about the exception or exit of the user's code."""
     if isinstance(error, SystemExit):
         return f"called sys.exit({error.code!r})"
     return f"raised {first_line(error)}"
@@ -123,10 +124,10 @@ def describe_raised(error: BaseException) -> str:
 
 @contextmanager
 def user_code(model: nn.Module, batch: Batch | None = None) -> Iterator[None]:
-    """Turn what the user's model or loss raises into a `ModelError` that names layer or sample.
+    """Convert exceptions of the user's model or loss to a `ModelError` with layer or sample.
 
-    sys.exit is as good as an error, and so is a `KeyboardInterrupt` that is no Ctrl-C. Running out
-    of memory, a GPU that has stopped and bugs of ours pass through unchanged.
+    sys.exit counts as an exception, and so does a `KeyboardInterrupt` without Ctrl-C. Shortage of
+    memory, failed GPUs and bugs of gradscope pass through unchanged.
     """
 
     def translated(error: BaseException) -> ModelError:
@@ -142,16 +143,16 @@ def user_code(model: nn.Module, batch: Batch | None = None) -> Iterator[None]:
 
 @contextmanager
 def own_stage(what: str) -> Iterator[None]:
-    """Turn what a stage of the user's (such as "transform soft_threshold") raises likewise."""
+    """Convert exceptions of a user's stage, such as "transform soft_threshold", to `ModelError`."""
     with _translating(lambda error: ModelError(f"your code {describe_raised(error)}", where=what)):
         yield
 
 
 @contextmanager
 def unsupported(what: str, model: nn.Module, remedy: str) -> Iterator[None]:
-    """Turn what torch raises into an `UnsupportedError` that names the layer, as one of ours does.
+    """Convert torch's exceptions to an `UnsupportedError` that names the layer.
 
-    Other errors of gradscope, its bugs, and those of the machine pass through unchanged.
+    Other gradscope errors, bugs of gradscope, and errors of the machine pass through unchanged.
     """
     try:
         yield
@@ -159,7 +160,7 @@ def unsupported(what: str, model: nn.Module, remedy: str) -> Iterator[None]:
         if isinstance(error, UnsupportedError):
             error.where = error.where or layer_of(error, model)
         raise
-    except Exception as error:  # whatever torch or the user's code raises
+    except Exception as error:  # any exception of torch or the user's code
         if is_machine_error(error) or is_bug(error):
             raise
         where = layer_of(error, model)
@@ -185,12 +186,12 @@ def _translating(translated: Callable[[BaseException], ModelError]) -> Iterator[
 
 _EXPORTED = (
     "The program was exported for a fixed number of samples. Export it with a dynamic batch axis: "
-    "torch.export.export(model, args, dynamic_shapes=[{0: torch.export.Dim('n')}, ...]), one entry "
-    "an input."
+    "torch.export.export(model, args, dynamic_shapes=[{0: torch.export.Dim('n')}, ...]), with one "
+    "entry for each input."
 )
 PACKED = (
-    "Inputs that hold the positions of all samples on one axis (packed sequences, offsets, graphs) "
-    "have no sample axis: pad them to (n, t, ...), and pack them in forward."
+    "Inputs with the positions of all samples on one axis (packed sequences, offsets, graphs) have "
+    "no sample axis. Pad them to (n, t, ...), and pack them in forward."
 )
 
 
@@ -207,9 +208,9 @@ def shapes_of(batch: Batch) -> str:
 
 
 def alone_remedy(error: ModelError, model: nn.Module, batch: Batch) -> str | None:
-    """Return what to do where a model that runs on a batch does not run on some samples of it.
+    """Return the remedy for a model that runs on a batch but not on some of its samples.
 
-    Returns None where the model computes a statistic over the batch: a single sample has none.
+    Returns None if the model computes a statistic over the batch, which a single sample lacks.
     """
     if _ONE.search(error.what):
         return None
@@ -217,18 +218,19 @@ def alone_remedy(error: ModelError, model: nn.Module, batch: Batch) -> str | Non
         return _EXPORTED
     if isinstance(model, torch.jit.ScriptModule):
         return (
-            "A traced program keeps the number of samples that it was traced with: give the model "
-            "itself, or torch.jit.script of it."
+            "A traced program keeps the number of samples of its trace. Pass the original model, "
+            "or torch.jit.script of it."
         )
     return (
-        f"It was called with {shapes_of(batch)}. Let it take any number of samples: make masks and "
-        "paddings as long as the inputs (x.shape[1]), not as the longest sample of the batch, and "
-        f"give view and reshape no fixed number of samples. {PACKED}"
+        f"The model was called with {shapes_of(batch)}. It must accept any number of samples: "
+        "make masks and paddings as long as the inputs (x.shape[1]), not as long as the longest "
+        "sample of the batch, and do not pass a fixed number of samples to view and reshape. "
+        f"{PACKED}"
     )
 
 
 def _channels_hint(text: str, batch: Batch) -> str | None:
-    """Return what to do about images without channels, or with channels last, for a convolution."""
+    """Return the remedy for images without channels, or with channels last, in a convolution."""
     wanted = _CHANNELS.search(text)
     images = [t for t in tensors(batch.inputs) if t.is_floating_point()]
     if wanted is None or len(images) != 1:
@@ -237,70 +239,70 @@ def _channels_hint(text: str, batch: Batch) -> str | None:
     if channels == 1 and size and size[0] != 1 and len(size) in (1, 2, 3):
         shape = [1, *size] if size[-1] != 1 or len(size) < 3 else [1, *size[:-1]]
         return (
-            f"The layer takes 1 channel on the axis after the samples: ({n}, 1, ...). A dataset "
-            f"spec says reshape = {{ NAME = {shape} }}."
+            f"The layer expects 1 channel on the axis after the samples: ({n}, 1, ...). In a "
+            f"dataset spec, write reshape = {{ NAME = {shape} }}."
         )
     if len(size) > 1 and size[-1] == channels:
         axes = (0, len(size), *range(1, len(size)))
         return (
-            f"The layer takes {channels} channels on the axis after the samples, and here they are "
-            f"on the last axis. Store the array as x.transpose{axes}."
+            f"The layer expects {channels} channels on the axis after the samples, but they are on "
+            f"the last axis. Store the array as x.transpose{axes}."
         )
     return None
 
 
 def _hint(error: BaseException, batch: Batch | None) -> tuple[str | None, str]:
-    """Return which sample an error of the model or its loss is about, if known, and a remedy."""
-    general = "Check that the data fit the model: shapes, dtypes and the order of inputs."
+    """Return the sample that caused an error of the model or loss, if known, and a remedy."""
+    general = "Check that the data match the model: shapes, dtypes and the order of inputs."
     if batch is None:
         return None, general
-    general = f"It was called with {shapes_of(batch)}. {general}"
+    general = f"The model was called with {shapes_of(batch)}. {general}"
     if (fits := _channels_hint(str(error), batch)) is not None:
-        return None, f"It was called with {shapes_of(batch)}. {fits}"
+        return None, f"The model was called with {shapes_of(batch)}. {fits}"
     if _SIZES.search(str(error)):
         general = f"{general} {PACKED}"
     text, whole = str(error), [t for t in tensors(batch.inputs) if t.dtype in _WHOLE]
     if label := _LABEL.search(text):
-        remedy = "Class labels go from 0 to one less than the model's outputs; -100 is ignored."
+        remedy = "Class labels must be 0 to (number of outputs - 1), or -100 to be ignored."
         return _sample(batch.targets, batch, int(label[1])), remedy
     if _INDEX.search(text):
         largest = max((int(t.max()) for t in whole if t.numel()), default=0)
         return (
             _sample(batch.inputs, batch, largest),
-            f"An index is not in the table it looks up; the largest among the inputs is {largest}.",
+            f"An index is out of range for its embedding; the largest in the inputs is {largest}.",
         )
     if _COUNT.search(text):
         given = len(tensors(batch.inputs))
         none = ", here None" if batch.targets is None else ""
         return None, (
             f"The model is called with {given} {'input' if given == 1 else 'inputs'} and the loss "
-            f"with (outputs, targets{none}): [dataset] inputs and targets say which arrays these "
-            "are; several targets are one tuple. A loss (model, inputs, targets) is marked with "
-            "@gradscope.model_loss."
+            f"with (outputs, targets{none}). In a dataset spec, [dataset] inputs and targets "
+            "select these arrays; several targets form one tuple. Decorate a loss (model, "
+            "inputs, targets) with @gradscope.model_loss."
         )
     if _FIXED.search(text):
         return None, _EXPORTED
     if _DEVICES.search(text):
         return None, (
-            "Inputs, targets, the model and the tensors that it makes must be on one device: "
-            "inputs.to(device), torch.zeros(..., device=x.device)."
+            "Inputs, targets, the model and tensors that the model creates must be on one "
+            "device: use inputs.to(device) and torch.zeros(..., device=x.device)."
         )
     if _TARGET.search(text):
         return None, (
-            'Class labels are integers: a dataset spec says dtype = { NAME = "int64" }. A '
-            "missing one makes floating-point numbers of its whole column: leave that sample out."
+            'Class labels must be integers: in a dataset spec, write dtype = { NAME = "int64" }. A '
+            "missing label turns its whole column into floating-point numbers: remove that sample."
         )
     if whole and _DTYPE.search(text):
-        kind = "truth values" if whole[0].dtype == torch.bool else "integers"
+        kind = "booleans" if whole[0].dtype == torch.bool else "integers"
         return None, (
-            f"The inputs hold {kind}. For a model that computes with floating-point numbers, a "
-            'dataset spec says dtype = { NAME = "float32" }.'
+            f"The inputs are {kind}. If the model needs floating-point numbers, write "
+            'dtype = { NAME = "float32" } in the dataset spec.'
         )
     return None, general
 
 
 def _sample(tree: object, batch: Batch, value: int) -> str | None:
-    """Return the first sample among whose integers there is `value`."""
+    """Return the first sample whose integers contain `value`."""
     samples = whole_of(batch)
     for tensor in tensors(tree):
         if tensor.dtype in _WHOLE and tensor.dim() and len(tensor) == len(samples):

@@ -1,9 +1,9 @@
-"""The state of a stopped Adam or AdamW: the moments of each parameter, as torch.optim saved them.
+"""The state of an Adam or AdamW optimiser: the moments of each parameter, saved by torch.optim.
 
-A state dict numbers the parameters in the order in which the optimiser was given them. It has
-their names only where the optimiser was given `model.named_parameters()`. Without names the order
-is the training script's own: groups may come in any order, and so may parameters in a group. So
-moments without names are assigned only where their shapes leave one assignment.
+A state dict numbers the parameters in the optimiser's order. It has names only if the optimiser was
+created with `model.named_parameters()`. Otherwise the training script determines the order of
+groups, and of parameters in groups. So moments without names are assigned only if their shapes
+allow a single assignment.
 """
 
 from collections import Counter
@@ -18,10 +18,10 @@ from gradscope.errors import CheckpointError, located
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-_NAMES = "An optimiser made with model.named_parameters() saves the names with its state."
+_NAMES = "An optimiser created with model.named_parameters() saves the names with its state."
 _SAVE_NAMES = (
-    "To save names, give the optimiser model.named_parameters(), or groups of such pairs: "
-    'AdamW([{"params": [(name, parameter), ...]}, ...]).'
+    "To save names, create the optimiser with model.named_parameters(), or with groups of such "
+    'pairs: AdamW([{"params": [(name, parameter), ...]}, ...]).'
 )
 _GIVE_NAMES = (
     "For this file, add names=FILE.json, a list of the parameters' names in the optimiser's order, "
@@ -32,11 +32,11 @@ _WRAPPERS = ("", "module.", "_orig_mod.")  # names in DataParallel and in compil
 
 @dataclass(frozen=True)
 class Moments:
-    """What Adam holds of one parameter after `step` steps."""
+    """Adam's moments of one parameter after `step` steps."""
 
     first: Tensor  # m (*shape), float64
     second: Tensor  # v (*shape), float64
-    largest: Tensor | None  # of all v so far (*shape), float64, with `amsgrad`
+    largest: Tensor | None  # the maximum of all v so far (*shape), float64, with `amsgrad`
     step: float
     betas: tuple[float, float]
     eps: float
@@ -48,7 +48,7 @@ class Moments:
 
     @property
     def root(self) -> Tensor:
-        """√v̂ (*shape), v̂ = v / (1 - β₂ᵗ); of the largest v with `amsgrad`."""
+        """√v̂ (*shape), v̂ = v / (1 - β₂ᵗ); from the largest v with `amsgrad`."""
         second = self.second if self.largest is None else self.largest
         found: Tensor = second / (1 - self.betas[1] ** self.step)
         return found.sqrt()
@@ -60,39 +60,40 @@ class Moments:
         return replace(self, first=first, second=second, largest=largest)
 
 
-Group = Sequence[tuple[str | None, Moments | None]]  # names if known; None: never updated
+# names if known; moments, or None if never updated
+Group = Sequence[tuple[str | None, Moments | None]]
 
 
 @dataclass(frozen=True)
 class ParameterNames:
-    """The names of an optimiser's parameters, for a state that has none of its own."""
+    """The names of an optimiser's parameters, for a state without names."""
 
-    names: Sequence[str] | None  # in the optimiser's order; None: each group is in the model's
+    names: Sequence[str] | None  # in the optimiser's order; None: each group has the model's order
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """The moments of every parameter that an optimiser has, in its order."""
+    """The moments of all parameters of an optimiser, in its order."""
 
     groups: Sequence[Group]
     source: str
-    in_order: bool = False  # the user says that each group is in the model's order
+    in_order: bool = False  # whether the user says that each group has the model's order
 
     def of(self, shapes: Shapes, model: Shapes | None = None) -> dict[str, Moments]:
         """Return the moments of parameters {name: shape}.
 
-        Moments with names are found by name. Moments without names are found by shape, if one
-        assignment alone fits the shapes.
+        Moments with names are found by name. Moments without names are found by shape, if the
+        shapes allow a single assignment.
 
         Args:
-            shapes: The parameters that moments are wanted of, in the model's order.
-            model: All parameters of the model: a moment without a name could be of any of them.
+            shapes: The parameters whose moments are requested, in the model's order.
+            model: All parameters of the model; a moment without a name could belong to any of them.
 
         Raises:
-            CheckpointError: The moments do not fit, or fit in more than one way.
+            CheckpointError: The moments do not fit, or fit in several ways.
         """
         if self.in_order and model and [len(group) for group in self.groups] == [len(model)]:
-            whole = ParameterNames(tuple(model))  # also of parameters that were never updated
+            whole = ParameterNames(tuple(model))  # includes parameters that were never updated
             return replace(self, in_order=False).with_names(whole).of(shapes)
         with located(self.source):
             every = [entry for group in self.groups for entry in group]
@@ -106,20 +107,20 @@ class OptimizerState:
         """Return the same state with names, one for each parameter, group after group.
 
         Raises:
-            CheckpointError: The state has names, or it has another number of parameters.
+            CheckpointError: The state already has names, or the number of parameters differs.
         """
         count = sum(map(len, self.groups))
         with located(self.source):
             if any(name is not None for group in self.groups for name, _ in group):
                 raise CheckpointError(
-                    "the optimiser's state has names already",
-                    remedy="Leave the argument names= out.",
+                    "the optimiser's state already has names",
+                    remedy="Remove the argument names=.",
                 )
             if given.names is None:
                 return replace(self, in_order=True)
             if len(given.names) != count:
                 raise CheckpointError(
-                    f"there are {len(given.names)} names, and the optimiser has {count} parameters",
+                    f"there are {len(given.names)} names, but the optimiser has {count} parameters",
                     remedy="Give one name for each parameter of the optimiser, group after group.",
                 )
         left = iter(given.names)
@@ -131,10 +132,11 @@ class OptimizerState:
         for name, shape in shapes.items():
             own = next((known[p + name] for p in _WRAPPERS if known.get(p + name)), None)
             if own is None:
-                was = "was never updated" if name in known else "is not in it"
+                was = "was never updated" if name in known else "is not in the optimiser's state"
                 raise CheckpointError(
-                    f"{name!r} {was}, so the optimiser has no moments of it",
-                    remedy=f"Select other parameters. In it: {listed(list(map(repr, known)))}.",
+                    f"{name!r} {was}, so there are no moments for it",
+                    remedy="Select other parameters. The state has "
+                    f"{listed(list(map(repr, known)))}.",
                 )
             found[name] = own
             _require_shape(name, shape, own)
@@ -146,9 +148,9 @@ class OptimizerState:
         if len(flat) != len(shapes):
             count = sum(map(len, self.groups))
             raise CheckpointError(
-                f"the optimiser has moments of {len(flat)} parameters ({count} are its own), and "
-                f"here are {len(shapes)}",
-                remedy=f"Select the parameters that it was made with, all of them. {_NAMES}",
+                f"the optimiser has moments of {len(flat)} parameters (of {count}), but "
+                f"{len(shapes)} parameters are selected",
+                remedy=f"Select all parameters that the optimiser was created with. {_NAMES}",
             )
         if sorted(own.shape for own in flat) != sorted(shapes.values()):
             for (name, shape), own in zip(shapes.items(), flat, strict=True):
@@ -161,32 +163,33 @@ class OptimizerState:
 
 
 def _require_one_assignment(shapes: Shapes, model: Shapes) -> None:
-    """Refuse parameters that share a shape with a parameter of the model, selected or not."""
+    """Raise for parameters that share a shape with another parameter of the model."""
     every = {**model, **shapes}
     for shape in shapes.values():
         alike = [other for other, its in every.items() if its == shape]
         if len(alike) > 1:
             raise CheckpointError(
-                f"the optimiser's state has no names, and its moments fit the model in more than "
-                f"one way: {listed(map(repr, alike), 4)} are of one shape, {shape}",
-                remedy=f"{_SAVE_NAMES} {_GIVE_NAMES}; or names=model, if the optimiser was given "
-                "the parameters in the order of model.parameters(), in each of its groups.",
+                "the optimiser's state has no names, and its moments fit the model in several "
+                f"ways: {listed(map(repr, alike), 4)} have the same shape {shape}",
+                remedy=f"{_SAVE_NAMES} {_GIVE_NAMES}; or names=model, if each group of the "
+                "optimiser has its parameters in the order of model.parameters().",
             )
 
 
 def _interleaved(groups: Sequence[Sequence[Moments]], shapes: Shapes) -> list[Moments]:
-    """Return the moments in the parameters' order, where each group is in that order.
+    """Return the moments in the parameters' order, if each group has that order.
 
-    The shapes must say which group is next, as where weights decay and biases do not.
+    The shapes must determine the next group, for example if weights decay and biases do not.
     """
     left, found = [list(group) for group in groups], []
     for name, shape in shapes.items():
         fitting = [group for group in left if group and group[0].shape == shape]
         if len(fitting) != 1:
-            many = f"the next moments of {len(fitting)} groups are of its shape, {shape}"
-            none = f"no group goes on with moments of its shape, {shape}"
+            many = f"the next moments of {len(fitting)} groups have its shape {shape}"
+            none = f"no group's next moments have its shape {shape}"
             raise CheckpointError(
-                f"names=model does not say which moments {name!r} has: {many if fitting else none}",
+                f"names=model does not determine the moments of {name!r}: "
+                f"{many if fitting else none}",
                 remedy=f"{_GIVE_NAMES}. {_SAVE_NAMES}",
             )
         found.append(fitting[0].pop(0))
@@ -197,13 +200,15 @@ def require_distinct(names: Sequence[str], what: str, remedy: str) -> None:
     """Raise a CheckpointError if a name occurs twice."""
     double = [name for name, times in Counter(names).items() if times > 1]
     if double:
-        raise CheckpointError(f"{listed(map(repr, double))} names several of {what}", remedy=remedy)
+        raise CheckpointError(
+            f"{what} contain {listed(map(repr, double))} more than once", remedy=remedy
+        )
 
 
 def _require_shape(name: str, shape: tuple[int, ...], own: Moments) -> None:
     if own.shape != shape:
         raise CheckpointError(
-            f"the optimiser's moments in the place of {name!r} are of shape {own.shape}, and the "
-            f"parameter is of {shape}",
-            remedy=f"Give the state of an optimiser of model.parameters(). {_NAMES}",
+            f"the optimiser's moments for {name!r} have the shape {own.shape}, but the parameter "
+            f"has the shape {shape}",
+            remedy=f"Give the state of an optimiser for model.parameters(). {_NAMES}",
         )

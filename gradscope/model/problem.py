@@ -1,8 +1,8 @@
 """A problem: a model, an unreduced loss, and the parameters to differentiate by.
 
-The model is the user's own object. Nothing is attached to it; buffers that a forward pass changes
-(running statistics, power-iteration vectors) are copies, and what else it changes is put back, so
-every evaluation starts from the same state and the model is left as it was found.
+The model is the user's own object. Nothing is attached to it. Forward passes change only copies of
+buffers (running statistics, power-iteration vectors), and all other changes are undone. So every
+evaluation starts from the same state, and the model is left unchanged.
 """
 
 import fnmatch
@@ -37,26 +37,26 @@ Seen = Callable[[Loss, Any, Any, Tensor], None]  # loss, outputs, targets, losse
 
 
 class Predictive(NamedTuple):
-    """How a model's outputs give a distribution over labels."""
+    """The distribution over labels that a model's outputs determine."""
 
-    probabilities: Callable[[Tensor], Tensor]  # from outputs to (n, *positions, c)
-    # from classes (n, *positions), the data's targets and the loss's options to targets
+    probabilities: Callable[[Tensor], Tensor]  # maps outputs to (n, *positions, c)
+    # maps classes (n, *positions), the data's targets and the loss's options to targets
     targets: Callable[[Tensor, Any, dict[str, Any]], Tensor]
 
 
 class Gaussian(NamedTuple):
-    """Labels y ~ N(μ, std²) of every entry by itself, the outputs being μ: a squared error's."""
+    """Labels y ~ N(μ, std²), independent for every entry, with outputs μ: for a squared error."""
 
     std: float
 
 
 class BoundLoss:
-    """A loss, and what is known of it: `(outputs, targets) -> (n,)`, or a model loss.
+    """A loss with known properties: `(outputs, targets) -> (n,)`, or a model loss.
 
     Attributes:
         function: Takes outputs and targets (a model loss: model, inputs and targets), then options.
-        options: Those that are set.
-        predictive: The distribution over labels that the loss stands for, if it stands for one.
+        options: The options that are set.
+        predictive: The distribution over labels that belongs to the loss, or None.
         of_model: Whether it is a model loss.
     """
 
@@ -68,7 +68,7 @@ class BoundLoss:
         *,
         of_model: bool = False,
     ) -> None:
-        update_wrapper(self, function)  # name, help and signature
+        update_wrapper(self, function)  # copies name, docstring and signature
         self.function, self.options, self.predictive = function, options or {}, predictive
         self.of_model = of_model or is_model_loss(function)
 
@@ -80,7 +80,8 @@ class BoundLoss:
 class _ModelLoss(BoundLoss):
     """A declared model loss, which may be a method.
 
-    A class of its own, as compilers of torch up to 2.10 call `__get__` of an instance's attribute.
+    It is a separate class because torch's compilers up to 2.10 call `__get__` of an instance's
+    attribute.
     """
 
     def __get__(self, instance: Any, owner: type | None = None) -> Loss:
@@ -91,16 +92,16 @@ class _ModelLoss(BoundLoss):
 def model_loss(fn: Loss) -> BoundLoss:
     """Declare a loss of the form `(model, inputs, targets) -> (n,)`.
 
-    For losses that need more than the outputs: a Laplacian of the network, a gradient penalty,
-    weight decay inside the loss. From then on `fn` itself is known as a model loss, too.
+    Use it for losses that need more than the outputs: a Laplacian of the network, a gradient
+    penalty, weight decay inside the loss. Afterwards `fn` itself also counts as a model loss.
     """
-    with suppress(TypeError):  # an object of the user's that cannot be referred to weakly
+    with suppress(TypeError):  # a user's object without weak references
         _model_losses.add(fn)
     return _ModelLoss(fn, of_model=True)
 
 
 def _at_position(loss: Loss) -> BoundLoss:
-    """Return the loss of one position each, (..., (targets, position (n,))) -> (n,)."""
+    """Return the loss of one position per sample, (..., (targets, position (n,))) -> (n,)."""
 
     def picked(*given: Any) -> Tensor:
         *first, (targets, position) = given
@@ -112,7 +113,7 @@ def _at_position(loss: Loss) -> BoundLoss:
 
 
 def is_model_loss(loss: Loss) -> bool:
-    """Whether `loss` takes `(model, inputs, targets)` rather than `(outputs, targets)`."""
+    """Whether `loss` takes `(model, inputs, targets)` instead of `(outputs, targets)`."""
     if isinstance(loss, BoundLoss):
         return loss.of_model
     try:
@@ -121,24 +122,26 @@ def is_model_loss(loss: Loss) -> bool:
         return False
 
 
-_model_losses: WeakSet[Loss] = WeakSet()  # a registry: the functions given to `model_loss`
+_model_losses: WeakSet[Loss] = WeakSet()  # a registry: functions passed to `model_loss`
 
 
 @dataclass(eq=False)
 class Problem:
-    """What is differentiated, by what; `state` is what model and loss carry from call to call."""
+    """A model, a loss and parameters; `state` is the state of model and loss between calls."""
 
-    model: nn.Module  # the user's, in the mode it is in
+    model: nn.Module  # the user's model, in its current mode
     loss: Loss  # `(outputs, targets) -> (n,)`, or a `model_loss`
-    parameters: dict[str, nn.Parameter]  # the selected ones; tied ones under their first name
-    running_statistics: bool = False  # normalisation layers use these, whatever their mode
-    state: ModelState = None  # type: ignore[assignment]  # made when it is not given
-    seen: Seen | None = None  # is told of each forward pass whose outputs are left as they were
-    ranks: Ranks | None = None  # the processes that train the model together, if there are several
-    # what has a row of its own; of tokens the loss returns (n, t), and batches are `Tokens`
+    # the selected parameters; tied parameters under their first name
+    parameters: dict[str, nn.Parameter]
+    # whether normalisation layers use running statistics in any mode
+    running_statistics: bool = False
+    state: ModelState = None  # type: ignore[assignment]  # created if not given
+    seen: Seen | None = None  # called after each forward pass that leaves its outputs unchanged
+    ranks: Ranks | None = None  # the processes that train the model together, or None
+    # the kind of rows; with tokens, the loss returns (n, t) and batches are `Tokens`
     rows: RowKind = "sample"
-    original: "Problem | None" = None  # of which this one has a copy of the model
-    of_model: bool = field(init=False)  # known once: compilers cannot ask the registry
+    original: "Problem | None" = None  # the problem whose model was copied for this one
+    of_model: bool = field(init=False)  # stored, because compilers cannot read the registry
 
     def __post_init__(self) -> None:
         self.of_model = is_model_loss(self.loss)
@@ -166,26 +169,27 @@ class Problem:
         for name, p in chosen.items():
             _require_ordinary(name, p)
         ranks = ranks_of(model)
-        if isinstance(ranks, ModelParallel):  # the graph knows them as the forward pass uses them
+        # the graph contains them in the form of the forward pass
+        if isinstance(ranks, ModelParallel):
             chosen = {k: ranks.whole.get(k, p) for k, p in chosen.items()}
         return cls(model, loss, chosen, ranks=ranks)
 
     @property
     def model_parallel(self) -> ModelParallel | None:
-        """How the model's parameters are sharded over processes, None where they are not."""
+        """The processes and shards of a sharded model, or None."""
         return self.ranks if isinstance(self.ranks, ModelParallel) else None
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so on any of the processes of a sharded model."""
+        """Whether `flag` is true on any process of a sharded model."""
         return flag if self.model_parallel is None else self.model_parallel.any(flag)
 
     def fixed(self, fixed: FixedRandomness | None) -> "Problem":
-        """Return the same problem with its random numbers drawn by `fixed`."""
+        """Return the same problem with random numbers drawn by `fixed`."""
         return replace(self, state=ModelState(self.model, self.function, fixed))
 
     @property
     def function(self) -> Loss:
-        """What the loss's author wrote, which may hold a state; `BoundLoss` holds none."""
+        """The loss as its author wrote it, which may have state, without `BoundLoss`."""
         return self.loss.function if isinstance(self.loss, BoundLoss) else self.loss
 
     @property
@@ -195,9 +199,9 @@ class Problem:
 
     @property
     def precision(self) -> torch.dtype:
-        """The narrowest real dtype of the model's parameters: numbers are no more precise.
+        """The narrowest real dtype of the parameters, which limits the precision of results.
 
-        Of a sharded model, what it was found to round to counts as well.
+        For a sharded model, this includes the narrowest dtype found in its forward pass.
         """
         every = (*self.parameters.values(), *self.model.parameters())
         found = {p.dtype.to_real() for p in every if p.is_floating_point() or p.is_complex()}
@@ -211,27 +215,28 @@ class Problem:
 
     @property
     def of_single_tokens(self) -> "Problem":
-        """What gives a token's row as an ordinary sample's, of batches `Tokens.as_samples`."""
+        """The same problem with each token as a sample, for batches of `Tokens.as_samples`."""
         return replace(self, loss=_at_position(self.loss), rows="sample")
 
     def losses(self, batch: Batch, *, graph: bool = True) -> Tensor:
-        """Return the losses (n,), with their graph or none; buffers and generators stay alone.
+        """Return the losses (n,); buffers and random generators stay unchanged.
 
-        With rows of tokens it is one for each row of `Tokens`, and (n, t) of any other batch.
+        For `Tokens`, the result has one loss per row. For other batches with rows="token", it is
+        (n, t).
         """
         return self.drawn(batch, partial(self._evaluated, batch, graph=graph))
 
     def counted(self, batch: Batch) -> tuple[Tensor, bool]:
-        """Return which positions of samples count, (n, t) bool, and whether the loss says so."""
+        """Return which positions of samples count, (n, t) bool, and whether the loss decides it."""
         return self.drawn(batch, partial(self._counted, batch))
 
     def drawn(self, batch: Batch, evaluate: Callable[[], T], *, single: bool = False) -> T:
-        """Return what `evaluate` does to a batch, random numbers fixed if that was asked for.
+        """Return the result of `evaluate`, with fixed random numbers if the problem has them.
 
         Args:
             batch: The samples.
-            evaluate: Runs the model on them.
-            single: The model sees a batch of one, though there are all samples.
+            evaluate: Runs the model on the samples.
+            single: Whether the model sees a batch of one that represents all samples.
         """
         fixed = self.state.fixed
         if fixed is None:
@@ -243,7 +248,7 @@ class Problem:
         try:
             with self._guarded(batch, graph=graph):
                 losses = self._checked(self._raw(batch, self.seen), batch)
-        except ModelError as error:  # such as of another dtype than the copy
+        except ModelError as error:  # for example, because the dtype differs from the copy's
             if names := self._held():
                 raise _shared(names) from error
             raise
@@ -262,7 +267,7 @@ class Problem:
             return counted, True
 
     def _differentiable(self) -> AbstractContextManager[None]:
-        """Keep recurrent layers in eval mode from cuDNN, which has no backward pass for them."""
+        """Avoid cuDNN for recurrent layers in eval mode, where it has no backward pass."""
         evaluates = self.device.type != "cpu" and any(
             isinstance(m, nn.RNNBase) and not m.training for m in self.model.modules()
         )
@@ -282,20 +287,20 @@ class Problem:
             yield
 
     def functional_losses(self, values: dict[str, Tensor], batch: Batch) -> Tensor:
-        """Return the losses (n,) with `values` in the parameters' place, buffers copied.
+        """Return the losses (n,) with `values` instead of the parameters, and with copied buffers.
 
-        Tensors are exchanged by identity, wherever the model holds them. torch's functional_call
-        goes by name and does not put the parameters of a module with two names back.
+        Tensors are exchanged by identity, wherever the model stores them. torch's functional_call
+        works by name and does not restore the parameters of a module that has two names.
         """
         given = {id(p): values[k] for k, p in self.parameters.items() if k in values}
         given |= {id(b): b.clone() for b in self.model.buffers()}
         modules = list(self.model.modules())
         tables: list[Any] = [t for m in modules for t in (m._parameters, m._buffers)]
-        # recurrent layers list their weights too, and make the list anew when they find others
+        # recurrent layers also store their weights in a list, and rebuild it if weights change
         lists = [(m, m._flat_weights) for m in modules if isinstance(m, nn.RNNBase)]
         places = [
             (t, k, v) for t in tables for k, v in t.items() if v is not None and id(v) in given
-        ]  # compilers of torch up to 2.10 know no id of None
+        ]  # torch's compilers up to 2.10 do not support id(None)
         try:
             for table, key, own in places:
                 table[key] = given[id(own)]
@@ -308,12 +313,12 @@ class Problem:
                 module._flat_weights = weights
 
     def converted(self, dtype: torch.dtype | None) -> "Problem":
-        """Return the same problem on a deep copy of the model with floating-point tensors cast.
+        """Return the same problem on a deep copy of the model, with floating-point tensors cast.
 
-        For float64 the copy is on the CPU where the model's device has none.
+        A float64 copy is on the CPU if the model's device has no float64.
         """
         try:
-            with torch.no_grad():  # TorchScript copies parameters by an operation that is recorded
+            with torch.no_grad():  # TorchScript copies parameters with a recorded operation
                 leaves = dtype == torch.float64 and double(self.device) != dtype
                 model, copies = deep_copy(self.model, _hosted(self.model) if leaves else {})
         except RefusedError:
@@ -323,7 +328,7 @@ class Problem:
                 raise
             raise RefusedError(
                 f"the model cannot be copied for a cross-check: {error}",
-                remedy="Give the model a working __deepcopy__, or switch verification off.",
+                remedy="Give the model a working __deepcopy__, or turn verification off.",
             ) from error
         for p, own in zip(model.parameters(), self.model.parameters(), strict=True):
             p.requires_grad_(own.requires_grad)
@@ -332,7 +337,7 @@ class Problem:
             model = cast(model, dtype)
             registered = set(model.modules())
             for module in copies.modules:
-                if module not in registered:  # such as one in a list
+                if module not in registered:  # for example a module in a list
                     cast(module, dtype)
         named = dict(model.named_parameters())
         parameters = {k: named[k] for k in self.parameters}
@@ -342,7 +347,7 @@ class Problem:
         return replace(made, state=ModelState(model, made.function, self.state.fixed))
 
     def _require_own(self, losses: Tensor) -> None:
-        """Refuse losses of a copied model that are computed with the original's parameters."""
+        """Raise if losses of a copied model are computed with the original's parameters."""
         if self.original is None or not losses.requires_grad:
             return
         others = {id(p): name for name, p in self.original.model.named_parameters()}
@@ -351,7 +356,7 @@ class Problem:
             raise _shared(names)
 
     def _held(self) -> list[str]:
-        """Return which modules and parameters of the original a copied model still leads to."""
+        """Return the original's modules and parameters to which a copied model still refers."""
         if self.original is None:
             return []
         model = self.original.model
@@ -364,7 +369,7 @@ class Problem:
 
     @contextmanager
     def _frozen_statistics(self) -> Iterator[None]:
-        """Put layers that have running statistics in eval mode, if that was asked for."""
+        """Put layers with running statistics in eval mode, if `running_statistics` is set."""
         layers = [
             m
             for m in (self.model.modules() if self.running_statistics else ())
@@ -381,8 +386,8 @@ class Problem:
     def _raw(self, batch: Batch, seen: Seen | None = None) -> Any:
         if not torch.compiler.is_compiling():
             require_time(self.any)
-        # a forward pass may write into its arguments: it gets copies, all laid out alike, so that
-        # any selection of samples runs the same program
+        # a forward pass may write to its arguments, so it gets copies; all have the same layout:
+        # then any selection of samples runs the same program
         own = batch.map(lambda t: t.clone(memory_format=torch.contiguous_format))
         with alone(self.model):
             return self._of_copies(own, batch, seen)
@@ -414,30 +419,32 @@ class Problem:
             raise SpecError(
                 f"the loss {name!r} must return floating-point numbers, not {losses.dtype}",
                 where="loss",
-                remedy="Return the loss itself, not a label or a count; of a complex one, its "
-                "real part or its square.",
+                remedy="Return the loss itself, not a label or a count. For a complex loss, "
+                "return its real part or its square.",
             )
         found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(type(losses))
         scalar = isinstance(losses, Tensor) and losses.dim() == 0
         rows = isinstance(losses, Tensor) and losses.dim() == 1
         raise SpecError(
-            f"the loss {name!r} must return one number a sample, shape ({n},); it returned {found}",
+            f"the loss {name!r} must return one number per sample, shape ({n},); it returned "
+            f"{found}",
             where="loss",
             remedy=(
-                "A scalar loss has already been summed or averaged over the batch, and a mean "
-                "scales every gradient by 1/n. Use reduction='none', and reduce over all axes but "
-                "the first. A mean over all tokens of a batch: each sample's sum over its tokens, "
-                "divided by a constant."
+                "A scalar loss is already summed or averaged over the batch, and a mean scales "
+                "every gradient by 1/n. Use reduction='none', and reduce over all axes but the "
+                "first. Instead of a mean over all tokens of a batch, return each sample's sum "
+                "over its tokens, divided by a constant."
                 if scalar
-                else f"Model and loss were given {shapes_of(batch)}. {PACKED}"
+                else f"The model and the loss were called with {shapes_of(batch)}. {PACKED}"
                 if rows
-                else "Reduce over all axes but the first, the sample axis. For a row for each "
-                'position of (n, t), use rows="token".'
+                else "Reduce over all axes but the first, the sample axis. For one row per "
+                "position of (n, t), use "
+                'rows="token".'
             ),
         )
 
     def _of_tokens(self, found: Any, batch: Batch) -> Tensor:
-        """Return the losses (m,) of rows; of a batch that is not of tokens, (n, t)."""
+        """Return the losses (m,) of token rows; for other batches, (n, t)."""
         rows = batch if isinstance(batch, Tokens) else None
         n = len(batch) if rows is None else len(rows.held)
         values, _ = token_losses(found, n, self._loss_name)
@@ -445,16 +452,16 @@ class Problem:
             return values
         if values.shape[1] != rows.positions:
             raise SpecError(
-                f"the loss {self._loss_name!r} has {values.shape[1]} positions here, and had "
+                f"the loss {self._loss_name!r} returned {values.shape[1]} positions, but "
                 f"{rows.positions} before",
                 where="rows token",
-                remedy="Pad all samples to one length, and let the loss say which positions count.",
+                remedy="Pad all samples to one length, and return (losses, counted) from the loss.",
             )
         return values[rows.sample.to(values.device), rows.position.to(values.device)]
 
     @contextmanager
     def _scratch_buffers(self) -> Iterator[None]:
-        """Let the forward pass write to copies of the buffers and draw from a forked generator."""
+        """Give the forward pass copies of the buffers, and a forked random generator."""
         owners = [(m, dict(m._buffers)) for m in self.model.modules() if m._buffers]
         copies: dict[int, Tensor] = {}  # a buffer shared by two modules stays shared
         try:
@@ -471,25 +478,25 @@ class Problem:
 
 
 def require_module(model: Any) -> None:
-    """Raise `SpecError` of a model that is no module, and say how it is made one."""
+    """Raise `SpecError` if a model is not an nn.Module, with advice."""
     if isinstance(model, nn.Module):
         return
     kind = type(model).__name__
-    remedy = "Wrap it in an nn.Module that holds its tensors as parameters."
+    remedy = "Wrap it in an nn.Module, with its tensors as parameters."
     if isinstance(model, torch.export.ExportedProgram):
-        remedy = "Give program.module(), exported with a dynamic batch axis."
+        remedy = "Pass program.module(), exported with a dynamic batch axis."
     raise SpecError(
-        f"a model is a torch.nn.Module, not {kind}",
+        f"the model must be a torch.nn.Module, not {kind}",
         where="model",
         remedy=remedy,
     )
 
 
-_FROM_FLOATS = "Give the model as it was before, with weights in floating point"
+_FROM_FLOATS = "Pass the original model with floating-point weights"
 
 
 def _untrainable(model: nn.Module) -> SpecError:
-    """Return the error of a model without a trainable parameter, and what was made of them."""
+    """Return the error for a model without trainable parameters, with the reason."""
     fixed = dict(model.named_parameters())
     whole = {k: p for k, p in fixed.items() if not (p.is_floating_point() or p.is_complex())}
     layers = ((k, m) for k, m in model.named_modules() if "quantized" in type(m).__module__)
@@ -499,7 +506,7 @@ def _untrainable(model: nn.Module) -> SpecError:
         names = listed(k for k in fixed if k not in whole)
         return SpecError(
             f"{what}: none of {names} requires a gradient",
-            remedy="Set requires_grad on the parameters whose gradients you want.",
+            remedy="Call requires_grad_() on the parameters whose gradients you want.",
         )
     if whole or quantized:
         where, dtype = quantized, "quantized"
@@ -507,39 +514,39 @@ def _untrainable(model: nn.Module) -> SpecError:
             name, p = next(iter(whole.items()))
             where, dtype = f"parameter {name!r}", str(p.dtype).removeprefix("torch.")
         return SpecError(
-            f"{what}: its weights are {dtype}, and whole numbers have no gradient",
+            f"{what}: its weights are {dtype}, and integers have no gradient",
             where=where,
-            remedy=f"{_FROM_FLOATS}; or add layers that are (an adapter such as LoRA).",
+            remedy=f"{_FROM_FLOATS}, or add trainable layers (an adapter such as LoRA).",
         )
     if isinstance(model, torch.jit.ScriptModule):
         return SpecError(
-            f"{what}: torch.jit.freeze makes constants of the weights",
+            f"{what}: torch.jit.freeze has turned the weights into constants",
             remedy=f"{_FROM_FLOATS}: torch.jit.script or torch.jit.trace of it, without freeze.",
         )
     return SpecError(
         "the model has no parameter",
-        remedy="Register what is to be differentiated by as nn.Parameter.",
+        remedy="Register the tensors whose gradients you want as nn.Parameter.",
     )
 
 
 def _require_ordinary(name: str, p: Tensor) -> None:
-    """Refuse a parameter without a shape, made from others, or hooked on its accumulation."""
+    """Raise for a parameter without a shape, computed from others, or with an accumulation hook."""
     if nn.parameter.is_lazy(p):
         what = "the parameter has no shape yet"
         remedy = "Run the model once: lazy layers take their shapes from the first batch."
     elif p.is_meta:
-        what = "the parameter is on the device meta, where it has no value"
+        what = "the parameter is on the device meta, so it has no value"
         remedy = "Load the weights: model.to_empty(device=...), then load_state_dict."
     elif not p.is_leaf:
-        what = "the parameter is computed from other tensors, so it is no parameter of its own"
+        what = "the parameter is computed from other tensors, so it is not a leaf"
         remedy = (
-            "Register what it is computed from as the parameter, and compute it in forward "
-            "(torch.nn.utils.parametrize does so)."
+            "Register the tensors it is computed from as parameters, and compute it in forward "
+            "(torch.nn.utils.parametrize does that)."
         )
     elif getattr(p, "_post_accumulate_grad_hooks", None):
         what = (
-            "the parameter has a hook that runs when its gradient has been accumulated, which no "
-            "gradient of a single sample ever is"
+            "the parameter has a hook for accumulated gradients, but the gradient of a single "
+            "sample is never accumulated"
         )
         remedy = "Remove the hook (register_post_accumulate_grad_hook returns its handle)."
     else:
@@ -549,24 +556,25 @@ def _require_ordinary(name: str, p: Tensor) -> None:
 
 def _shared(names: list[str]) -> RefusedError:
     return RefusedError(
-        f"a copy of the model, made for a cross-check, computes with {listed(names)} of the model "
-        "itself, which a global variable or a class holds",
+        f"a copy of the model, made for a cross-check, uses {listed(names)} of the original model, "
+        "through a global variable or a class attribute",
         where=names[0],
-        remedy="Let modules be attributes of the module that calls them, and reach them by self.",
+        remedy="Store modules as attributes of the module that calls them, and access them "
+        "through self.",
     )
 
 
 def _hosted(model: nn.Module) -> dict[int, Any]:
-    """Return what `deepcopy` is to take for parameters and buffers: copies on the CPU."""
+    """Return copies on the CPU for `deepcopy` to use instead of parameters and buffers, by id."""
     parameters = {id(p): nn.Parameter(p.detach().cpu(), False) for p in model.parameters()}
     return parameters | {id(b): b.detach().cpu() for b in model.buffers()}
 
 
 def summed(losses: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return Σᵢ wᵢ Lᵢ of losses (n,) with its graph, also where the caller is under no_grad.
+    """Return Σᵢ wᵢ Lᵢ of losses (n,) with its graph, even under no_grad.
 
-    Given a vector and `grad_outputs` instead, torch first imports its symbolic shapes, which takes
-    a third of a second.
+    With a vector and `grad_outputs` instead, torch first imports its symbolic shapes, which takes a
+    third of a second.
     """
     with torch.enable_grad():
         return losses.sum() if weights is None else (losses * weights).sum()
@@ -575,27 +583,27 @@ def summed(losses: Tensor, weights: Tensor | None = None) -> Tensor:
 def slopes(
     losses: Tensor, by: Iterable[Tensor], weights: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Return ∇ Σᵢ wᵢ Lᵢ of losses (n,) by each tensor: zeros where it is not reached."""
+    """Return ∇ Σᵢ wᵢ Lᵢ of losses (n,) by each tensor; zeros for tensors that are not used."""
     inputs = list(by)
     if not losses.requires_grad:
         return tuple(map(torch.zeros_like, inputs))
     return torch.autograd.grad(
         summed(losses, weights),
         inputs,
-        retain_graph=True,  # a part of the graph may be the model's own, and be needed again
+        retain_graph=True,  # the model may own a part of the graph and need it again
         allow_unused=True,
         materialize_grads=True,
     )
 
 
 def unfused() -> AbstractContextManager[None]:
-    """Run recurrent layers step by step: fused kernels hide the steps and have one derivative."""
+    """Run recurrent layers step by step: fused kernels hide the steps and differentiate once."""
     return switched_off(torch.backends.mkldnn, torch.backends.cudnn)
 
 
 @contextmanager
 def double_precision() -> Iterator[None]:
-    """Let tensors that a forward pass makes itself be float64, as its inputs are."""
+    """Make tensors that a forward pass creates float64, like its inputs."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -607,8 +615,8 @@ def double_precision() -> Iterator[None]:
 def differentiable_inputs(batch: Batch) -> Batch:
     """Return the batch with floating-point inputs that require a gradient.
 
-    The caller's tensors are left alone; the model gets copies, which are not leaves, so it may
-    write into them in place.
+    The caller's tensors stay unchanged. The model gets copies that are not leaves, so it may write
+    to them in place.
     """
 
     def leaf(t: Tensor) -> Tensor:

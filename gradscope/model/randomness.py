@@ -1,18 +1,17 @@
-"""Random numbers of a forward pass, fixed: they belong to a seed, a call and a sample.
+"""Fixed random numbers of a forward pass: determined by a seed, a call and a sample.
 
-In train mode a model draws numbers (dropout, stochastic depth, noise). `FixedRandomness` answers
-every such call below autograd, and with the same numbers for a sample whatever batch it is in,
-wherever it stands there, and whoever evaluates it: a batch of one, a batch, `vmap` or `expand`. So
-there is one mask for each sample, and its gradient under that mask is as well defined as without
-any.
+In train mode a model draws random numbers (dropout, stochastic depth, noise). `FixedRandomness`
+answers each such call below autograd. A sample gets the same numbers in any batch, at any position,
+and in any evaluation: a batch of one, a batch, `vmap` or `expand`. So each sample has one mask, and
+its gradient under this mask is as well defined as without a mask.
 
-The numbers of call k for sample i are a hash of (seed, k, i, entry), in the order of the entries
-that a batch of one has. Which axis of a tensor of numbers holds the samples is found by comparing
-batches of two and of three; one without such an axis is the same for all samples. Where the axis is
-merged with others, the losses tell: other numbers for one sample change its own loss alone.
+The numbers of call k for sample i are a hash of (seed, k, i, entry), in the order of entries in a
+batch of one. The sample axis of a tensor of numbers is found by comparing batches of two and of
+three. A tensor without such an axis is the same for all samples. If the axis is merged with others,
+the losses decide: different numbers for one sample must change only the loss of this sample.
 
-The number of the call is kept where torch keeps its own state, as the seed of the CPU's generator:
-activation checkpointing restores that, and what it recomputes draws the same numbers again.
+The number of the call is stored in torch's own state, as the seed of the CPU's generator.
+Activation checkpointing restores this seed, so recomputed code draws the same numbers again.
 """
 
 import hashlib
@@ -42,37 +41,38 @@ T = TypeVar("T")
 _NUMBER = torch.ops.aten._local_scalar_dense.default
 Wrap = Callable[[Tensor], Tensor]
 
-_MARK, _RUNS, _CALLS = 0x6773, 28, 20  # a mark, and bits for the number of the run and of the call
+# a mark, and the bits for the numbers of the run and the call
+_MARK, _RUNS, _CALLS = 0x6773, 28, 20
 _KEPT = 1024  # runs whose graphs may still be differentiated
-_PLANS = 256  # programs: sequences of so many lengths, for example
-_TRIALS = 4  # other numbers for a sample, until one of them changes its loss
-_CLEAR = 1e-3  # of the change of a sample's own loss: others change by less, that is by rounding
-_PIECE = 2**16  # words made at a time, which fit in a cache
+_PLANS = 256  # programs, for example one per sequence length
+_TRIALS = 4  # trials of other numbers for a sample, until its loss changes
+_CLEAR = 1e-3  # share of a sample's change; a smaller change of another loss is rounding
+_PIECE = 2**16  # words per step, which fit into a cache
 _REMEDY = (
-    "Draw them for all samples at once, as many for each, in tensors of which one axis is the "
-    f"samples' (torch.rand(len(x), ...), no loop over samples). Otherwise: {EVAL}"
+    "Draw the numbers for all samples at once, with equal shares, in tensors with a sample axis "
+    f"(torch.rand(len(x), ...) instead of a loop over samples). Otherwise: {EVAL}"
 )
 
 
 class Unplanned(BaseException):
-    """A call of which it is not known where its samples are; a signal, not for `except Exception`.
+    """A call whose sample axis is unknown; a BaseException, so that the model does not catch it.
 
-    What evaluates is to find out, and to begin anew.
+    The caller finds the axis and starts the evaluation again.
     """
 
 
 class _OwnNumbers(Exception):  # noqa: N818
-    """A call whose numbers come from a generator of the model's, and are the same for all."""
+    """A call whose numbers come from a generator of the model, and are the same for all samples."""
 
 
 @dataclass(frozen=True)
 class DrawAxis:
-    """Where the samples are in a tensor of random numbers."""
+    """The position of the samples in a tensor of random numbers."""
 
     kind: str  # the operation's name
     shape: tuple[int, ...]  # for a single sample
-    axis: int | None  # that holds the samples, None where they share all numbers
-    before: int = 1  # entries of other axes merged in front of the samples (time-major: T)
+    axis: int | None  # the sample axis, or None for numbers that all samples share
+    before: int = 1  # entries of other axes merged before the samples (time-major: T)
 
     def at(self, n: int) -> tuple[int, ...]:
         """Return the shape for n samples."""
@@ -83,11 +83,11 @@ class DrawAxis:
 
     @property
     def merged(self) -> int:
-        """How many entries of its axis a sample has."""
+        """The number of entries of the axis per sample."""
         return 1 if self.axis is None else self.shape[self.axis]
 
     def arranged(self, each: Tensor) -> Tensor:
-        """Return numbers of each sample, (n, *shape), as one tensor of the shape for n samples."""
+        """Arrange the numbers of each sample, (n, *shape), in the shape for n samples."""
         if self.axis is None:
             return each[0]
         shape = (*each.shape[: self.axis + 1], self.before, -1, *self.shape[self.axis + 1 :])
@@ -95,34 +95,36 @@ class DrawAxis:
         return split.movedim(0, self.axis + 1).reshape(self.at(len(each)))
 
 
-# By the number of the call; what is computed anew, or draws from a state that the model has put
-# back, draws the same numbers again, maybe in another shape.
+# By the number of the call. Recomputed code, or code that draws after the model restored a
+# generator's state, draws the same numbers again, possibly in another shape.
 DrawPlan = dict[int, tuple[DrawAxis, ...]]
 Call = tuple[int, str, tuple[int, ...]]  # number, kind and shape
 
 
 @dataclass
 class _ForwardPass:
-    """One forward pass, and what recomputes parts of it."""
+    """One forward pass, and later recomputations of its parts."""
 
-    index: Tensor  # (n,) int64, of its samples
-    plans: list[DrawPlan]  # that fit it so far
-    single: bool = False  # to the model it looks like a batch of one
-    recorded: list[Call] | None = None  # all of them, where they are looked for
-    # the calls in which the sample at position 1 draws others, and the number of the trial
+    index: Tensor  # (n,) int64, positions of its samples in the data set
+    plans: list[DrawPlan]  # plans that fit so far
+    single: bool = False  # whether the model sees a batch of one
+    recorded: list[Call] | None = None  # the list of all calls, if they are recorded
+    # the calls in which the sample at position 1 draws other numbers, and the trial
     other: tuple[frozenset[int], int] = (frozenset(), 0)
-    before: dict[torch.Generator, Tensor] = field(default_factory=dict)  # states of the model's own
-    program: int = 0  # stands for the operations so far
-    picked: int = 0  # stands for the rows that values have picked so far
-    unplanned: bool = False  # a call was; TorchScript makes an error of its own of the signal
-    ended: bool = False  # what draws from here on computes parts of it anew
+    # states of the model's own generators
+    before: dict[torch.Generator, Tensor] = field(default_factory=dict)
+    program: int = 0  # a hash of the operations so far
+    picked: int = 0  # a hash of the rows that indices have selected so far
+    # whether a call was unplanned; TorchScript converts the signal to its own error
+    unplanned: bool = False
+    ended: bool = False  # whether the pass has ended, so that further draws are recomputations
 
     def place(self, call: int, kind: str, *shapes: tuple[int, ...]) -> DrawAxis:
-        """Return where the samples are in the numbers of a call, of one of some shapes.
+        """Return the sample axis of the numbers of a call, for one of some shapes.
 
         Raises:
-            Unplanned: No plan says so, or plans differ.
-            UnsupportedError: Likewise, when there is no way to begin anew.
+            Unplanned: No plan has the call, or plans differ.
+            UnsupportedError: The same, but the pass has ended and cannot start again.
         """
         n = 1 if self.single else len(self.index)
         fitting = [
@@ -135,9 +137,11 @@ class _ForwardPass:
         found = {place for _, place in fitting}
         if len(found) != 1 and self.ended:
             raise UnsupportedError(
-                f"{kind} draws other random numbers in the backward pass than in the forward pass",
-                remedy="What is computed anew must draw as it did the first time. What counts "
-                "calls, for instance, counts on there: do so outside of what is checkpointed.",
+                f"{kind} draws different random numbers in the backward pass than in the forward "
+                "pass",
+                remedy="Code that is recomputed must draw the same numbers as the first time. "
+                "Move code that depends on the number of calls, such as a counter, out of the "
+                "checkpointed part.",
             )
         if len(found) != 1:
             self.unplanned = True
@@ -147,28 +151,28 @@ class _ForwardPass:
 
 @dataclass(eq=False)
 class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Draws every random number of a model by `seed`, the number of the call, and the sample.
+    """Draws every random number of a model from `seed`, the number of the call, and the sample.
 
-    Programs that draw in the same shapes pass for one, though one may turn what it draws another
-    way than the other, or draw for rows that values have put in another order. So whoever proves
-    answers is told of programs, and of orders, that are `new`.
+    Two programs that draw in the same shapes look alike, although one may reorder the numbers after
+    the draw, or draw for rows that indices have reordered. So `new` reports programs and orders
+    that have not run before. Code that proves results must check it.
     """
 
     seed: int
-    new: bool = False  # a sequence of operations has run as none did before; to be reset
+    new: bool = False  # whether a new sequence of operations has run; reset by the caller
     _programs: set[int] = field(default_factory=set)
     _plans: list[DrawPlan] = field(default_factory=list)
     _runs: OrderedDict[int, _ForwardPass] = field(default_factory=OrderedDict)
     _begun: int = 0
     _active: bool = False
-    _open: list[_ForwardPass] = field(default_factory=list)  # one within another
+    _open: list[_ForwardPass] = field(default_factory=list)  # stack of running passes
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     @contextmanager
     def active(self, model: nn.Module) -> Iterator[None]:
-        """Answer what the body draws, backward passes included; torch's generator is put back."""
+        """Answer draws in the body, also in backward passes; then restore torch's generator."""
         if self._active:
             yield
             return
@@ -178,7 +182,7 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 torch.random.fork_rng(devices=[]),
                 random_numbers_kept(),
                 _unfused(model),
-                optimized_execution(False),  # TorchScript draws otherwise later on
+                optimized_execution(False),  # TorchScript would draw differently in later runs
                 self,
             ):
                 torch.default_generator.manual_seed(_code(0))
@@ -195,17 +199,17 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         *,
         single: bool = False,
     ) -> T:
-        """Return what `evaluate` does to a batch, with each sample's own numbers.
+        """Return the result of `evaluate` on a batch, with each sample's own numbers.
 
         Args:
-            model: What draws.
+            model: The model that draws.
             batch: The samples.
-            evaluate: Runs the model on them; again where it draws as it has not done so far.
-            losses: Runs it on any samples, and returns their losses (n,).
-            single: The model sees a batch of one, though there are all samples.
+            evaluate: Runs the model on the samples; called again if the model draws in a new way.
+            losses: Runs the model on any samples, and returns their losses (n,).
+            single: Whether the model sees a batch of one that represents all samples.
 
         Raises:
-            UnsupportedError: It cannot be told which numbers are whose.
+            UnsupportedError: The samples of the numbers cannot be determined.
         """
         with self.active(model):
             try:
@@ -217,9 +221,11 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 with self._run(_ForwardPass(batch.index, [plan], single)):
                     return evaluate()
             except Unplanned:
-                error = _unclear("it draws others for these samples than for some of them")
+                error = _unclear(
+                    "its draws for this batch differ in form from those for two or three"
+                )
                 if single:
-                    error.remedy = "Use the backends hooks or loop, which may tell."
+                    error.remedy = 'Use backend="hooks" or backend="loop".'
                 raise error from None
 
     @contextmanager
@@ -231,7 +237,7 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._runs.popitem(last=False)
         torch.default_generator.manual_seed(_code(self._begun))
         self._open.append(run)
-        random.seed(self.seed)  # what is drawn of these two is the same for all samples
+        random.seed(self.seed)  # draws from these two are the same for all samples
         np.random.seed(self.seed % 2**32)
         try:
             yield
@@ -250,7 +256,7 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation, or draw in its place."""
+        """Run an operation, or answer it if it draws."""
         kwargs = kwargs or {}
         if self._open:
             run = self._open[-1]
@@ -260,34 +266,35 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 with torch._C._DisableTorchDispatch():
                     run.picked = hash((run.picked, chosen.cpu().numpy().tobytes()))
         if func is _NUMBER and not isinstance(args[0], Tensor):
-            return args[0]  # what an operation has saved of itself is one already
+            return args[0]  # a value that an operation saved is already a number
         if not is_random(func) or (not self._open and kwargs.get("generator") is not None):
-            return func(*args, **kwargs)  # in a proof, for one
+            return func(*args, **kwargs)  # for example in a proof
         result = self.drawn(func, args, kwargs)
         return _undrawn(func, args, kwargs) if result is NotImplemented else result
 
     def drawn(self, func: Any, args: Any, kwargs: dict[str, Any], wrap: Wrap | None = None) -> Any:
-        """Return an operation's result by fixed numbers; NotImplemented where there are none.
+        """Return an operation's result from fixed numbers, or NotImplemented.
 
         Args:
             func: An operation that may draw.
-            args: Of it.
-            kwargs: Of it.
-            wrap: Makes the tensor that the operation takes of each sample's numbers (n, ...).
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            wrap: Converts each sample's numbers (n, ...) to the tensor that the operation expects.
         """
         code = torch.default_generator.initial_seed()
         generator = kwargs.get("generator")
         words = partial(self._words, kind_of(func), code, wrap, generator is not None)
         try:
-            if code >> (_RUNS + _CALLS) != _MARK:  # the model has seeded them
+            if code >> (_RUNS + _CALLS) != _MARK:  # the model has seeded the generator
                 raise _OwnNumbers
             return draw(func, args, kwargs, words)
         except _OwnNumbers:
             run = self._open[-1] if self._open else None
             if run is not None and run.single:
                 raise UnsupportedError(
-                    f"the model seeds what {kind_of(func)} draws by itself, for all samples alike",
-                    remedy="Use the backends hooks or loop, which let it.",
+                    f"the model seeds the generator of {kind_of(func)}, so all samples get the "
+                    "same numbers",
+                    remedy='Use backend="hooks" or backend="loop", which support this.',
                 ) from None
             if run is not None and generator is not None:
                 run.before.setdefault(generator, generator.get_state())
@@ -302,31 +309,31 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         shape: Sequence[int],
         device: torch.device,
     ) -> Tensor:
-        """Return what a call draws, in the form in which the operation takes it.
+        """Return the words of a call, in the form that the operation expects.
 
         Raises:
-            _OwnNumbers: All samples share it, and the model draws it from a generator of its `own`.
+            _OwnNumbers: All samples share the numbers, and the model draws them from its `own`
+                generator.
         """
         run, call = self._runs.get(code >> _CALLS & 2**_RUNS - 1), code & 2**_CALLS - 1
         if run is None:
             raise UnsupportedError(
-                f"{kind} draws random numbers in the backward pass, and not those of the forward "
+                f"{kind} draws different random numbers in the backward pass than in the forward "
                 "pass",
-                remedy="Let checkpoint(..., preserve_rng_state=True) keep them, as it does by "
-                "itself.",
+                remedy="Use checkpoint(..., preserve_rng_state=True), the default.",
             )
         torch.default_generator.manual_seed(code + 1)
         full = tuple(shape)
 
         def made(index: Tensor | None, one: tuple[int, ...], trial: int = 0) -> Tensor:
-            with torch._C._DisableTorchDispatch():  # they are no part of the model
+            with torch._C._DisableTorchDispatch():  # not a part of the model
                 return _numbers(self.seed, call, index, one, device, trial)
 
         if run.recorded is not None:
             run.recorded.append((call, kind, full))
             return made(None, full)[0]
         stacked = run.single and wrap is None  # vmap has the samples in front
-        n = len(run.index)  # in front of the axis of each, or merged with it
+        n = len(run.index)  # the samples are in front of the first axis, or merged with it
         shapes = [full[1:], (full[0] // n, *full[1:])] if stacked else [full]
         place = run.place(call, kind, *shapes)
         if place.axis is None and own:
@@ -334,7 +341,7 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if place.axis is None:
             shared = made(None, place.shape)[0]
             return shared.expand(n, *place.shape).reshape(full) if stacked else shared
-        run.program = hash((run.program, run.picked))  # whose rows are these?
+        run.program = hash((run.program, run.picked))  # the program depends on the order of rows
         each = made(run.index, place.shape)
         calls, trial = run.other
         if call in calls:
@@ -344,38 +351,41 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return place.arranged(each) if wrap is None else wrap(each)
 
     def _learnt(self, batch: Batch, losses: Callable[[Batch], Tensor]) -> DrawPlan:
-        """Find out where the samples are in what a model draws; keep it, and return it."""
+        """Find the sample axes of a model's draws; store and return the plan."""
         try:
             first, second = (self._recorded(batch.resized(n), losses) for n in (2, 3))
             if [call[:2] for call in first] != [call[:2] for call in second]:
-                raise _unclear("it draws others for another number of samples")
+                raise _unclear("its draws differ in kind between two and three samples")
             plan: DrawPlan = {}
             for (call, kind, two), (_, _, three) in zip(first, second, strict=True):
                 known = plan.get(call, ())
                 plan[call] = tuple(dict.fromkeys((*known, _place(kind, two, three))))
             if any(place.axis is None for places in plan.values() for place in places):
-                for k in range(min(len(batch), 3)):  # is it drawn for all, or for one of them?
+                # shared by all samples, or drawn for one of them?
+                for k in range(min(len(batch), 3)):
                     if self._recorded(batch.select(torch.tensor([k, k])), losses) != first:
-                        raise _unclear("it draws others for some samples than for others")
+                        raise _unclear("the form of its draws differs between samples")
             plan = self._settled(plan, batch.resized(3), losses)
         except ModelError as error:
-            raise _unclear(f"it does not run on two or three samples: {error.what}") from error
-        except Unplanned:  # with other numbers for one sample
-            raise _unclear("what it draws depends on what it has drawn") from None
+            raise _unclear(
+                f"the model does not run on two or three samples: {error.what}"
+            ) from error
+        except Unplanned:  # raised with other numbers for one sample
+            raise _unclear("its later draws depend on its earlier draws") from None
         self._plans = [*(p for p in self._plans[-_PLANS:] if p != plan), plan]
         return plan
 
     def _recorded(self, batch: Batch, losses: Callable[[Batch], Tensor]) -> list[Call]:
-        """Return what a model draws for a batch, in order."""
+        """Return the draws of a model for a batch, in order."""
         found: list[Call] = []
         with self._run(_ForwardPass(batch.index, [], recorded=found)):
             losses(batch)
         return found
 
     def _settled(self, plan: DrawPlan, three: Batch, losses: Callable[[Batch], Tensor]) -> DrawPlan:
-        """Return the plan with samples in front of the axes they are merged with, or behind.
+        """Return the plan with the order of samples and the axes that they are merged with.
 
-        Whether all have them in front is seen at once; otherwise each is looked at by itself.
+        First it is tested whether all axes have the samples in front. Otherwise each is tested.
         """
         merged = [(k, place) for k, places in plan.items() for place in places if place.merged > 1]
         if not merged or self._own(plan, [k for k, _ in merged], three, losses):
@@ -387,8 +397,8 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = next((way for way in tried if self._own(way, [k], three, losses)), None)
             if found is None:
                 raise _unclear(
-                    f"those of {place.kind}, of shape {place.at(3)} for three samples, change "
-                    "several losses"
+                    f"the numbers of {place.kind}, of shape {place.at(3)} for three samples, "
+                    "change several losses"
                 )
             plan = found
         return plan
@@ -396,7 +406,7 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _own(
         self, plan: DrawPlan, calls: Iterable[int], three: Batch, losses: Callable[[Batch], Tensor]
     ) -> bool:
-        """Whether other numbers for one of three samples, in some calls, change no other's loss."""
+        """Whether other numbers for one of three samples in some calls change only its own loss."""
 
         def found(trial: int) -> Tensor:
             other = (frozenset(calls if trial else ()), trial)
@@ -408,14 +418,14 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
             change = (found(trial) - before).abs().cpu()
             if bool(change.any()):
                 return bool(change[0] + change[2] <= _CLEAR * change[1])
-        return True  # nothing depends on them here
+        return True  # no loss depends on the numbers here
 
 
 def probe() -> None:
-    """Draw for three samples and for one of them: it must have the same numbers.
+    """Draw for three samples and for one of them, and compare the numbers of the latter.
 
     Raises:
-        Exception: This torch lets nobody answer for it.
+        Exception: This torch release does not let a dispatch mode answer draws.
     """
     fixed, layer, three = FixedRandomness(0), nn.Dropout(), Batch.of(torch.ones(3, 8, device="cpu"))
 
@@ -427,16 +437,16 @@ def probe() -> None:
         return fixed.over(layer, batch, lambda: losses(batch), losses)
 
     if not torch.equal(drawn(three)[2:], drawn(three.one(2))):
-        raise RuntimeError("a sample's numbers are others in a batch")
+        raise RuntimeError("a sample has different numbers in a batch")
 
 
 class ExtremeDraws(TorchDispatchMode):
-    """Draws one and the same word everywhere: what is drawn is as small, or as large, as it gets.
+    """Uses the same word everywhere: each draw is as small, or as large, as possible.
 
-    What happens once in a thousand times happens for one of `WORDS`.
+    An event of probability 1/1000 happens for one of `WORDS`.
     """
 
-    WORDS = (0, -1, -(2**31), 2**31 - 1)  # 0, almost 1; every event happens, none does
+    WORDS = (0, -1, -(2**31), 2**31 - 1)  # 0, almost 1; every event happens, no event happens
 
     def __init__(self, word: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -445,9 +455,10 @@ class ExtremeDraws(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation, or draw in its place."""
+        """Run an operation, or answer it if it draws."""
         kwargs, found = kwargs or {}, NotImplemented
-        own = torch.default_generator.initial_seed() != _code(0)  # numbers the model has seeded
+        # the model has seeded the generator
+        own = torch.default_generator.initial_seed() != _code(0)
         if is_random(func) and not own and kwargs.get("generator") is None:
             found = draw(func, args, kwargs, self._words)
         return func(*args, **kwargs) if found is NotImplemented else found
@@ -458,7 +469,7 @@ class ExtremeDraws(TorchDispatchMode):
 
 @contextmanager
 def extreme_numbers(word: int) -> Iterator[None]:
-    """Let the body draw numbers of a word alone, one of `ExtremeDraws.WORDS`."""
+    """Draw all random numbers in the body from one word of `ExtremeDraws.WORDS`."""
     with forked(), random_numbers_kept(), ExtremeDraws(word):
         torch.default_generator.manual_seed(_code(0))
         yield
@@ -466,9 +477,9 @@ def extreme_numbers(word: int) -> Iterator[None]:
 
 @contextmanager
 def _unfused(model: nn.Module) -> Iterator[None]:
-    """Let attention and recurrent layers on a GPU draw by operations of their own.
+    """Make attention and recurrent layers on a GPU draw by separate operations.
 
-    Fused kernels draw where nobody sees it.
+    Draws inside fused kernels cannot be answered.
     """
     with ExitStack() as stack:
         if all(t.device.type == "cpu" for t in (*model.parameters(), *model.buffers())):
@@ -483,9 +494,9 @@ def _unfused(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def switched_off(*kernels: Any) -> Iterator[None]:
-    """Do without some of torch's backends, such as `torch.backends.cudnn`, in the body.
+    """Disable some of torch's backends, such as `torch.backends.cudnn`, in the body.
 
-    Their own `flags()` also sets all that they are not given, and fails where TF32 is set by
+    Their own `flags()` also sets everything that is not passed, and fails if TF32 is set by
     `torch.backends.cudnn.conv.fp32_precision`.
     """
     before = [k.enabled for k in kernels]
@@ -499,7 +510,7 @@ def switched_off(*kernels: Any) -> Iterator[None]:
 
 
 def _drawing(device: torch.device | None) -> tuple[Any, list[Any]]:
-    """Return torch's module of a device, or of the one there is, and which of it draw numbers."""
+    """Return torch's module of a device (default: the current accelerator), and its generators."""
     module = accelerator_module(device)
     started = getattr(module, "is_initialized", lambda: module is not None)()
     if not started or device is None:
@@ -509,13 +520,13 @@ def _drawing(device: torch.device | None) -> tuple[Any, list[Any]]:
 
 
 def states(device: torch.device | None = None) -> list[Callable[[], Tensor]]:
-    """Return what reads the states of torch's generators: the CPU's, and a device's or all."""
+    """Return functions that read the states of generators: the CPU's, and a device's or all."""
     module, devices = _drawing(device or torch.accelerator.current_accelerator())
     return [torch.get_rng_state, *(partial(module.get_rng_state, d) for d in devices)]
 
 
 def forked(device: torch.device | None = None) -> AbstractContextManager[None]:
-    """Put torch's generators back after the body: the CPU's, and a device's or all."""
+    """Restore torch's generators after the body: the CPU's, and a device's or all."""
     place = device or torch.accelerator.current_accelerator()
     module, devices = _drawing(place)
     kind = "cuda" if place is None or module is None else place.type
@@ -523,14 +534,14 @@ def forked(device: torch.device | None = None) -> AbstractContextManager[None]:
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch's generators that are in use: a device that is not has the caller's own seed."""
+    """Seed torch's generators in use; unused devices keep the caller's seed."""
     _, devices = _drawing(torch.accelerator.current_accelerator())
     (torch.manual_seed if devices else torch.default_generator.manual_seed)(seed)
 
 
 @contextmanager
 def random_numbers_kept() -> Iterator[None]:
-    """Leave Python's and numpy's global random generators as they are."""
+    """Restore the global random generators of Python and NumPy after the body."""
     python, legacy = random.getstate(), np.random.get_state()
     try:
         yield
@@ -540,18 +551,19 @@ def random_numbers_kept() -> Iterator[None]:
 
 
 def _code(run: int) -> int:
-    """Return the seed that stands for a run's first call; run 0 is none."""
+    """Return the seed that encodes a run's first call; run 0 means no run."""
     return (_MARK << _RUNS | run) << _CALLS
 
 
 def _unclear(why: str) -> UnsupportedError:
     return UnsupportedError(
-        f"which of the model's random numbers are whose cannot be told: {why}", remedy=_REMEDY
+        f"cannot determine which of the model's random numbers belong to which sample: {why}",
+        remedy=_REMEDY,
     )
 
 
 def _place(kind: str, two: tuple[int, ...], three: tuple[int, ...]) -> DrawAxis:
-    """Return where the samples are, by the shapes that a call draws for two and for three."""
+    """Return the sample axis of a call, given its shapes for two and for three samples."""
     changed = [k for k, (a, b) in enumerate(zip(two, three, strict=False)) if a != b]
     if not changed and len(two) == len(three):
         return DrawAxis(kind, two, None)
@@ -559,13 +571,11 @@ def _place(kind: str, two: tuple[int, ...], three: tuple[int, ...]) -> DrawAxis:
     even = len(two) == len(three) and len(changed) == 1 and two[k] * 3 == three[k] * 2
     if not even or two[k] % 2:
         raise _unclear(
-            f"{kind} draws numbers of shape {two} for two samples, {three} for three, of which "
-            "not as many belong to each"
+            f"{kind} draws numbers of shape {two} for two samples and {three} for three, so "
+            "samples do not have equal shares"
         )
     return DrawAxis(kind, (*two[:k], two[k] // 2, *two[k + 1 :]), k)
 
-
-# Numbers.
 
 _GAMMA, _FIRST, _SECOND = (  # of SplitMix64 (Steele, Lea and Flood 2014), as signed integers
     value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -589,7 +599,7 @@ def _numbers(
     device: torch.device,
     trial: int,
 ) -> Tensor:
-    """Return the words (n, *shape), int32, of samples (n,), or (1, *shape) that all share."""
+    """Return the words (n, *shape), int32, of samples (n,), or (1, *shape) for shared numbers."""
     text = f"{seed}\0{call}\0{trial}\0{'all' if index is None else 'each'}".encode()
     key = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
     if index is None:
@@ -606,12 +616,12 @@ def _numbers(
 
 
 _INDEXED, _MASKED = ("index", "index_put"), ("masked_select", "masked_scatter")
-_WITHIN = ("gather", "scatter", "scatter_add")  # entries of each row, along another axis
+_WITHIN = ("gather", "scatter", "scatter_add")  # entries within each row, along another axis
 _PICKS = {*_INDEXED, *_MASKED, *_WITHIN, "index_select", "index_add", "index_copy", "embedding"}
 
 
 def _choice(func: Any, args: Any, n: int) -> Tensor | None:
-    """Return what picks by its values among rows of n samples, None where nothing does."""
+    """Return the index tensor that selects among rows of n samples, or None."""
     kind = kind_of(func)
     if kind not in _PICKS or n == 1 or isinstance(args[0], nn.Parameter):
         return None
@@ -620,7 +630,7 @@ def _choice(func: Any, args: Any, n: int) -> Tensor | None:
     if kind in _INDEXED:
         first, rows = next((k, t) for k, t in enumerate(rows) if t is not None)
         axes = axes[first:][: rows.dim() if rows.dtype == torch.bool else 1]
-        if kind == "index_put" and args[2].numel() == 1:  # the same for all that are picked
+        if kind == "index_put" and args[2].numel() == 1:  # the same value for all selected rows
             return None
     elif kind == "embedding":
         axes = axes[:1]
@@ -632,7 +642,7 @@ def _choice(func: Any, args: Any, n: int) -> Tensor | None:
 
 
 def _undrawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operation that may draw, and refuse it if it does."""
+    """Run an operation that may draw; raise if it does."""
     with forked():
         reads = states()
         before = [read() for read in reads]
@@ -640,7 +650,7 @@ def _undrawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if all(torch.equal(a, read()) for a, read in zip(before, reads, strict=True)):
             return result
     raise UnsupportedError(
-        f"{kind_of(func)} draws random numbers that cannot be fixed for each sample",
+        f"the random numbers of {kind_of(func)} cannot be fixed for each sample",
         remedy="Draw them by torch.rand, randn, bernoulli and the like, or outside the model, and "
         f"pass them as inputs. Otherwise: {EVAL}",
     )

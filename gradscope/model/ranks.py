@@ -1,10 +1,10 @@
-"""Processes that train one model together: what they agree on, and how its parameters lie on them.
+"""Processes that train one model together: their agreement, and the layout of parameters.
 
-Each process (rank) has samples of its own. Under DistributedDataParallel it has the whole model;
-under fully_shard (FSDP2) a part of every parameter, and a layer is whole only while it is used.
+Each process (rank) has its own samples. With DistributedDataParallel it has the whole model. With
+fully_shard (FSDP2) it has a part of every parameter, and a layer is whole only while it is used.
 
-Whoever takes part in a collective call waits for all others. So decisions that lead to one are
-taken by all ranks together (`any`), and an error on one rank becomes an error on every rank.
+Each participant of a collective call waits for all others. So all ranks decide together (`any`)
+whether to make such a call, and an error on one rank becomes an error on every rank.
 """
 
 import re
@@ -30,32 +30,32 @@ T = TypeVar("T")
 _LOST = re.compile(r"gloo|NCCL|Connection (closed|reset)|caused pair closure")
 
 
-_OUT_OF_STEP = "gradscope/parted"  # where in the store stands which rank has failed, and of what
+_OUT_OF_STEP = "gradscope/parted"  # key in the store for the failed rank and its error
 
 
 class OtherProcessError(RefusedError):
-    """Another process has failed, of something that says nothing of the numbers of this one."""
+    """Another process has failed for a reason that does not concern this process's results."""
 
 
 class OutOfStepError(OtherProcessError):
-    """The processes are no longer in step: nobody may wait for another."""
+    """The processes are out of step: no process may wait for another."""
 
 
 class Ranks:
     """The processes of a group, each with the whole model.
 
     Args:
-        group: What they talk through.
-        device: Where the model is.
+        group: The process group.
+        device: The device of the model.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self.group, self.device = group, device
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self._failed: BaseException | None = None  # what all ranks know of
+        self._failed: BaseException | None = None  # the error that all ranks know
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so on any rank.
+        """Whether `flag` is true on any rank.
 
         Raises:
             RefusedError: Another rank has failed.
@@ -63,9 +63,9 @@ class Ranks:
         return self._most(int(flag)) > 0
 
     def agree(self, error: BaseException | None = None) -> None:
-        """Raise if any rank has an error: its own there, a `RefusedError` on the others.
+        """Raise if any rank has an error: its own error there, a `RefusedError` on other ranks.
 
-        That is an `OtherProcessError` unless an answer was refused there.
+        The error on other ranks is an `OtherProcessError`, unless a result was refused.
         """
         if error is not None and (error is self._failed or isinstance(error, OutOfStepError)):
             raise error
@@ -73,7 +73,7 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Let an error that the body raises on one rank be one on all of them."""
+        """Turn an error of the body on one rank into an error on all ranks."""
         try:
             yield
         except Exception as error:
@@ -83,10 +83,10 @@ class Ranks:
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Run a backward pass, in which others wait for this rank: where it fails, all of them end.
+        """Run a backward pass in which other ranks wait for this rank; on failure, end all ranks.
 
-        What it failed of stands in the store that they share. They read it as soon as this process
-        has ended, which closes its connections: nothing else wakes one that waits.
+        The error text is written to the shared store. Other ranks read it after this process has
+        ended, which closes its connections: nothing else wakes a waiting rank.
         """
         try:
             yield
@@ -97,16 +97,16 @@ class Ranks:
                 raise
             if isinstance(error, RuntimeError) and _LOST.search(str(error)):
                 raise lost_process(error) from error
-            what = f"process {self.rank} could not go on: {type(error).__name__}: {error}"
+            what = f"process {self.rank} failed: {type(error).__name__}: {error}"
             with suppress(Exception):
                 dist.distributed_c10d._get_default_store().set(_OUT_OF_STEP, what)
             raise OutOfStepError(
-                f"{what}, in the middle of a backward pass in which the others wait for it",
-                remedy="End this process, as torchrun does with all others then; start all again.",
+                f"{what}, during a backward pass in which other processes wait for it",
+                remedy="End this process (torchrun then ends all others), and start all again.",
             ) from error
 
     def of_all(self, value: T) -> list[T]:
-        """Return what each rank gives.
+        """Return the values of all ranks.
 
         Raises:
             RefusedError: Another rank has failed.
@@ -115,7 +115,7 @@ class Ranks:
         return self._gathered(value)
 
     def added(self, value: Tensor) -> Tensor:
-        """Return the sum of what each rank gives, of one shape.
+        """Return the sum of the values of all ranks, which have one shape.
 
         Raises:
             RefusedError: Another rank has failed.
@@ -132,12 +132,12 @@ class Ranks:
         return found
 
     def numbered(self, make: Callable[[], Batch], what: str, *, given: bool = False) -> Batch:
-        """Return a batch whose samples are numbered over all ranks, which all ask the same.
+        """Return a batch whose samples are numbered over all ranks; all ranks must call it.
 
         Args:
-            make: Makes this rank's batch.
-            what: What is asked.
-            given: Its samples have their numbers already.
+            make: Creates this rank's batch.
+            what: A description of the request.
+            given: Whether the samples already have numbers.
         """
         with self.together():
             batch = make()
@@ -146,16 +146,16 @@ class Ranks:
         return batch if given else replace(batch, index=batch.index + before)
 
     def require_same(self, what: str) -> None:
-        """Refuse where other ranks are asked for something else."""
+        """Raise if other ranks have a different request."""
         told = self.of_all(what)
         if len({*told}) > 1:
             raise SpecError(
-                f"the processes are asked for different things: {', '.join(map(repr, told))}",
+                f"the processes make different requests: {', '.join(map(repr, told))}",
                 remedy="Make the same calls, in the same order, on every process.",
             )
 
     def states(self, state: dict[str, Tensor] | None) -> Iterator[dict[str, Tensor] | None]:
-        """Yield what each rank gives, one after the other: tensors by name, or None."""
+        """Yield each rank's state in turn: tensors by name, or None."""
         shapes = self.of_all(
             None if state is None else {k: (v.shape, v.dtype) for k, v in state.items()}
         )
@@ -179,7 +179,7 @@ class Ranks:
         self._call(lambda: dist.broadcast(value, source, group=self.group))
 
     def _most(self, number: int, error: BaseException | None = None) -> int:
-        """Return the largest number of all ranks; 2 is an error, which all raise."""
+        """Return the largest number of all ranks; 2 stands for an error, which all ranks raise."""
         told = torch.tensor([number], device=self.device)
         self._call(lambda: dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group))
         if int(told) < 2:
@@ -190,8 +190,8 @@ class Ranks:
             rank, (text, _) = next(iter(failed.items()))
             refuted = any(refutes for _, refutes in failed.values())
             error = (RefusedError if refuted else OtherProcessError)(
-                f"process {rank} could not go on: {text}",
-                remedy="This process had no error; no process has a result.",
+                f"process {rank} failed: {text}",
+                remedy="This process had no error, but no process has a result.",
             )
         self._failed = error
         raise error
@@ -199,7 +199,7 @@ class Ranks:
     def _call(self, collective: Callable[[], Any]) -> None:
         try:
             collective()
-        except RuntimeError as error:  # torch has no class of its own for what gloo finds
+        except RuntimeError as error:  # torch has no specific class for errors of gloo
             if is_machine_error(error):
                 raise
             raise lost_process(error) from error
@@ -214,12 +214,12 @@ def _refutes(error: BaseException) -> bool:
 
 
 def lost_process(error: BaseException) -> GradscopeError:
-    """Return what a collective call that failed is told as."""
+    """Return the error for a collective call that failed."""
     what = (
-        "another process of the group has ended, or does not answer: "
+        "another process of the group has ended or does not respond: "
         f"{str(error).strip().partition(chr(10))[0]}"
     )
-    with suppress(Exception):  # whoever held the store may have ended
+    with suppress(Exception):  # the process with the store may have ended
         store = dist.distributed_c10d._get_default_store()
         what = store.get(_OUT_OF_STEP).decode() if store.check([_OUT_OF_STEP]) else what
     return OutOfStepError(
@@ -229,19 +229,20 @@ def lost_process(error: BaseException) -> GradscopeError:
 
 
 class ModelParallel(Ranks):
-    """The processes of a model that fully_shard has sharded.
+    """The processes of a model that is sharded by fully_shard.
 
     Args:
         model: The model; every process binds it at the same time.
-        modules: Those that fully_shard was applied to.
+        modules: The modules to which fully_shard was applied.
 
     Attributes:
-        sharded: The parameters as the optimiser knows them, by name: a part on each process.
-        whole: The same as the forward pass uses them; their memory is there only meanwhile.
+        sharded: The optimiser's parameters by name: a part on each process.
+        whole: The same parameters in the form of the forward pass; their memory exists only during
+            it.
         rounds_to: The narrowest dtype that a forward pass was found to round to.
 
     Raises:
-        UnsupportedError: Tensor parallel, or several meshes.
+        UnsupportedError: The model uses tensor parallelism, or several meshes.
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[Any]) -> None:
@@ -254,15 +255,17 @@ class ModelParallel(Ranks):
         self.sharded = {k: p for k, p in named.items() if isinstance(p, DTensor)}
         meshes = {p.device_mesh for p in self.sharded.values()}
         if len(meshes) != 1:
-            raise _unsupported(f"its parameters are divided over {len(meshes)} device meshes")
+            raise _unsupported(f"its parameters are on {len(meshes)} device meshes")
         (self.mesh,) = meshes
         if self.mesh.ndim > 1 and self.mesh.size() != dist.get_world_size():
-            raise _unsupported("its device mesh has several axes and is a part of all processes")
+            raise _unsupported(
+                "its device mesh has several axes and does not include all processes"
+            )
         group = self.mesh.get_group() if self.mesh.ndim == 1 else dist.group.WORLD
         super().__init__(group, next(iter(self.sharded.values())).to_local().device)
         self.whole: dict[str, nn.Parameter] = {}
         self._home: dict[int, Any] = {}
-        # of each layer one parameter, the module that holds it and its name there
+        # for each layer: one parameter, as the module that has it and its name there
         self._first: dict[int, tuple[nn.Module, str]] = {}
         self._whole_of: dict[int, nn.Parameter] = {}
         for module in self.modules:
@@ -273,7 +276,7 @@ class ModelParallel(Ranks):
                         path, _, last = name.rpartition(".")
                         self._first.setdefault(id(module), (model.get_submodule(path), last))
                         self._whole_of.setdefault(id(module), p)
-        # the layers in the order in which a forward pass makes them whole, as far as is known
+        # the layers in the order in which a forward pass gathers them, as far as known
         self._order = [m for m in self.modules if id(m) in self._first]
         self.device = next(iter(self.whole.values())).device
         for name, p in self.whole.items():
@@ -281,24 +284,25 @@ class ModelParallel(Ranks):
                 raise _tensor_parallel(name)
 
     def reshard(self) -> None:
-        """Let go of every layer's whole parameters: an evaluation may have left some.
+        """Release every layer's gathered parameters, because an evaluation may have left some.
 
-        And of the order of forward passes without a backward one, in which the next would fetch
-        layers ahead: where one rank has failed in such a pass, it is no longer that of the others.
+        Also forget the order of forward passes without a backward pass, which torch uses to
+        prefetch layers. A rank that failed in such a pass has a different order from other ranks.
         """
         for module in self.modules:
             module.reshard()
             state = module._get_fsdp_state()
-            with suppress(AttributeError):  # not in every torch, and not before the first pass
+            # missing in some torch releases, and before the first pass
+            with suppress(AttributeError):
                 state._comm_ctx.post_forward_order.clear()
             for group in _groups(state):
                 group._post_forward_indices.clear()
 
     @contextmanager
     def perturbing(self, seed: int, share: float) -> Iterator[None]:
-        """Let the body see parameters that are larger or smaller by up to this share, at random.
+        """Let the body see parameters scaled at random, by factors within 1 ± `share`.
 
-        Each process changes its parts, and puts them back to the last bit.
+        Each process changes its parts, and restores them exactly.
         """
         parts = [p.to_local().data for p in self.sharded.values()]
         kept = [part.clone() for part in parts]
@@ -325,18 +329,18 @@ class ModelParallel(Ranks):
             module.reshard()
 
     def windows(self, leaves: Iterable[Iterable[Tensor]]) -> Iterator[list[int]]:
-        """Yield which of several things to do, while the parameters that each needs are whole.
+        """Yield the indices of the tasks to do while the parameters that each task needs are whole.
 
-        Each process goes through all layers, in one order, whatever it has to do there.
+        Each process visits all layers in the same order, even if it has no task.
 
         Args:
-            leaves: The parameters that each thing needs.
+            leaves: The parameters that each task needs.
         """
         homes = [{id(h): h for p in own if (h := self._home.get(id(p)))} for own in leaves]
         yield [k for k, home in enumerate(homes) if not home]
         several = [k for k, home in enumerate(homes) if len(home) > 1]
         for module in self.modules:
-            self.agree()  # where one has failed, no other waits for it in the next layer
+            self.agree()  # if a process has failed, no other waits for it in the next layer
             with self._present(module):
                 yield [k for k, home in enumerate(homes) if [*home] == [id(module)]]
         if self.any(bool(several)):
@@ -344,14 +348,14 @@ class ModelParallel(Ranks):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Run the body, a forward pass; where it fails on this process, let no other wait for it.
+        """Run the body, a forward pass; if it fails here, let no other process wait for it.
 
-        What is left of its collective calls is made up for: those of the layers that did not run.
-        Activation checkpointing is off: what it saves is computed anew by whoever asks, in the
-        backward pass or out of it, and a layer's parameters would have to be exchanged for that.
+        After a failure, this process makes the collective calls of the layers that did not run.
+        Activation checkpointing is off: its recomputation can happen at any time, and would need
+        collective calls for a layer's parameters.
         """
-        self.agree()  # where one has failed, no other waits for it in this pass
-        self.reshard()  # an earlier pass without a backward one leaves the outermost layer whole
+        self.agree()  # if a process has failed, no other waits for it in this pass
+        self.reshard()  # a pass without a backward pass leaves the outermost layer whole
         gathered: list[Any] = []
 
         def note(module: nn.Module, _: Any) -> None:
@@ -378,11 +382,11 @@ class ModelParallel(Ranks):
             handle.remove()
 
     def _begin_anew(self) -> None:
-        """Let torch forget a forward pass that has not come to its end."""
-        reset = getattr(self.modules[0], "reset_iter_state", None)  # from torch 2.13 on
+        """Make torch forget an unfinished forward pass."""
+        reset = getattr(self.modules[0], "reset_iter_state", None)  # since torch 2.13
         if reset is not None:
             leaves = [*self.sharded.values(), *self.whole.values()]
-            gradients = [p.grad for p in leaves]  # the training's own, which it drops
+            gradients = [p.grad for p in leaves]  # the training's gradients, which reset drops
             reset()
             for p, gradient in zip(leaves, gradients, strict=True):
                 p.grad = gradient
@@ -397,15 +401,16 @@ class ModelParallel(Ranks):
             state._state_ctx.iter_forward_root = None
 
     def spread(self, name: str, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """From rows of all ranks, each whole on one, to a part of all rows on each rank.
+        """Exchange rows between ranks: each rank gets its part of every row.
 
         Args:
-            name: Of a parameter.
-            rows: (counts[rank], *shape), this rank's.
-            counts: How many rows each rank has.
+            name: The name of a parameter.
+            rows: (counts[rank], *shape), the rows of this rank.
+            counts: The number of rows of each rank.
 
         Returns:
-            (Σ counts, *part), in the order of the ranks; the part is that of the parameter.
+            (Σ counts, *part), in the order of the ranks; `part` is this rank's part of the
+            parameter.
         """
         pieces = [self._part(name, rows, rank) for rank in range(self.size)]
         one = pieces[self.rank][:0].shape[1:]
@@ -416,7 +421,7 @@ class ModelParallel(Ranks):
         return found.reshape(sum(counts), *one)
 
     def _part(self, name: str, rows: Tensor, rank: int) -> Tensor:
-        """Return what a rank has of rows (m, *shape) of a parameter: as `torch.chunk` divides."""
+        """Return a rank's part of rows (m, *shape) of a parameter, divided as by `torch.chunk`."""
         place = (self.mesh.mesh == dist.get_global_rank(self.group, rank)).nonzero()[0]
         for axis, placement in enumerate(self._placements(name, 1)):
             if placement.is_shard():
@@ -443,7 +448,7 @@ class ModelParallel(Ranks):
         )
 
     def _placements(self, name: str, lead: int) -> list[Any]:
-        """Return a parameter's placements, with so many axes in front of its own."""
+        """Return a parameter's placements, shifted by `lead` leading axes."""
         from torch.distributed.tensor import Replicate, Shard
 
         if name not in self.sharded:
@@ -459,10 +464,10 @@ def _groups(state: Any) -> list[Any]:
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:
-    """Return the processes that a model is trained by, None where this is the only one.
+    """Return the processes that train a model, or None for a single process.
 
     Raises:
-        UnsupportedError: It is divided in a way whose gradients are not to be had exactly.
+        UnsupportedError: Exact gradients are not supported for this kind of parallelism.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
@@ -479,7 +484,7 @@ def ranks_of(model: nn.Module) -> Ranks | None:
         raise _unsupported("it is wrapped in the older FullyShardedDataParallel")
     wrapped = parallel(model)
     if len({id(m.process_group) for m in wrapped}) > 1:
-        raise _unsupported("its parts are trained by different groups of processes")
+        raise _unsupported("its parts are trained by different process groups")
     if any(m.mixed_precision is not None for m in wrapped):
         raise _unsupported("DistributedDataParallel casts its parameters (mixed_precision)")
     return Ranks(wrapped[0].process_group, wrapped[0].device) if wrapped else None
@@ -493,7 +498,7 @@ def parallel(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def alone(model: nn.Module) -> Iterator[None]:
-    """Let forward passes of a model under DistributedDataParallel wait for no other process."""
+    """Run forward passes of a DistributedDataParallel model without other processes."""
     before = [(vars(m), vars(m).get("forward")) for m in parallel(model)]
     try:
         for own, _ in before:
@@ -507,9 +512,9 @@ def alone(model: nn.Module) -> Iterator[None]:
 
 
 def apply_fully_shard(model: nn.Module, device: str) -> nn.Module:
-    """Divide a model over all processes: each repeated layer by itself, and the rest together.
+    """Shard a model over all processes: each repeated layer separately, and the rest together.
 
-    A layer that shares a parameter with what is outside of it stays with the rest.
+    A layer that shares a parameter with code outside it stays with the rest.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -541,14 +546,14 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
 def _tensor_parallel(name: str) -> UnsupportedError:
     return UnsupportedError(
         "the parameter is divided within its layer (tensor parallel): each process computes a part "
-        "of every sample, and no sample's gradient is on any of them",
+        "of every sample, and no process has a sample's whole gradient",
         where=f"parameter {name!r}",
-        remedy="Divide the model by fully_shard (FSDP2), or gather it: full_tensor().",
+        remedy="Shard the model by fully_shard (FSDP2), or gather the parameter by full_tensor().",
     )
 
 
 def _unsupported(what: str) -> UnsupportedError:
     return UnsupportedError(
-        f"the model is divided over processes in a way that is not supported: {what}",
+        f"this kind of distributed model is not supported: {what}",
         remedy="Use fully_shard (FSDP2) on one mesh, or DistributedDataParallel.",
     )

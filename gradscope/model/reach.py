@@ -1,9 +1,9 @@
-"""Everything with values that a model or a loss can reach, as tables that can be read and written.
+"""All values that a model or a loss can reach, as tables that can be read and written.
 
-Modules and plain objects, lists, dicts and sets, closures, function attributes, class attributes,
-random generators, and the globals that the user's own functions name. Code of Python, torch,
-installed packages and gradscope is taken to keep nothing; what measures a model, which the model
-may lead to (by its trainer), is none of its state.
+They are in modules and plain objects, lists, dicts and sets, closures, attributes of functions and
+classes, random generators, and the globals that the user's own functions use. Code of Python,
+torch, installed packages and gradscope counts as stateless. Objects that measure a model are not
+part of its state, although the model may lead to them (by its trainer).
 """
 
 import enum
@@ -29,7 +29,7 @@ Named = tuple[Any, str]
 Found = tuple[list["StateTable"], list[Named]]
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_MOST = 50_000  # objects that are looked at
+_MOST = 50_000  # objects that are searched, at most
 _SKIPPED = (*PLAIN, types.BuiltinFunctionType, enum.Enum, Path, np.ndarray)
 _SKIPPED_FROM = ("logging", "threading", "weakref", "io", "_io", "concurrent", "multiprocessing")
 _OWN = tuple(f"gradscope.{part}" for part in ("scope", "engine", "training", "model.state"))
@@ -37,14 +37,14 @@ _OWN = tuple(f"gradscope.{part}" for part in ("scope", "engine", "training", "mo
 
 @dataclass(frozen=True, eq=False)
 class StateTable:
-    """Something that holds values by key, known to a reader by its name."""
+    """A container of values by key, with a name for messages."""
 
     name: str
     read: Callable[[], Items]  # the values, in order
     write: Callable[[Items], object]
 
     def named(self, key: Any) -> str:
-        """Return the name of a value; torch's own tables of a module are left out."""
+        """Return the name of a value; names of torch's own tables in a module are omitted."""
         usual = key in ("_modules", "_parameters", "_buffers", "cell_contents")
         return self.name if usual else f"{self.name}.{key}"
 
@@ -52,9 +52,9 @@ class StateTable:
 def reachable(
     roots: Iterable[Named], own: Iterable[Tensor]
 ) -> Iterator[tuple[Hashable, StateTable]]:
-    """Yield every table that can be reached from named objects, each once, under a lasting key.
+    """Yield every table that can be reached from named objects, each once, with a lasting key.
 
-    Of the model's `own` tensors attributes and flags are looked at, of others nothing.
+    For the model's `own` tensors, attributes and flags are searched; other tensors are skipped.
     """
     known = {id(t) for t in own}
     waiting = deque(roots)
@@ -62,11 +62,11 @@ def reachable(
     while waiting and len(seen) < _MOST:
         value, name = waiting.popleft()
         home = getattr(type(value), "__module__", "")
-        home = home if isinstance(home, str) else ""  # some wrappers' is a descriptor
+        home = home if isinstance(home, str) else ""  # a descriptor in some wrapper classes
         foreign = home.partition(".")[0] in _SKIPPED_FROM or home.startswith(_OWN)
         if id(value) in seen or foreign or isinstance(value, _SKIPPED):
             continue
-        seen[id(value)] = value  # so that no other object gets its id
+        seen[id(value)] = value  # keeps the object alive, so that its id stays unique
         if isinstance(value, Tensor) and id(value) not in known:
             continue
         tables, more = _looked_into(value, name)
@@ -77,7 +77,7 @@ def reachable(
 
 
 def _looked_into(value: Any, name: str) -> Found:
-    """Return the tables of one object, and what else it leads to."""
+    """Return the tables of one object, and further objects that it leads to."""
     match value:
         case dict():
             return [_namespace(value, name)], []
@@ -100,7 +100,7 @@ def _looked_into(value: Any, name: str) -> Found:
             return [], [(value.fget, name)]
         case functools.partial():
             return [], [(v, name) for v in (value.func, *value.args, *value.keywords.values())]
-        case functools._lru_cache_wrapper():  # what it remembers is not put back, but forgotten
+        case functools._lru_cache_wrapper():  # the cache is not restored, but cleared
             calls = lambda: {"calls": value.cache_info().misses}  # noqa: E731
             return [StateTable(name, calls, lambda _: value.cache_clear())], [
                 (value.__wrapped__, name)
@@ -160,7 +160,7 @@ def _of_object(value: Any, name: str) -> Found:
 
 
 def _generator(source: Any, name: str) -> StateTable:
-    """A random generator of the model's own; its state as bytes, which can be compared."""
+    """A random generator of the model; its state as bytes, which can be compared."""
 
     def read() -> Items:
         if isinstance(source, torch.Generator):
@@ -181,7 +181,7 @@ def _generator(source: Any, name: str) -> StateTable:
 
 
 def _of_function(fn: types.FunctionType, name: str) -> Found:
-    """What a function of the user's own keeps or names."""
+    """The values that a function of the user stores or uses."""
     if not _is_users(fn.__code__.co_filename):
         return [], []
     cells = [
@@ -199,7 +199,7 @@ def _of_function(fn: types.FunctionType, name: str) -> Found:
 
 
 def _cell(cell: types.CellType, name: str) -> StateTable:
-    """A variable of the function around the one that names it; it may have no value (yet)."""
+    """A variable of an enclosing function; it may have no value (yet)."""
 
     def read() -> Items:
         try:
@@ -217,7 +217,7 @@ def _cell(cell: types.CellType, name: str) -> StateTable:
 
 
 def _of_class(kind: type) -> list[StateTable]:
-    """The attributes and methods of a class, where it is the user's own."""
+    """The attributes and methods of a class, if it is the user's own."""
     modules = ((base, sys.modules.get(base.__module__)) for base in kind.__mro__)
     return [
         _class_attributes(base)
@@ -246,19 +246,19 @@ def _slots(base: type) -> list[str]:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Return the names that a function and those written inside it use."""
+    """Return the names that a function and its inner functions use."""
     inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
     return set(code.co_names).union(*map(_names, inner))
 
 
 def _is_users_module(module: types.ModuleType) -> bool:
     file = getattr(module, "__file__", None)
-    return _is_users(file) if file else module.__spec__ is None  # made by hand
+    return _is_users(file) if file else module.__spec__ is None  # created by hand
 
 
 @functools.cache
 def _is_users(file: str | None) -> bool:
-    """Whether a file is neither Python's, nor an installed package's, nor ours."""
+    """Whether a file belongs neither to Python, nor to an installed package, nor to gradscope."""
     if file is None or file.startswith("<frozen"):
         return False
     path = Path(file)

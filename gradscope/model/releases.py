@@ -1,9 +1,9 @@
-"""Releases of torch: which were tested, and what one must be like before it is relied on.
+"""Releases of torch: the tested ones, and checks of torch's unpromised interfaces.
 
-Some of what gradscope reads torch documents for inspection but does not promise. What reads such
-things has a probe: a function that uses each of them once, on a few numbers, and raises where it is
-not what it was. It runs when it is first needed; where it fails, a backend refuses, and `auto` goes
-on with the next one, which says so in its notes.
+gradscope uses some parts of torch that are documented only for inspection. Code that uses them has
+a probe: a function that uses each of them once, on a few numbers, and raises if one has changed. It
+runs at the first use. If it fails, the backend raises. `auto` then continues with the next backend
+and says so in its notes.
 """
 
 import re
@@ -24,21 +24,21 @@ TESTED = " to ".join(".".join(map(str, release)) for release in (OLDEST, NEWEST)
 
 
 def untested() -> str | None:
-    """Return a notice where this torch is older or newer than those that were tested."""
+    """Return a notice if this torch is older or newer than the tested releases."""
     release = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
     if OLDEST <= release <= NEWEST:
         return None
     return (
-        f"gradscope was tested with torch {TESTED}, not with {torch.__version__}: what it needs of "
-        "it is tried first, and what it answers is proved as ever"
+        f"gradscope was tested with torch {TESTED}, not with {torch.__version__}. It checks the "
+        "interfaces of torch that it needs before it uses them, and proves its results as usual"
     )
 
 
 def require(who: str, probe: Callable[[], None]) -> None:
-    """Refuse what has a probe, such as "the hooks backend", where it fails; each runs once.
+    """Raise if the probe of `who`, such as "the hooks backend", fails; each probe runs once.
 
     Raises:
-        UnsupportedError: It fails with this torch.
+        UnsupportedError: The probe fails with this torch.
     """
     reason = _failure(probe)
     if reason is not None:
@@ -46,18 +46,18 @@ def require(who: str, probe: Callable[[], None]) -> None:
 
 
 def torch_changed(who: str, reason: str) -> UnsupportedError:
-    """Return the refusal of what knows torch otherwise than it is."""
+    """Return the error for code that does not work with this torch."""
     return UnsupportedError(
-        f"torch {torch.__version__} is not as {who} knows it ({reason}); "
-        f"gradscope was tested with torch {TESTED}",
-        remedy="Install one of these. Where another backend can do it, auto takes that one.",
+        f"{who} does not support torch {torch.__version__} ({reason}); gradscope was tested with "
+        f"torch {TESTED}",
+        remedy='Install a tested release of torch, or use backend="auto".',
     )
 
 
 def missing_name(error: BaseException) -> UnsupportedError | None:
-    """Return the refusal where a module of ours, as it is loaded, misses a name of another torch.
+    """Return the error for an import of gradscope that misses a name in an untested torch.
 
-    None where it is something else, or with a torch that was tested: a bug of ours.
+    Returns None for other errors, and with a tested torch, where a missing name is a bug.
     """
     files = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(_OURS)]
     loading = bool(files) and files[-1].name == "<module>"
@@ -67,10 +67,10 @@ def missing_name(error: BaseException) -> UnsupportedError | None:
 
 
 def expect(read: Mapping[str, tuple[Any, Any]]) -> None:
-    """Compare what a probe has read of torch, by name, with what it should have: (found, wanted).
+    """Compare values that a probe read from torch with expected values: {name: (found, wanted)}.
 
     Raises:
-        RuntimeError: One is different.
+        RuntimeError: A value differs.
     """
     for name, (found, wanted) in read.items():
         if found != wanted:
@@ -82,10 +82,10 @@ def _failure(probe: Callable[[], None]) -> str | None:
     try:
         with torch.inference_mode(False), torch.enable_grad():
             probe()
-    except Exception as error:  # whatever another torch raises
+    except Exception as error:  # any exception of an unknown torch
         if is_machine_error(error):
             raise
-        from gradscope.model.locate import first_line  # needs more of torch than this file does
+        from gradscope.model.locate import first_line  # imports more of torch than this file
 
         return first_line(error)
     return None

@@ -1,8 +1,8 @@
-"""Rounding: how far it lets results differ, which digits a model computes in, and float64.
+"""Rounding: the differences that it explains, the precision of a model, and float64.
 
-Two evaluations of independent samples may differ in their last digits, because another number of
-samples, or another order, adds the same numbers in another order. Float64 shows whether that is
-all: there the difference is a billion times smaller.
+Two evaluations of independent samples may differ in their last digits, because a different number
+or order of samples changes the order of sums. Float64 shows whether rounding is the only cause:
+there the difference is a billion times smaller.
 """
 
 from collections.abc import Iterator, MutableMapping
@@ -19,24 +19,24 @@ from gradscope.core.precision import on_host, perturbed
 from gradscope.model.problem import Problem, double_precision
 from gradscope.process.memory import available
 
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 3e-5}  # between batches of other sizes
-_COPIES = 4  # sizes of a model that a copy in float64 takes, with what it computes
-UNITS = 2.0  # in the last place, by which a parameter is changed to see what rounding does
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 3e-5}  # between batches of different sizes
+_COPIES = 4  # memory of a float64 copy and its results, in sizes of the model
+UNITS = 2.0  # in the last place: the change of a parameter that shows the effect of rounding
 
 _NARROWING = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
-_BITS = {torch.Tensor.view}  # takes a dtype to read the same bytes in
+_BITS = {torch.Tensor.view}  # with a dtype, it reinterprets the same bytes
 
 
 def same(
     a: Tensor, b: Tensor, among: Tensor | None = None, precision: torch.dtype = torch.float64
 ) -> bool:
-    """Whether two tensors agree up to the rounding that another batch size causes.
+    """Whether two tensors agree up to the rounding that a different batch size causes.
 
     Args:
         a: Some numbers.
         b: The same numbers, computed in another batch.
-        among: Numbers of the same kind, whose size says how much rounding is to be expected.
-        precision: The dtype that they are computed in, which may be narrower than their own.
+        among: Numbers of the same kind, whose size determines the expected rounding.
+        precision: The dtype of the computation, which may be narrower than the tensors' dtype.
     """
     dtypes = (a.dtype, b.dtype, precision)
     tolerance = max(_ROUNDING.get(dtype, _root(dtype)) for dtype in dtypes)
@@ -44,7 +44,7 @@ def same(
 
 
 def within(a: Tensor, b: Tensor, tolerance: float, among: Tensor | None = None) -> bool:
-    """Whether two tensors agree up to a relative error; numbers that are not real ones exactly."""
+    """Whether two tensors agree up to a relative error; integers and booleans must be equal."""
     if a.shape != b.shape:
         return False
     if not (a.is_floating_point() or a.is_complex()) or not b.is_floating_point() | b.is_complex():
@@ -64,8 +64,8 @@ def _root(dtype: torch.dtype) -> float:
 class _Narrowest(TorchFunctionMode):
     """Finds the narrowest dtype that a forward pass rounds to.
 
-    A number counts as rounded if a torch function made it from a wider floating-point number, or
-    from a rounded one. A count of integers in float32, or data that came in float32, is exact.
+    A number counts as rounded if a torch function computed it from a wider floating-point number,
+    or from a rounded number. A count of integers in float32, or float32 data, is exact.
     """
 
     def __init__(self) -> None:
@@ -96,10 +96,10 @@ def _eps(dtype: torch.dtype) -> float:
 
 
 def computed_in(problem: Problem, batch: Batch) -> torch.dtype:
-    """Return the narrowest dtype that a forward pass rounds to, by running one sample.
+    """Return the narrowest dtype that a forward pass rounds to, found by running one sample.
 
     It may be narrower than the parameters' dtype: a layer such as RMSNorm may cast to float32 and
-    back, or compute under autocast, and its gradients are rounded to that.
+    back, or compute under autocast. Its gradients are rounded to this dtype.
     """
     with _Narrowest() as seen:
         problem.losses(batch.one(0))
@@ -108,16 +108,16 @@ def computed_in(problem: Problem, batch: Batch) -> torch.dtype:
 
 
 def nearby(problem: Problem, trials: int, digits: torch.dtype | None = None) -> Iterator[Problem]:
-    """Yield the problem on a copy of its model, each time with other last digits of parameters.
+    """Yield the problem on a copy of its model with perturbed last digits of the parameters.
 
-    What differs then is what rounding alone can do to a result. Of a sharded model there is no
-    copy: its own parameters are changed meanwhile. Later trials change more digits of them, since
-    no float64 shows what is rounding.
+    The differences between results show the effect of rounding. A sharded model is not copied: its
+    own parameters are changed temporarily. There, later trials change more digits, because no
+    float64 evaluation separates rounding from other causes.
 
     Args:
         problem: Model and loss.
-        trials: How many times.
-        digits: A dtype whose last digits are changed, the parameters' own if it is not given.
+        trials: The number of perturbations.
+        digits: The dtype whose last digits are changed; the parameters' dtype if not given.
     """
     if problem.model_parallel is not None:
         eps = torch.finfo(digits or problem.precision).eps
@@ -139,7 +139,7 @@ def nearby(problem: Problem, trials: int, digits: torch.dtype | None = None) -> 
 
 
 class widened(TorchFunctionMode):  # noqa: N801  (a context manager)
-    """Lets casts to a narrower floating-point dtype be casts to float64."""
+    """Turns casts to a narrower floating-point dtype into casts to float64."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -153,7 +153,7 @@ class widened(TorchFunctionMode):  # noqa: N801  (a context manager)
 
 
 def _wide(value: Any) -> Any:
-    """Return float64 for a narrower floating-point dtype, anything else unchanged."""
+    """Return float64 for a narrower floating-point dtype, and other values unchanged."""
     if not isinstance(value, torch.dtype):
         return value
     if value.is_complex:
@@ -162,7 +162,7 @@ def _wide(value: Any) -> Any:
 
 
 def fits_in_float64(problem: Problem) -> bool:
-    """Whether there is memory for a copy of the model in float64, as far as the system says."""
+    """Whether there is enough memory for a float64 copy of the model, if the system reports it."""
     if problem.precision == torch.float64:
         return True
     size = sum(t.nbytes for t in (*problem.model.parameters(), *problem.model.buffers()))
@@ -172,7 +172,7 @@ def fits_in_float64(problem: Problem) -> bool:
 
 @contextmanager
 def all_in_float64(problem: Problem, batch: Batch) -> Iterator[tuple[Problem, Batch]]:
-    """Give the problem and a batch in float64, in a context where no layer casts to less.
+    """Yield the problem and a batch in float64; in the body, no layer casts to a narrower dtype.
 
     Raises:
         RefusedError: The model cannot be copied.

@@ -1,11 +1,10 @@
-"""What a model carries from one forward pass to the next: found, and put back every time.
+"""The state that a model carries between forward passes: detected, and restored every time.
 
-A counter, a cache, a running mean: whatever a forward pass leaves behind would make the answer
-depend on how often the model was asked before. So each forward pass begins with the state that the
-caller's model is in. What its modules hold is put back after every evaluation; for a proof,
-everything that can be reached from the model and the loss is compared, and what changes is put
-back from then on. What cannot be is refused by name. Buffers are no matter here: forward passes
-get copies.
+A counter, a cache or a running mean would make a result depend on earlier calls of the model. So
+each forward pass begins with the state of the caller's model. The contents of its modules are
+restored after every evaluation. For a proof, everything that the model and the loss can reach is
+compared. Changed values are restored from then on. Changes that cannot be undone raise an error
+that names them. Buffers are not handled here: forward passes get copies.
 """
 
 import copy
@@ -36,11 +35,11 @@ from gradscope.model.randomness import FixedRandomness, random_numbers_kept, sta
 from gradscope.model.reach import PLAIN, Items, StateTable, reachable
 from gradscope.process.stops import until_time_limit
 
-_CheckpointedPart = Generator[None, None, None]  # of a model, which is checkpointed
-_COPIED = 2**24  # bytes of a value of which a copy is kept
-_ROOM = 2**28  # bytes of parameters, all in all, of which copies are kept: not a whole model more
-_READ = 2**28  # bytes of a value of which every bit is looked at
-_COMPARED = 2**16  # values, at most, of each tensor that is computed anew
+_CheckpointedPart = Generator[None, None, None]  # runs a checkpointed part of a model
+_COPIED = 2**24  # bytes of a value; larger values are not copied
+_ROOM = 2**28  # bytes of all copied parameters: less than a second model
+_READ = 2**28  # bytes of a value; larger values are not compared bit by bit
+_COMPARED = 2**16  # values per recomputed tensor that are compared, at most
 _USUAL = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ITERATORS: tuple[type, ...] = (
@@ -52,28 +51,28 @@ _ITERATORS: tuple[type, ...] = (
 
 @dataclass(eq=False)
 class _Snapshot:
-    """A table as it was."""
+    """An earlier state of a table."""
 
     table: StateTable
-    items: Items  # its values, the objects themselves
-    marks: Items  # what tells whether a value was changed in place: its copy, or its fingerprint
-    copies: Items  # of the values that can be put back when they are
+    items: Items  # its values (the objects, not copies)
+    marks: Items  # copies or fingerprints, to detect changes in place
+    copies: Items  # copies of the values that can be restored
 
     def put(self, wanted: Items) -> None:
-        """Make these the table's values."""
+        """Restore these values in the table."""
         now = self.table.read()
         if list(now) != list(wanted) or any(now[k] is not v for k, v in wanted.items()):
             self.table.write(wanted)
 
     def changed(self) -> tuple[bool, set[Hashable]]:
-        """Return whether other values are in the table, and which were changed in place."""
+        """Return whether the table has other values, and the keys of values changed in place."""
         now = self.table.read()
         moved = list(now) != list(self.items)
         moved = moved or not all(_same(now[k], v) for k, v in self.items.items())
         return moved, {k for k, mark in self.marks.items() if _differs(self.items[k], mark)}
 
     def repaired(self, keys: set[Hashable]) -> list[str]:
-        """Put back what was changed in place; return the names of what cannot be."""
+        """Undo changes in place; return the names of values that cannot be restored."""
         for key in keys & self.copies.keys():
             value, before = self.items[key], self.copies[key]
             if isinstance(value, Tensor):
@@ -86,36 +85,38 @@ class _Snapshot:
         return sorted(map(self.table.named, lost))
 
     def replaceable(self, keys: set[Hashable]) -> set[Hashable]:
-        """Return those keys under which a copy may stand while a forward pass runs."""
+        """Return the keys whose values can be replaced by copies during a forward pass."""
         return {k for k in keys & self.copies.keys() if not isinstance(self.items[k], nn.Parameter)}
 
 
 class ModelState:
-    """The state of a model and its loss; `latest` is the name of what was last seen to change.
+    """The state of a model and its loss.
 
-    `fixed` draws its random numbers, where these are fixed for each sample; `drew` says whether a
-    forward pass has asked torch's generators for others, `untrained` whether a part of it is
-    checkpointed in such a way that training gives its parameters no gradient, `mistaken` whether
-    torch alone would have taken a gradient for another (see `gradscope.model.kernels`).
+    Attributes:
+        fixed: Draws random numbers that are fixed for each sample, or None.
+        latest: The name of the last value that was seen to change.
+        drew: Whether a forward pass has used torch's generators.
+        untrained: Whether a checkpointed part gets no gradient for its parameters in training.
+        mistaken: Whether torch alone would have misread a gradient (see `gradscope.model.kernels`).
     """
 
     def __init__(self, model: nn.Module, loss: Any, fixed: FixedRandomness | None = None) -> None:
         self._model, self._loss, self.fixed = model, loss, fixed
         self.drew = self.untrained = self.mistaken = False
         self.latest = ""
-        # tables, each with its keys that change in place
+        # tables, each with the keys of values that change in place
         self._known: dict[Hashable, tuple[StateTable, set[Hashable]]] = {}
         self._before: tuple[list[tuple[Any, Any]], list[_Snapshot]] | None = None
         self._parts: list[weakref.ref[_CheckpointedPart]] = []
 
     @property
     def found(self) -> int:
-        """How many places are known that forward passes change, and are put back every time."""
+        """The number of values that forward passes change and that are restored each time."""
         return sum(1 + len(keys) for _, keys in self._known.values())
 
     @contextmanager
     def noticing(self, device: torch.device) -> Iterator[None]:
-        """Notice whether the body moves torch's generators, of the CPU and of a device."""
+        """Detect whether the body uses torch's generators, of the CPU and of a device."""
         reads = states(device)
         before = [read() for read in reads] if self.fixed is None and not self.drew else []
         yield
@@ -123,10 +124,10 @@ class ModelState:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Put back what the body changes; one within another begins with the outer one's state.
+        """Restore what the body changes; an inner use begins with the state of the outer use.
 
-        Backward passes belong into the body, for what they compute anew. There, and in the forward
-        passes, the model runs as it is written; see `_as_written`.
+        Backward passes belong inside the body, because they may recompute code. In the body, the
+        model runs as written; see `_as_written`.
         """
         if self._before is not None:
             self._begin()
@@ -145,7 +146,7 @@ class ModelState:
             yield
         finally:
             _put_back(held)
-            for taken in reversed(self._before[1]):  # the first taken are the model's own
+            for taken in reversed(self._before[1]):  # the first snapshots have the original state
                 taken.put(taken.items)
             self._before = None
 
@@ -159,13 +160,12 @@ class ModelState:
 
     @contextmanager
     def _as_written(self) -> Iterator[None]:
-        """Let what is compiled, or checkpointed by a custom function, record its own operations.
+        """Make compiled code and checkpointed code record their own operations.
 
-        A part compiled by `torch.compile` runs as it is written: compiled, it records a single
-        operation, in which the samples cannot be told apart. Reentrant activation checkpointing, of
-        which torch takes no gradient by a chosen tensor, becomes the other kind: the same values,
-        computed anew in the same way. Control flow by functions runs step by step, and what torch's
-        kernels get wrong is put right.
+        Code compiled by `torch.compile` runs as written: compiled, it records a single operation
+        that hides the samples. Reentrant activation checkpointing does not support gradients by
+        chosen tensors, so it is replaced by the non-reentrant kind, which computes the same values.
+        Control flow by functions runs step by step, and wrong kernels of torch are corrected.
         """
         own = checkpointing.CheckpointFunction
         part = checkpointing._checkpoint_without_reentrant_generator
@@ -194,7 +194,8 @@ class ModelState:
     def _end_parts(self) -> None:
         """End the checkpointed parts in which a forward pass has failed.
 
-        Before torch 2.13 they take hold of what others save until whoever has the error lets go.
+        Before torch 2.13, they intercept saved tensors of other code until the exception is
+        released.
         """
         while self._parts:
             made = self._parts.pop()()
@@ -202,7 +203,7 @@ class ModelState:
                 made.close()
 
     def _checkpointed(self, run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        """Return what `run` returns; it is run again in the backward pass."""
+        """Return the result of `run`, which runs again in the backward pass."""
         found = checkpointing.checkpoint(
             run, *args, use_reentrant=False, preserve_rng_state=preserve
         )
@@ -212,17 +213,18 @@ class ModelState:
 
     @contextmanager
     def watched(self, *, again: bool = False) -> Iterator[None]:
-        """Look everywhere for what the body changes, and put it back, now and from now on.
+        """Search everywhere for changes by the body; undo them, now and in later evaluations.
 
-        Python's and numpy's global random generators are left as they are, too. What activation
-        checkpointing computes anew is compared with what the forward pass computed.
+        The global random generators of Python and NumPy are also restored. Values recomputed by
+        activation checkpointing are compared with the original values.
 
         Raises:
-            UnsupportedError: A change cannot be undone, or what is computed anew is different.
+            UnsupportedError: A change cannot be undone, or a recomputed value differs.
         """
         own = [*self._model.parameters(), *self._model.buffers()]
         roots = [(self._model, "model"), (self._loss, "loss")]
-        if self._before is not None:  # what earlier passes of the outer body left is not the state
+        # changes by earlier passes of the outer body are not the state
+        if self._before is not None:
             self._begin()
         known = {id(p): p._version for p in own} if again else {}
         room = [_ROOM]
@@ -251,7 +253,7 @@ class ModelState:
             raise _changed(lost)
 
     def _learn(self, before: dict[Hashable, _Snapshot]) -> list[str]:
-        """Put back what has changed, and note where; return the names of what cannot be."""
+        """Undo and store the changes; return the names of values that cannot be restored."""
         lost: list[str] = []
         for key, taken in before.items():
             moved, in_place = taken.changed()
@@ -268,7 +270,7 @@ class ModelState:
 
 @contextmanager
 def _eager() -> Iterator[None]:
-    """Run what is compiled as it is written, also what the body is the first to compile."""
+    """Run compiled code as written, including code that the body is the first to compile."""
     own = torch.compile
     with ExitStack() as stack:
 
@@ -283,7 +285,7 @@ def _eager() -> Iterator[None]:
         try:
             if "torch._dynamo" in sys.modules:
                 eager()
-            else:  # loading it takes seconds, and nothing has been compiled
+            else:  # loading dynamo takes seconds, and nothing has been compiled
                 torch.compile = first
             yield
         finally:
@@ -291,16 +293,16 @@ def _eager() -> Iterator[None]:
 
 
 class _SavedTensor:
-    """A tensor saved within activation checkpointing, to compare with what is computed anew.
+    """A tensor saved in activation checkpointing, for comparison with its recomputation.
 
-    torch compares shapes and types. Values tell where something else begins the second time than
-    the first: Python's, numpy's or a generator of the model's own, or a counter.
+    torch compares shapes and dtypes. Values also show a different start of the recomputation:
+    random generators of Python, NumPy or the model, or a counter.
     """
 
     def __init__(self, x: Tensor) -> None:
         self.kind, self.values = (x.shape, x.dtype, x.device), torch.empty(0)
         if type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and not x.is_meta:
-            with torch._C._DisableTorchDispatch():  # not by the model
+            with torch._C._DisableTorchDispatch():  # not an operation of the model
                 step = 1 + x.numel() // _COMPARED
                 self.values = x.detach().reshape(-1)[::step].clone()
 
@@ -310,18 +312,19 @@ class _SavedTensor:
                 if _close(self.values, other.values):
                     return True
         raise UnsupportedError(
-            "a checkpointed part computes something else in the backward pass than in the forward "
-            "pass, in training too: its gradient is that of neither",
-            remedy="Random numbers of Python, numpy or an own generator are drawn anew there, and "
-            "what counts calls counts on: do so outside, and pass in what comes of it. torch's own "
-            "generators are put back (preserve_rng_state=True).",
+            "a checkpointed part computes different values in the backward pass than in the "
+            "forward pass, so its gradient is wrong, in training too",
+            remedy="Recomputation gives different values if the part draws random numbers from "
+            "Python, NumPy or a custom generator, or counts its calls. Do this outside the part "
+            "and pass the values in. torch's own generators are restored "
+            "(preserve_rng_state=True).",
         )
 
     __hash__ = None  # type: ignore[assignment]
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    """Whether values are equal, but for another order of sums."""
+    """Whether values are equal up to a different order of sums."""
     if not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
     eps = torch.finfo(a.dtype).eps ** 0.5
@@ -332,8 +335,8 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 @contextmanager
 def _recomputed() -> Iterator[None]:
-    """Refuse where activation checkpointing computes other values than the forward pass did."""
-    checks = getattr(checkpointing, "_allowed_determinism_checks_to_fns", {})  # by their names
+    """Raise if activation checkpointing recomputes different values than the forward pass had."""
+    checks = getattr(checkpointing, "_allowed_determinism_checks_to_fns", {})  # keyed by name
     own = dict(checks)
     try:
         checks.update(dict.fromkeys(checks, _SavedTensor))
@@ -344,7 +347,7 @@ def _recomputed() -> Iterator[None]:
 
 @contextmanager
 def _resumed(generators: dict[types.FrameType, str]) -> Iterator[set[str]]:
-    """Yield a set that fills with the names of the generators that the body asks for more."""
+    """Yield a set that collects the names of generators that the body advances."""
     advanced: set[str] = set()
     profile = sys.getprofile()
     if not generators or profile is not None:
@@ -364,16 +367,16 @@ def _resumed(generators: dict[types.FrameType, str]) -> Iterator[set[str]]:
 
 def _changed(lost: list[str]) -> UnsupportedError:
     return UnsupportedError(
-        f"the forward pass changes {', '.join(lost[:3])}, which cannot be undone: the next call "
-        "would ask another model",
+        f"the forward pass changes {', '.join(lost[:3])}, and this cannot be undone: the next call "
+        "would use a different model",
         where=lost[0],
-        remedy="Keep what changes in a buffer or in an attribute of the module, which are put "
-        "back, or take it out of the forward pass.",
+        remedy="Store changing values in a buffer or in an attribute of the module, which are "
+        "restored, or move the change out of the forward pass.",
     )
 
 
 def compiled_part(model: nn.Module) -> str | None:
-    """Name the first module that `torch.compile` was applied to, None if there is none."""
+    """Name the first module that `torch.compile` was applied to, or return None."""
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             return f"layer {name!r}" if name else "the model"
@@ -381,7 +384,7 @@ def compiled_part(model: nn.Module) -> str | None:
 
 
 def facts(model: nn.Module) -> list[Any]:
-    """Return what a proof takes for granted: modules, their modes and hooks, parameters."""
+    """Return the facts that a proof relies on: modules, their modes and hooks, parameters."""
     found: list[Any] = []
     for m in model.modules():
         own, bases = vars(m), type(m).__mro__
@@ -403,10 +406,10 @@ def _snapshot(
     but: Container[int] = frozenset(),
     room: list[int] | None = None,
 ) -> _Snapshot:
-    """Return a table as it is, with copies of values and marks of them.
+    """Return the state of a table, with copies of values and marks to detect changes.
 
-    Of parameters there are copies while there is `room` for them: one that changes is refused
-    either way, and a copy only puts it back.
+    Parameters are copied while there is `room`. A changed parameter raises an error in any case; a
+    copy only serves to restore it.
     """
     items = table.read()
 
@@ -424,7 +427,7 @@ def _snapshot(
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy of what may change in place, None of anything else or where it is too large."""
+    """Return a copy of a value that may change in place; other or too large values give None."""
     if isinstance(value, Tensor) and value.layout == torch.strided and value.nbytes <= _COPIED:
         with torch.no_grad():
             return value.clone().requires_grad_(value.requires_grad)
@@ -432,7 +435,7 @@ def _copy(value: Any) -> Any:
         return value.copy()
     if isinstance(value, _ITERATORS):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # later releases of Python copy fewer of them
+            warnings.simplefilter("ignore")  # later Python releases cannot copy some of them
             try:
                 return copy.copy(value)
             except TypeError:
@@ -441,10 +444,10 @@ def _copy(value: Any) -> Any:
 
 
 def _mark(value: Any, copied: Any) -> Any:
-    """Return what shows later that a value was changed in place, None if it cannot be."""
+    """Return a mark that shows later changes in place, or None."""
     if isinstance(value, _ITERATORS):
         return copied
-    if not _has_bits(value):  # a sparse tensor does not even know its bytes
+    if not _has_bits(value):  # a sparse tensor has no byte count
         return None
     if value.nbytes > _READ:
         return value._version if isinstance(value, Tensor) else None
@@ -452,21 +455,21 @@ def _mark(value: Any, copied: Any) -> Any:
 
 
 def _differs(value: Any, mark: Any) -> bool:
-    """Whether a value is another than it was when it was marked; an iterator may always be."""
+    """Whether a value has changed since it was marked; iterators always count as changed."""
     if isinstance(value, _ITERATORS):
         return True
     if not isinstance(mark, Tensor | np.ndarray):
         return bool(_mark(value, None) != mark)
     if value.shape != mark.shape or value.dtype != mark.dtype:
         return True
-    now, before = _bits(value), _bits(mark)  # compared eight at a time
+    now, before = _bits(value), _bits(mark)  # compare eight bytes at a time
     whole = len(now) - len(now) % 8
     a, b = now[:whole].view(np.uint64), before[:whole].view(np.uint64)
     return not (np.array_equal(a, b) and np.array_equal(now[whole:], before[whole:]))
 
 
 def _has_bits(value: Any) -> bool:
-    """Whether a value is an array whose numbers are its own."""
+    """Whether a value is an array that contains its own numbers."""
     if isinstance(value, Tensor):
         return value.layout == torch.strided and not value.is_meta
     return isinstance(value, np.ndarray) and not value.dtype.hasobject
@@ -476,14 +479,15 @@ def _bits(value: Tensor | np.ndarray) -> np.ndarray:
     """Return the bytes of an array."""
     if isinstance(value, np.ndarray):
         return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-    value = getattr(value, "_local_tensor", value)  # of a DTensor: no other process is asked
+    # the local part of a DTensor, without communication
+    value = getattr(value, "_local_tensor", value)
     plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
     found: np.ndarray = plain.view(-1).view(torch.uint8).numpy()
     return found
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether values are the same object, equal plain values, or made of such in the same way."""
+    """Whether values are identical, equal plain values, or containers of such values."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -496,9 +500,9 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _module_tables(model: nn.Module) -> Iterator[Any]:
-    """Yield what each module holds, and the dicts and lists among it.
+    """Yield the contents of each module, and the dicts and lists in it.
 
-    Hooks among them: a model may register some in a forward pass, and note that they are there.
+    This includes hooks: a model may register hooks in a forward pass, and store that it did.
     """
     for module in model.modules():
         yield vars(module)
@@ -509,7 +513,7 @@ def _module_tables(model: nn.Module) -> Iterator[Any]:
 
 def _put_back(held: list[tuple[Any, Any]]) -> None:
     for now, before in held:
-        if not now and not before:  # nearly all hooks
+        if not now and not before:  # true for almost all hooks
             continue
         if isinstance(now, list):
             if len(now) != len(before) or not all(map(operator.is_, now, before)):

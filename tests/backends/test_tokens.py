@@ -213,7 +213,7 @@ def test_what_meets_is_named_and_shares_its_forward_pass() -> None:
     scope = Scope(model, squares, backend="hooks", rows="token", verify="never")
     scope.norms(x, y)
     (note,) = scope.notes
-    assert f"backward pass, {T} a sample" in note and "in_proj" in note
+    assert f"backward pass ({T} per sample)" in note and "in_proj" in note
     calls.clear()
     rows = scope.per_sample_gradients(x, y)
     assert calls == [1] * N
@@ -398,7 +398,7 @@ def test_coupled_samples_are_refused_and_named() -> None:
     for backend in BACKENDS:
         with pytest.raises(CoupledSamplesError, match="BatchNorm1d") as caught:
             Scope(model, squares, backend=backend, rows="token").norms(*data("linear"))
-        assert 'Whole samples (rows="sample")' in str(caught.value)
+        assert 'whole samples (rows="sample")' in str(caught.value)
     Scope(model, squares, rows="token", coupling="frozen").norms(*data("linear"))  # as advised
     whole = Scope(model, lambda o, y: squares(o, y).sum(1), coupling="own-loss", backend="loop")
     whole.norms(*data("linear"))

@@ -144,7 +144,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str, int, str]] = {
     "texts of one's own": (data(), "model.py:Said", 3, "a sample holds text: 'hello'"),
     "label out of range": (data(targets=Y + 5), "data.npz", 3, "sample 0: "),
     "integers": (data(inputs=X.astype(int)), "data.npz", 3, 'dtype = { NAME = "float32" }'),
-    "truth values": (data(inputs=X > 0), "data.npz", 3, "inputs hold truth values"),
+    "truth values": (data(inputs=X > 0), "data.npz", 3, "inputs are booleans"),
     "floats for labels": (data(targets=X[:, 0]), "data.npz", 3, 'dtype = { NAME = "int64" }'),
     "a name too long": (data(), "x" * 300, 3, "File name too long"),
     "wrong width": (data(inputs=X[:, :3]), "data.npz", 3, "shapes"),
@@ -199,7 +199,7 @@ def test_a_model_that_does_not_run_on_one_sample_alone(forked: Forked, folder: P
     torch.save(made.state_dict(), folder / "w.pt")
     for options in ("", "--batch-size 4", "--memory 1GB"):
         done = compute(forked, folder, "--mode", "train", *options.split())
-        assert_clear(done, 4, "runs on a batch but not on one sample alone", folder)
+        assert_clear(done, 4, "runs on a batch but not on a single sample", folder)
 
 
 def test_the_result_goes_where_it_was_asked_for(forked: Forked, folder: Path) -> None:

@@ -271,7 +271,7 @@ def test_what_is_shown_is_said_of_tokens(gradscope: Gradscope, project: Path) ->
         assert not re.search(r"\b(?<!--)samples?\b", found, re.IGNORECASE), found
     mixed = gradscope(*[w for w in words("mixed", "--dry-run") if w != "-q"])
     told = " ".join(mixed.out.split())
-    assert "tokens 192 tokens" in told and f"backward pass, {T - 1} a sample" in told, told
+    assert "tokens 192 tokens" in told and f"backward pass ({T - 1} per sample)" in told, told
     assert "The tokens</h2>" in Path("view.html").read_text()
     document = json.loads(gradscope("stats", "out.h5", "--json").out)
     with package.open("out.h5") as file:

@@ -328,9 +328,9 @@ def test_what_cannot_be_copied_with_the_model_is_refused(hold: Callable[[Net], A
     net, batch = Net().double(), data(torch.float64)
     net.mlp = hold(net)
     copy = Problem.of(net, loss).converted(torch.float64)
-    with pytest.raises(RefusedError, match="a global variable or a class holds") as caught:
+    with pytest.raises(RefusedError, match="a global variable or a class attribute") as caught:
         copy.losses(batch)
-    assert "down.bias" in str(caught.value) and "by self" in str(caught.value)
+    assert "down.bias" in str(caught.value) and "through self" in str(caught.value)
     with pytest.raises(RefusedError, match=r"down\.bias"):
         gradscope.compare(net, loss, batch.inputs, batch.targets)
     HELD.clear()

@@ -32,8 +32,8 @@ def quantized():
 @pytest.mark.parametrize(
     ("make", "what", "remedy"),
     [
-        (whole, "'weight': .*its weights are int8", "weights in floating point"),
-        (quantized, r"layer '0' \(Linear\): .*weights are quantized", "weights in floating point"),
+        (whole, "'weight': .*its weights are int8", "floating-point weights"),
+        (quantized, r"layer '0' \(Linear\): .*weights are quantized", "floating-point weights"),
         (
             lambda: torch.jit.freeze(torch.jit.script(perceptron())),
             "freeze makes",
@@ -119,8 +119,8 @@ COUNTS = (torch.arange(3), torch.arange(3))
     [
         (Padded().eval(), (torch.randn(3, 5, 4), torch.tensor([5, 3, 4])), ["1 sample", "longest"]),
         (export(), X, ["fixed number of samples", "dynamic_shapes"]),
-        (Packed(), COUNTS, ["1 sample: inputs (1,) int64, (1,) int64", "pad them to (n, t, ...)"]),
-        (Nodes(), (X, COUNTS[0]), ["rows for", "pad them to (n, t, ...)"]),
+        (Packed(), COUNTS, ["1 sample: inputs (1,) int64, (1,) int64", "Pad them to (n, t, ...)"]),
+        (Nodes(), (X, COUNTS[0]), ["rows for", "Pad them to (n, t, ...)"]),
         (Fixed(), X, ["fixed number of samples"]),
     ],
 )

@@ -183,7 +183,7 @@ def test_an_error_of_another_process_costs_none_of_the_samples_of_this_one(
 
         def failing(batch: Batch, *asked: Any, **more: Any) -> Evaluation:
             if int(batch.index.min()) >= WRONG_FROM:
-                raise OtherProcessError("process 1 could not go on: on purpose")
+                raise OtherProcessError("process 1 failed: on purpose")
             return evaluate(batch, *asked, **more)
 
         patch.setattr(stopped.session, "evaluate", failing)

@@ -271,7 +271,7 @@ def test_the_order_of_the_model(name: str, tmp_path: Path) -> None:
     model, optimizer = ordered(name)
     chain = f"adam:state={saved(optimizer, tmp_path)},names=model"
     if name not in IN_ORDER:
-        with pytest.raises(CheckpointError, match=r"of 2 groups|in the place of"):
+        with pytest.raises(CheckpointError, match=r"of 2 groups|moments for"):
             ours(model, chain)
     else:
         torch.testing.assert_close(ours(model, chain), scaled(model, optimizer))
@@ -288,7 +288,7 @@ def test_a_group_that_was_added_later(tmp_path: Path) -> None:
         del group["param_names"]
     torch.save(state, tmp_path / "o.pt")
     for ending in ("", ",names=model"):
-        with pytest.raises(CheckpointError, match=r"more than one way|of 2 groups"):
+        with pytest.raises(CheckpointError, match=r"in several ways|of 2 groups"):
             ours(model, f"adam:state={tmp_path / 'o.pt'}{ending}")
 
 
@@ -314,7 +314,7 @@ def test_moments_of_a_parameter_that_is_not_selected(tmp_path: Path) -> None:
         p.requires_grad_(not p.requires_grad)
     x, y = data()
     for chain in (f"adam:state={path} | mean", f"mean | adam:state={path}"):
-        with pytest.raises(CheckpointError, match="more than one way"):
+        with pytest.raises(CheckpointError, match="in several ways"):
             gradscope.expectation(model, "mse", chain, x, torch.zeros(len(y), 4).double())
 
 
@@ -338,9 +338,9 @@ def test_names_that_do_not_fit(tmp_path: Path) -> None:
         ("{}", "not a list of names"),
         ("[1]", "not a list of names"),
         (json.dumps(four[:3]), "3 names, .* has 4 parameters"),
-        (json.dumps([*four[:3], four[0]]), "'0.weight' names several"),
-        (json.dumps([*four[:3], "other"]), "'2.bias' is not in it"),
-        (json.dumps(four[::-1]), r"place of '0.weight' are of shape \(4,\)"),
+        (json.dumps([*four[:3], four[0]]), "contain '0.weight' more than once"),
+        (json.dumps([*four[:3], "other"]), "'2.bias' is not in the"),
+        (json.dumps(four[::-1]), r"moments for '0.weight' have the shape \(4,\)"),
     ):
         names.write_text(content)
         with pytest.raises(CheckpointError, match=what):
@@ -350,7 +350,7 @@ def test_names_that_do_not_fit(tmp_path: Path) -> None:
     torch.save(trained(BUILDS["names"])[1].state_dict(), path)
     for given in (names, "model"):
         names.write_text(json.dumps(four))
-        with pytest.raises(CheckpointError, match="has names already"):
+        with pytest.raises(CheckpointError, match="already has names"):
             ours(model, f"adam:state={path},names={given}")
 
 
@@ -361,7 +361,7 @@ def test_two_parameters_of_one_name(tmp_path: Path) -> None:
     optimizer = torch.optim.Adam(every, lr=LEARNING_RATE)
     for m in (model, other):
         steps(m, optimizer)
-    with pytest.raises(CheckpointError, match=r"'0\.weight', .* names several"):
+    with pytest.raises(CheckpointError, match=r"contain '0\.weight', .* more than once"):
         ours(model, f"adam:state={saved(optimizer, tmp_path)}")
 
 
