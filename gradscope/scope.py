@@ -333,7 +333,10 @@ class Scope(UncopiedHandle):
             if lost and ranks is not None and not sum(ranks.of_all(len(whole))):
                 total.add({k: state_of_none(self.problem, chain)}, carry=False)
             elif lost:
-                raise SpecError("no sample has a finite gradient, so there is no expectation")
+                raise SpecError(
+                    "no sample has a finite gradient, so there is no expectation",
+                    remedy="Remove samples with NaN or infinity in inputs or losses.",
+                )
             found.append(chain.finish(total.result(k, narrow=True)))
         return found, skipped
 

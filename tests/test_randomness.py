@@ -567,7 +567,9 @@ def test_without_it_randomness_is_refused_and_the_way_out_named() -> None:
 def test_who_draws_in_mode_eval_is_told_to_take_numbers_of_the_data() -> None:
     """There, mode eval is no way out."""
     model, x, y = built(between(lambda h: h + torch.randn_like(h)))
-    with pytest.raises(UnsupportedError, match=r"draws random numbers in mode eval too.*an input") as e:
+    with pytest.raises(
+        UnsupportedError, match=r"draws random numbers in mode eval too.*an input"
+    ) as e:
         gradscope.norms(model.eval(), "cross_entropy", x, y)
     assert 'randomness="fixed"' in str(e.value) and "dropout" not in str(e.value)
 

@@ -457,7 +457,7 @@ def _twice(
 def mixing_layer(
     problem: Problem, batch: Batch, sample: int = 0, tolerance: float | None = None
 ) -> str | None:
-    """Name the first layer where a sample mixes with others, or None if unknown.
+    """Name the first layer where a sample mixes with others, or None if no layer does it.
 
     The layers' outputs for the sample are compared with their outputs in a batch of copies of the
     sample, up to a relative `tolerance`, or up to rounding. If this finds no layer, the sample is

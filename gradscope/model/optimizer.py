@@ -148,7 +148,7 @@ class OptimizerState:
         if len(flat) != len(shapes):
             count = sum(map(len, self.groups))
             raise CheckpointError(
-                f"the optimiser has moments of {len(flat)} parameters (of {count}), but "
+                f"the optimiser has moments for {len(flat)} of its {count} parameters, but "
                 f"{len(shapes)} parameters are selected",
                 remedy=f"Select all parameters that the optimiser was created with. {_NAMES}",
             )

@@ -438,8 +438,7 @@ class Problem:
                 else f"The model and the loss were called with {shapes_of(batch)}. {PACKED}"
                 if rows
                 else "Reduce over all axes but the first, the sample axis. For one row per "
-                "position of (n, t), use "
-                'rows="token".'
+                'position of (n, t), use rows="token".'
             ),
         )
 

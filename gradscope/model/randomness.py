@@ -221,9 +221,7 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 with self._run(_ForwardPass(batch.index, [plan], single)):
                     return evaluate()
             except Unplanned:
-                error = _unclear(
-                    "its draws for this batch differ in form from those for two or three"
-                )
+                error = _unclear("draws for this batch do not match draws for two or three samples")
                 if single:
                     error.remedy = 'Use backend="hooks" or backend="loop".'
                 raise error from None
@@ -355,7 +353,7 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             first, second = (self._recorded(batch.resized(n), losses) for n in (2, 3))
             if [call[:2] for call in first] != [call[:2] for call in second]:
-                raise _unclear("its draws differ in kind between two and three samples")
+                raise _unclear("it draws different kinds of numbers for two and for three samples")
             plan: DrawPlan = {}
             for (call, kind, two), (_, _, three) in zip(first, second, strict=True):
                 known = plan.get(call, ())
@@ -364,7 +362,7 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 # shared by all samples, or drawn for one of them?
                 for k in range(min(len(batch), 3)):
                     if self._recorded(batch.select(torch.tensor([k, k])), losses) != first:
-                        raise _unclear("the form of its draws differs between samples")
+                        raise _unclear("the kind or shape of a draw differs between samples")
             plan = self._settled(plan, batch.resized(3), losses)
         except ModelError as error:
             raise _unclear(

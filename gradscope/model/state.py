@@ -370,8 +370,8 @@ def _changed(lost: list[str]) -> UnsupportedError:
         f"the forward pass changes {', '.join(lost[:3])}, and this cannot be undone: the next call "
         "would use a different model",
         where=lost[0],
-        remedy="Store changing values in a buffer or in an attribute of the module, which are "
-        "restored, or move the change out of the forward pass.",
+        remedy="Store changing values in a buffer or in an attribute of the module (gradscope "
+        "restores both), or move the change out of the forward pass.",
     )
 
 

@@ -84,7 +84,7 @@ def report_write_errors() -> Iterator[None]:
             raise
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (nothing remains to be flushed)
         raise OutputError(
-            f"cannot be written: {error.strerror}",
+            f"cannot be written to: {error.strerror}",
             where="stdout",
             remedy="Free space at the destination. A complete result file is kept.",
         ) from error

@@ -374,15 +374,15 @@ def test_states_that_do_not_fit(tmp_path: Path) -> None:
     turned = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)).double()
     chain = chain_of(optimizer, tmp_path)
     for other, what in (
-        (more, "moments of 4 parameters .* here are 6"),
-        (fewer, "moments of 4 parameters .* here are 2"),
+        (more, "moments for 4 of .* 6 parameters are selected"),
+        (fewer, "moments for 4 of .* 2 parameters are selected"),
         (turned, r"place of '0.weight' are of shape \(5, 4\), .* of \(3, 4\)"),
     ):
         with pytest.raises(CheckpointError, match=what) as caught:
             rows(other, chain)
         assert "optimizer.pt" in str(caught.value) and "named_parameters" in str(caught.value)
     named = chain_of(trained(BUILDS["names"])[1], tmp_path)
-    with pytest.raises(CheckpointError, match=r"'1\.weight' is not in it"):
+    with pytest.raises(CheckpointError, match=r"'1\.weight' is not in the"):
         rows(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).double(), named)
     with pytest.raises(CheckpointError, match="maximises"):
         rows(model, chain_of(optimizer, tmp_path, maximize=True))
