@@ -54,7 +54,7 @@ class UncopiedHandle:
 
 
 class Scope(UncopiedHandle):
-    """Per-sample gradients of a model, in the mode the model is in.
+    """Per-sample gradients of a model, in its current mode.
 
     Nothing is attached to the model or its parameters. Both are left unchanged.
 

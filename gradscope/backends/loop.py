@@ -92,7 +92,7 @@ def by_autograd(
     problem: Problem, losses: Tensor, weights: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Return {name: ∇ Σᵢ wᵢ Lᵢ (*shape)} of losses (n,), dense and without a graph."""
-    remedy = "Check that loss.backward() works in ordinary training: it fails in the same way."
+    remedy = "loss.backward() fails in ordinary training too: correct the model or the loss."
     if not problem.model.training:
         remedy = (
             "loss.backward() fails in the same way in eval mode. If it works in train mode, use "

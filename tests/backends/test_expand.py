@@ -170,7 +170,7 @@ def test_writing_to_a_parameter_is_refused():
 
 
 def test_a_scalar_loss_is_explained():
-    with pytest.raises(SpecError, match="one number a sample"):
+    with pytest.raises(SpecError, match="one number per sample"):
         run("expand", Setup(nn.Linear(4, 3), F.mse_loss, torch.randn(6, 4), torch.randn(6, 3)))
 
 

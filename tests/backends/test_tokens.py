@@ -439,7 +439,7 @@ def test_what_is_not_of_tokens_is_refused() -> None:
     for wrong in (lambda v: v.sum(1), lambda v: v[:, :0], lambda v: v.long()):
         with pytest.raises(SpecError, match="one per position"):
             Scope(model, lambda o, y, wrong=wrong: wrong(squares(o, y)), rows="token").norms(x, y)
-    with pytest.raises(SpecError, match="one number a sample") as caught:
+    with pytest.raises(SpecError, match="one number per sample") as caught:
         Scope(model, squares).norms(x, y)
     assert 'rows="token"' in str(caught.value)
     with pytest.raises(SpecError, match="booleans"):

@@ -78,7 +78,7 @@ def test_writing_a_sample_into_a_fresh_tensor_is_refused():
         return torch.zeros(x.shape[0], 3).copy_(net.a(x))
 
     error = refusal(Net(forward, a=nn.Linear(4, 3)))
-    assert "out of place" in error.remedy
+    assert "out-of-place" in error.remedy
 
 
 def test_backward_inside_the_loss_is_refused():

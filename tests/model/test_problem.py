@@ -121,7 +121,7 @@ def test_losses_leave_buffers_generator_and_data_alone():
 
 @pytest.mark.parametrize(
     ("targets", "words"),
-    [(None, r"\(outputs, targets, here None\)"), ((torch.ones(5),) * 2, "are one tuple")],
+    [(None, r"\(outputs, targets, here None\)"), ((torch.ones(5),) * 2, "form one tuple")],
 )
 def test_a_loss_of_another_number_of_arguments_is_told_what_it_is_given(targets, words):
     def loss(outputs, first, second, third):

@@ -36,10 +36,10 @@ def quantized():
         (quantized, r"layer '0' \(Linear\): .*weights are quantized", "floating-point weights"),
         (
             lambda: torch.jit.freeze(torch.jit.script(perceptron())),
-            "freeze makes",
+            "freeze has turned",
             "without freeze",
         ),
-        (lambda: perceptron().requires_grad_(False), "none of 0.weight, 0.bias,", "Set requires_"),
+        (lambda: perceptron().requires_grad_(False), "none of 0.weight, 0.bias,", "Call requires_grad_"),
         (nn.ReLU, "no parameter", r"as nn\.Parameter"),
         (lambda: torch.export.export(perceptron(), (X,)), "not ExportedProgram", r"\.module\(\)"),
         (lambda: perceptron().forward, "not method", r"Wrap it in an nn\.Module"),
@@ -163,5 +163,5 @@ def test_a_loss_of_another_number_of_samples_is_told_with_both():
 
     with pytest.raises(SpecError, match=r"shape \(3,\); it returned shape \(2,\)") as caught:
         gradscope.norms(Nodes(), by_graph, (X, torch.tensor([0, 0, 1])), Y)
-    assert "given 3 samples: inputs (3, 4) float32, (3,) int64" in caught.value.remedy
-    assert "pad them" in caught.value.remedy
+    assert "called with 3 samples: inputs (3, 4) float32, (3,) int64" in caught.value.remedy
+    assert "Pad them" in caught.value.remedy

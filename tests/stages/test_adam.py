@@ -243,7 +243,7 @@ def ordered(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 def test_equal_shapes_without_names_are_refused(name: str, tmp_path: Path) -> None:
     model, optimizer = ordered(name)
     chain = f"adam:state={saved(optimizer, tmp_path)}"
-    with pytest.raises(CheckpointError, match=r"'0.weight', '2.weight' are .*\(4, 4\)") as caught:
+    with pytest.raises(CheckpointError, match=r"'0.weight', '2.weight' have .*\(4, 4\)") as caught:
         ours(model, chain)
     assert all(w in str(caught.value) for w in ("names=FILE", "names=model", "named_parameters"))
 
@@ -376,7 +376,7 @@ def test_states_that_do_not_fit(tmp_path: Path) -> None:
     for other, what in (
         (more, "moments for 4 of .* 6 parameters are selected"),
         (fewer, "moments for 4 of .* 2 parameters are selected"),
-        (turned, r"place of '0.weight' are of shape \(5, 4\), .* of \(3, 4\)"),
+        (turned, r"moments for '0.weight' have the shape \(5, 4\), .* shape \(3, 4\)"),
     ):
         with pytest.raises(CheckpointError, match=what) as caught:
             rows(other, chain)
