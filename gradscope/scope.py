@@ -33,11 +33,11 @@ from gradscope.stages.chain import Chain, Chained
 from gradscope.stages.labels import Mode
 
 _STREAMED = 512  # samples per part, if only a summary is asked for
-_TOKEN_BYTES = 2**30  # of dense token gradients per part, unless they are factored
+_TOKEN_BYTES = 2**30  # size of dense token gradients per part; factored ones are not limited
 
 
 class NonFiniteWarning(UserWarning):
-    """Some samples have no finite gradient and were left out of an expectation."""
+    """Samples without a finite gradient were left out of an expectation."""
 
 
 class UncopiedHandle:
@@ -65,14 +65,13 @@ class Scope(UncopiedHandle):
         backend: `auto`, or a name from `gradscope list backends`.
         verify: Which batches to prove: "audit" proves the first batch and audits some later ones,
             "first" only the first, "always" every batch, "never" no batch. Audits take at most 5 %
-            of the time. A scope used as a context manager always audits the last batch.
+            of the time. With "audit", a scope used as a context manager audits the last batch.
         coupling: What to do if a sample's loss depends on its batch. "refuse" raises. "own-loss"
             returns ∂Lᵢ/∂θ through the shared statistics, with backends loop and vmap; the batch is
             then never split, because the rows depend on it. "frozen" puts normalisation layers on
             their running statistics.
-        nonfinite: What reducers do with samples whose gradient is not finite. "skip" leaves them
-            out and warns, "fail" raises, "keep" includes them.
-            out and tells, "fail" raises, "keep" lets them through.
+        nonfinite: How reducers handle samples whose gradient is not finite. "skip" leaves them out
+            and warns, "fail" raises, "keep" includes them.
         labels: "data"; "sampled": drawn from the model's predictions with `seed`; or "exact": the
             expectation over all classes.
         seed: Seed of random choices: samples to compare, batches, labels.

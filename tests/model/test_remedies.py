@@ -39,7 +39,7 @@ def quantized():
             "freeze has turned",
             "without freeze",
         ),
-        (lambda: perceptron().requires_grad_(False), "none of 0.weight, 0.bias,", "Call requires_grad_"),
+        (lambda: perceptron().requires_grad_(False), "none of 0.weight, 0.bias,", "Call requires"),
         (nn.ReLU, "no parameter", r"as nn\.Parameter"),
         (lambda: torch.export.export(perceptron(), (X,)), "not ExportedProgram", r"\.module\(\)"),
         (lambda: perceptron().forward, "not method", r"Wrap it in an nn\.Module"),
