@@ -160,7 +160,7 @@ def restore_handlers() -> Iterator[None]:
 
 @contextmanager
 def stop_message(message: Callable[[], str]) -> Iterator[None]:
-    """Raise `Stopped` with a message if a signal stops the body, even if the body raises."""
+    """Raise `Stopped` with a message if a signal caused the exception of the body."""
     try:
         yield
     except BaseException as error:
