@@ -89,7 +89,7 @@ class JoinedBlock(Block):
         return found if out is None else out.copy_(found)
 
     def select(self, rows: slice | Tensor) -> Block:
-        """Return the samples `rows`; if they are in one part, with its structure."""
+        """Return the samples `rows`; samples of a single part keep the part's structure."""
         wanted = self.place[rows.to(self.device) if isinstance(rows, Tensor) else rows]
         found, order = [], []
         for part, (start, stop) in zip(self.parts, self._bounds, strict=True):

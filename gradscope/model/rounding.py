@@ -21,7 +21,7 @@ from gradscope.process.memory import available
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 3e-5}  # between batches of different sizes
 _COPIES = 4  # memory of a float64 copy and its results, in sizes of the model
-UNITS = 2.0  # in the last place: the change of a parameter that shows the effect of rounding
+UNITS = 2.0  # units in the last place: how much a perturbed parameter changes
 
 _NARROWING = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 _BITS = {torch.Tensor.view}  # with a dtype, it reinterprets the same bytes
