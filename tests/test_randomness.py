@@ -515,7 +515,7 @@ def two_outs(h: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (between(two_outs), "native_dropout draws random"),
+        (between(two_outs), "random numbers of native_dropout cannot be fixed"),
         (between(lambda h: h * torch.empty_like(h).random_()), "no fixed random integers"),
         (between(lambda h: h * torch.empty(len(h) + 1, 1).uniform_()[:-1]), "uniform draws"),
         (between(lambda h: h * torch.rand(3 if len(h) > 2 else ())[..., None]), "cannot determine"),
