@@ -27,7 +27,7 @@ class GradscopeError(Exception):
     """The base class of all errors that gradscope raises on purpose.
 
     Args:
-        what: What is wrong, in one sentence.
+        what: The fact that is wrong, in one sentence.
         where: The file, key, layer or sample that has the problem.
         remedy: What the user can do.
     """

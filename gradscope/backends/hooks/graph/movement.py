@@ -1,9 +1,9 @@
 """How samples pass through operations: which operations leave them in place, and entries' owners.
 
-The position of samples in an output is a fact of the program under one condition: every later
-operation leaves them in place, or moves them in the same way in every batch. Sorting, masks,
-routing and unknown operations do not. There, each batch must determine the owners of entries. So an
-operation that is missing from the tables below is slower, but never wrong.
+The position of samples in an output is the same in every batch, if every later operation keeps it
+or changes it in the same way. Sorting, masks, routing and unknown operations do not. There, each
+batch must determine the owners of entries. So an operation that is missing from the tables below is
+slower, but never wrong.
 
 The gradient at an operation's input comes only from its outputs. So the owners of the outputs'
 entries determine the owners of the inputs' entries. Most operations leave entries in place. An
