@@ -169,7 +169,7 @@ class FileSource(GradientSource):
 
 def _finite_rows(gradients: Gradients) -> Tensor:
     """Return which rows have finite numbers only (n,)."""
-    if gradients.bounded():
+    if gradients.has_finite_bounds():
         return torch.ones(gradients.n, dtype=torch.bool)
     every = [as_rows(block.dense()).isfinite().all(1) for block in gradients.values()]
     return torch.stack(every).all(0)
@@ -267,7 +267,7 @@ def selected_source(job: Job, name: str, places: Tensor) -> SessionSource:
 
     def walk() -> Iterator[Batch]:
         for batch in batches(selected, BatchSize(job.batch_size)):
-            own = {"held": used[batch.held]} if isinstance(batch, Tokens) else {}
+            own = {"sample_index": used[batch.sample_index]} if isinstance(batch, Tokens) else {}
             yield replace(batch, index=chosen[batch.index.cpu()].to(batch.index.device), **own)
 
     return _job_source(job, name, bind("identity"), len(chosen), walk)

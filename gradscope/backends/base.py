@@ -129,7 +129,7 @@ def one_token_a_sample(backend: Backend, problem: Problem) -> Iterator[Evaluate]
                 found = evaluate(batch.as_samples(), Request(proved=request.proved))
                 return found.losses, found.gradients.dense()
 
-            each = max(_ROWS, len(batch.whole))  # so many samples fit into memory
+            each = max(_ROWS, len(batch.sample_batch))  # so many samples fit into memory
             parts = torch.split(torch.arange(len(batch)), each)
             return dense_evaluation(*in_parts(problem, batch, parts, some))
 

@@ -206,13 +206,13 @@ class _Computed(Gradients):
         assert self.index is not None
         return len(self.index)
 
-    def bounded(self) -> bool:
+    def has_finite_bounds(self) -> bool:
         """Whether the norms show that every gradient is finite."""
         return bool(self.norms.isfinite().all())
 
-    def asked(self, powers: frozenset[int]) -> Gradients:
+    def with_powers(self, powers: frozenset[int]) -> Gradients:
         """Return the gradients, told which sums over samples will be asked for."""
-        return self._all.asked(powers)
+        return self._all.with_powers(powers)
 
     @cached_property
     def _all(self) -> Gradients:
@@ -237,7 +237,7 @@ class _Traced(Gradients):
         values = self[name].dense()
         return precise(values).sum(0) if power == 1 else squares(doubled(values)).sum(0)
 
-    def asked(self, powers: frozenset[int]) -> "_Traced":
+    def with_powers(self, powers: frozenset[int]) -> "_Traced":
         """Return these: the compiler takes sums in one pass by itself."""
         return self
 

@@ -107,7 +107,7 @@ def per_sample(problem: Problem, values: dict[str, Tensor], batch: Batch) -> Los
 
         each = iter([own(t, constant) for t, constant in zip(sample, shared, strict=True)])
         inputs, targets = map_tensors(lambda _: next(each), (batch.inputs, batch.targets))
-        with _Rewrites(zero, None if problem.state.fixed is None else index):
+        with _Rewrites(zero, None if problem.state.randomness is None else index):
             one = Batch(inputs, targets, index.unsqueeze(0))
             value = problem.functional_losses(values, one)[0]
         return value, value
@@ -115,10 +115,10 @@ def per_sample(problem: Problem, values: dict[str, Tensor], batch: Batch) -> Los
     over = (None, None, [None if s else 0 for s in shared], 0)
     gradient = torch.func.grad(loss, argnums=(0, 1), has_aux=True)
     zero = torch.zeros((), device=problem.device)
-    drawing = "error" if problem.state.fixed is None else "different"
+    drawing = "error" if problem.state.randomness is None else "different"
     every = torch.func.vmap(gradient, in_dims=over, randomness=drawing)
     with torch.no_grad():  # what torch.func differentiates needs no graph outside it
-        (gradients, _), losses = problem.drawn(
+        (gradients, _), losses = problem.run_with_randomness(
             batch, lambda: every(values, zero, leaves, batch.index), single=True
         )
     return losses, gradients

@@ -138,7 +138,7 @@ class Block(ABC):
         """Where the block's tensors are."""
 
     @property
-    def held(self) -> Tensor | None:
+    def dense_if_formed(self) -> Tensor | None:
         """The dense form (n, *shape) where it is in memory already; else None."""
         return None
 
@@ -291,15 +291,15 @@ class Block(ABC):
             rows.append(torch.cat([left @ as_rows(precise(b)).mH for _, b in self.tiles()], 1))
         return torch.cat(rows)
 
-    def bound(self) -> Tensor:
+    def norm_bound(self) -> Tensor:
         """Return a number (0-d) that no ‖gᵢ‖ exceeds, found cheaply; infinite if there is none."""
         return torch.tensor(inf, device=self.device)
 
-    def formed(self, anyway: bool = False) -> "Block":
+    def densify(self, always: bool = False) -> "Block":
         """Return the same gradients, dense where norms and then a weighted sum cost less so.
 
         Args:
-            anyway: The dense gradients are needed besides, so that they cost nothing.
+            always: The dense gradients are needed besides, so that they cost nothing.
         """
         return self
 
@@ -372,7 +372,7 @@ class DenseBlock(TensorBlock):
         return tuple(self.values.shape[1:])
 
     @property
-    def held(self) -> Tensor:
+    def dense_if_formed(self) -> Tensor:
         return self.values
 
     def dense(self, out: Tensor | None = None) -> Tensor:
@@ -381,7 +381,7 @@ class DenseBlock(TensorBlock):
     def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
         yield slice(0, self.n), slice(0, prod(self.shape)), as_rows(self.values)
 
-    def bound(self) -> Tensor:
+    def norm_bound(self) -> Tensor:
         return size(self.values)
 
     def squared_norms(self) -> Tensor:

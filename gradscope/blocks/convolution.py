@@ -46,7 +46,7 @@ class Geometry:
         self, values: Tensor, positions: tuple[int, ...], kernel: tuple[int, ...]
     ) -> Tensor:
         """Return the window at each position (N, c·kernel, positions) of (N, c, *space)."""
-        padded = self.padded(values, positions, kernel)
+        padded = self.pad(values, positions, kernel)
         lead, axes = padded.stride()[:2], padded.stride()[2:]
         inside = (a * d for a, d in zip(axes, self.dilation, strict=True))
         across = (a * s for a, s in zip(axes, self.stride, strict=True))
@@ -58,7 +58,7 @@ class Geometry:
         d = len(kernel)
         return windows.flatten(2 + d).flatten(1, 1 + d)
 
-    def padded(self, values: Tensor, positions: tuple[int, ...], kernel: tuple[int, ...]) -> Tensor:
+    def pad(self, values: Tensor, positions: tuple[int, ...], kernel: tuple[int, ...]) -> Tensor:
         """Return (N, c, *space) with the zeros around it that windows at the positions touch."""
         pads: list[int] = []
         spans = zip(values.shape[2:], self.reach(positions, kernel), self.padding, strict=True)
@@ -71,13 +71,15 @@ class Geometry:
         walk = zip(positions, kernel, self.stride, self.dilation, strict=True)
         return tuple((t - 1) * step + (k - 1) * spread + 1 for t, k, step, spread in walk)
 
-    def met(self, values: Tensor, positions: tuple[int, ...], kernel: tuple[int, ...]) -> Tensor:
+    def window_products(
+        self, values: Tensor, positions: tuple[int, ...], kernel: tuple[int, ...]
+    ) -> Tensor:
         """Return the products of any two windows (N, positions, positions) of (N, c, *space).
 
         They are sums of products of pixels, which are many fewer than the windows' entries: the
         pixels' Gram matrix is added up at the kernel's offsets, one axis after the other.
         """
-        padded = self.padded(values, positions, kernel)
+        padded = self.pad(values, positions, kernel)
         space, pixels = padded.shape[2:], padded.flatten(2)
         found = torch.bmm(pixels.mT, pixels.conj()).view(-1, *space, *space)
         walk = zip(positions, kernel, self.stride, self.dilation, strict=True)
@@ -222,7 +224,7 @@ class ConvolutionBlock(TensorBlock):
         """Return ‖gᵢ‖² (n,) by the Gram matrices over positions and over the input's pixels."""
         k, small, large = self.geometry.groups, *map(precise, self._small_and_large)
         rows, values = (f.reshape(self.n * k, -1, *f.shape[3:]) for f in (small, large))
-        windows = self.geometry.met(values, tuple(rows.shape[2:]), self.shape[2:])
+        windows = self.geometry.window_products(values, tuple(rows.shape[2:]), self.shape[2:])
         rows = rows.flatten(2)
         met = (windows * torch.bmm(rows.mT, rows.conj())).sum((1, 2)).real
         return met.view(self.n, k).sum(1).clamp_min(0.0)
@@ -235,11 +237,11 @@ class ConvolutionBlock(TensorBlock):
         )
         return self._kernel(gradients, inputs, self.geometry, self.shape)
 
-    def bound(self) -> Tensor:
+    def norm_bound(self) -> Tensor:
         """Return the product of the factors' norms; a window meets an entry once a kernel entry."""
         return size(self.inputs) * size(self.gradients) * prod(self.shape[2:])
 
-    def formed(self, anyway: bool = False) -> Block:
+    def densify(self, always: bool = False) -> Block:
         """Return the dense block where it stays near the caches and is cheaper than two kernels.
 
         The cost model alone decides: norms and the backward kernel, or the dense gradients once.
@@ -252,7 +254,7 @@ class ConvolutionBlock(TensorBlock):
         gram = seconds(0.6 * work * t * (r + c), 4.0 * work * c)
         apart = min(dense, gram, self._pixel_seconds) + seconds(work * r * c / 4)
         once = dense + seconds(0, 8.0 * entries)
-        return DenseBlock(self.dense()) if anyway or once < apart else self
+        return DenseBlock(self.dense()) if always or once < apart else self
 
     def norms(self, p: float = 2.0) -> Tensor:
         return self.outer.norms(p) if p != 2 and self.sizes[1] == 1 else super().norms(p)

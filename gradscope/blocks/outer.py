@@ -7,7 +7,7 @@ With groups k and positions t, sample i's gradient is
 read in this order as the parameter's shape. For a linear layer left is the output gradient (r = o)
 and right the input (c = i); a convolution's positions are output pixels, its right factors patches
 (Goodfellow 2015, arXiv:1510.01799; Rochette et al. 2019, arXiv:1912.06015). Where a weight is
-stored inputs first, left is the input and right the output gradient: such positions are `turned`.
+stored inputs first, left is the input and right the output gradient (`right_is_gradient`).
 
 The products are taken by whichever kernel is faster here. oneDNN's kernel of linear layers uses the
 widest vector instructions of every processor; the matrix kernels that torch is built with do not on
@@ -51,7 +51,7 @@ class OuterBlock(TensorBlock):
     right: Tensor  # (n, k, t, c columns)
     parameter_shape: tuple[int, ...]  # any shape of k·r·c entries
     # whether right, not left, is the output gradient: at all positions, or at each (t,) bool
-    turned: bool | Tensor = False
+    right_is_gradient: bool | Tensor = False
     numbers = ("left", "right")
     kind = "outer"
     has_shortcuts = True
@@ -106,12 +106,12 @@ class OuterBlock(TensorBlock):
         """Swap two axes; for a matrix the factors change places."""
         k, _, r, c = self.sizes
         if k == 1 and self.shape == (r, c) and {axis0 % 2, axis1 % 2} == {0, 1}:
-            return OuterBlock(self.right, self.left, (c, r), opposite(self.turned))
+            return OuterBlock(self.right, self.left, (c, r), opposite(self.right_is_gradient))
         return super().transpose(axis0, axis1)
 
-    def counted(self) -> Tensor:
+    def nonzero_positions(self) -> Tensor:
         """Return (n, k, t) bool: whether a position's output gradient has an entry other than 0."""
-        return nonzero_gradients(self.left, self.right, self.turned)
+        return nonzero_gradients(self.left, self.right, self.right_is_gradient)
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖² (n,), by the Gram matrices over positions where these are smaller."""
@@ -133,7 +133,7 @@ class OuterBlock(TensorBlock):
         left, right = (precise(f).flatten(0, 1) for f in (self.left, self.right))
         return ghost(left, right).view(self.n, -1).sum(1).clamp_min(0.0)
 
-    def formed(self, anyway: bool = False) -> Block:
+    def densify(self, always: bool = False) -> Block:
         """Return the dense block where it stays near the caches and is cheaper than two shortcuts.
 
         The cost model alone decides: Gram matrices and one long sum, or the dense gradients once.
@@ -144,7 +144,7 @@ class OuterBlock(TensorBlock):
             return self
         apart = seconds(0.6 * work * t * (r + c), 0, 6) + seconds(work * r * c)
         once = seconds(work * r * c, 8.0 * entries)
-        return DenseBlock(self.dense()) if anyway or once < apart else self
+        return DenseBlock(self.dense()) if always or once < apart else self
 
     def norms(self, p: float = 2.0) -> Tensor:
         """Return ‖gᵢ‖ₚ (n,); any p-norm of one outer product is the product of its factors'."""
@@ -210,7 +210,7 @@ class OuterBlock(TensorBlock):
                 squared.addcmul_(tile, tile, value=u[i])
         return first.view(self.shape), second.view(self.shape)
 
-    def bound(self) -> Tensor:
+    def norm_bound(self) -> Tensor:
         """Return the product of the factors' norms (Cauchy and Schwarz)."""
         return size(self.left) * size(self.right)
 
@@ -261,19 +261,19 @@ class OuterBlock(TensorBlock):
         return found if bool(found.isfinite().all()) else super().gram()
 
 
-def opposite(turned: bool | Tensor) -> bool | Tensor:
-    """Return `turned` of the transposed block."""
-    return ~turned if isinstance(turned, Tensor) else not turned
+def opposite(right_is_gradient: bool | Tensor) -> bool | Tensor:
+    """Return `right_is_gradient` of the transposed block."""
+    return ~right_is_gradient if isinstance(right_is_gradient, Tensor) else not right_is_gradient
 
 
-def nonzero_gradients(left: Tensor, right: Tensor, turned: bool | Tensor) -> Tensor:
+def nonzero_gradients(left: Tensor, right: Tensor, right_is_gradient: bool | Tensor) -> Tensor:
     """Return (..., t) bool of factors (..., t, r) and (..., t, c): whose output gradient is not 0.
 
-    NaN is not 0. `turned` is the one of the block.
+    NaN is not 0. `right_is_gradient` is the one of the block.
     """
-    if isinstance(turned, Tensor):
-        return torch.where(turned, (right != 0).any(-1), (left != 0).any(-1))
-    return ((right if turned else left) != 0).any(-1)
+    if isinstance(right_is_gradient, Tensor):
+        return torch.where(right_is_gradient, (right != 0).any(-1), (left != 0).any(-1))
+    return ((right if right_is_gradient else left) != 0).any(-1)
 
 
 def _single(

@@ -121,7 +121,7 @@ class Tuner:
         """Return a tuner that knows what earlier processes measured on this machine."""
         return cls(cache=known_of, **options)
 
-    def settled(self) -> dict[str, str]:
+    def freeze(self) -> dict[str, str]:
         """Measure nothing any more; return the variant of each request that was measured and used.
 
         What is asked for later and is not among these is decided by arithmetic.

@@ -221,7 +221,7 @@ class Batch:
         return int(self.index.shape[0])
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Which samples these are, in words."""
         if not len(self):
             return "no sample"
@@ -278,7 +278,7 @@ class Tokens(Batch):
     Inputs and targets are those of the samples (n, ...); the index (m,) tells rows apart.
     """
 
-    held: Tensor  # (n,) int64, where in the data set each sample is
+    sample_index: Tensor  # (n,) int64, where in the data set each sample is
     sample: Tensor  # (m,) int64, which of the samples at hand each row is of
     position: Tensor  # (m,) int64, and which of its positions
     positions: int  # t
@@ -294,23 +294,23 @@ class Tokens(Batch):
         return cls(held.inputs, held.targets, index, held.index, own, position, t)
 
     @property
-    def whole(self) -> Batch:
+    def sample_batch(self) -> Batch:
         """The samples (n, ...)."""
-        return Batch(self.inputs, self.targets, self.held)
+        return Batch(self.inputs, self.targets, self.sample_index)
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Which tokens these are, in words."""
         what = f"position {int(self.position)}" if len(self) == 1 else f"{len(self)} tokens"
-        return f"{what} of {self.whole.told}"
+        return f"{what} of {self.sample_batch.description}"
 
     @property
     def samples(self) -> Tensor:
         """Where in the data set the sample of each row is (m,)."""
-        return self.held[self.sample]
+        return self.sample_index[self.sample]
 
     @property
-    def named(self) -> list[str]:
+    def row_names(self) -> list[str]:
         """SAMPLE:POSITION of each row, the sample by where it is in the data set."""
         pairs = zip(self.samples.tolist(), self.position.tolist(), strict=True)
         return [f"{sample}:{position}" for sample, position in pairs]
@@ -320,26 +320,28 @@ class Tokens(Batch):
 
         `Problem.of_single_tokens` takes such batches.
         """
-        many = self.whole.select(self.sample)
+        many = self.sample_batch.select(self.sample)
         return Batch(many.inputs, (many.targets, self.position), many.index)
 
     def select(self, rows: slice | Tensor) -> "Tokens":
         """Return the rows `rows` of this batch, with the samples that they are of."""
         used, sample = torch.unique(self.sample[rows], return_inverse=True)
-        held = self.whole
+        held = self.sample_batch
         held = held if len(used) == len(held) else held.select(used)
         own = {"index": self.index[rows], "sample": sample, "position": self.position[rows]}
-        return replace(self, inputs=held.inputs, targets=held.targets, held=held.index, **own)
+        return replace(
+            self, inputs=held.inputs, targets=held.targets, sample_index=held.index, **own
+        )
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> "Tokens":
         """Return the batch with `fn` applied to every tensor among inputs and targets."""
-        mapped = self.whole.map(fn)
+        mapped = self.sample_batch.map(fn)
         return replace(self, inputs=mapped.inputs, targets=mapped.targets)
 
 
-def whole_of(batch: Batch) -> Batch:
+def sample_batch_of(batch: Batch) -> Batch:
     """Return the samples that a batch is of: itself, unless its rows are tokens."""
-    return batch.whole if isinstance(batch, Tokens) else batch
+    return batch.sample_batch if isinstance(batch, Tokens) else batch
 
 
 def is_empty(batch: Batch) -> bool:
@@ -357,10 +359,10 @@ def with_samples(batch: Batch, samples: Batch) -> Batch:
     if not isinstance(batch, Tokens):
         return samples
     inputs, targets = samples.inputs, samples.targets
-    return replace(batch, inputs=inputs, targets=targets, held=samples.index)
+    return replace(batch, inputs=inputs, targets=targets, sample_index=samples.index)
 
 
-def require_counted(rows: int) -> None:
+def require_positions(rows: int) -> None:
     """Refuse samples of which so many positions count, if that is none."""
     if not rows:
         raise SpecError(

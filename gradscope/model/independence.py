@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from gradscope.core.batch import Batch, Tokens, samples_of, tensors, whole_of, with_samples
+from gradscope.core.batch import Batch, Tokens, sample_batch_of, samples_of, tensors, with_samples
 from gradscope.core.precision import doubled
 from gradscope.core.texts import unequal
 from gradscope.errors import CoupledSamplesError, ModelError, RefusedError, UnsupportedError
@@ -111,7 +111,7 @@ def regrouped(
     The others are in so many parts, by chance: two of them stay together in one of `parts` cases.
     """
     if isinstance(batch, Tokens):  # tokens of one sample stay together
-        rows, groups = samples_of(batch), regrouped(batch.whole, draw, (), parts)
+        rows, groups = samples_of(batch), regrouped(batch.sample_batch, draw, (), parts)
         left = ~torch.isin(torch.arange(len(batch)), torch.tensor([*alone], dtype=torch.int64))
         shared = [torch.cat([(left & (rows == k)).nonzero().flatten() for k in g]) for g in groups]
         return [*(torch.tensor([k]) for k in alone), *(part for part in shared if len(part))]
@@ -198,8 +198,8 @@ def _coupled(
         where = mixing_layer(problem, batch, int(rows[worst]), tolerance)
     numbers = unequal(float(here[worst]), float(other[worst]))
     return CoupledSamplesError(
-        f"the loss of {batch.select(rows[worst][None]).told} {said.format(*numbers)}: it depends "
-        "on other samples",
+        f"the loss of {batch.select(rows[worst][None]).description} {said.format(*numbers)}: "
+        "it depends on other samples",
         where=where,
         remedy=coupled_remedy(where, batch),
     )
@@ -283,7 +283,7 @@ def require_unaffected(
         with all_in_float64(problem, batch) as (wide, cast):
             _require_unaffected_exactly(wide, cast, seed)
     except (ModelError, RefusedError) as error:
-        random = isinstance(error, UnsupportedError) and problem.state.fixed is None
+        random = isinstance(error, UnsupportedError) and problem.state.randomness is None
         if random or isinstance(error, CoupledSamplesError):
             raise
         return False
@@ -301,7 +301,7 @@ def _replaced(problem: Problem, batch: Batch, seed: int) -> Iterator[tuple[Tenso
 
     Half of the samples are kept, then the other half.
     """
-    whole, owner = whole_of(batch), samples_of(batch)
+    whole, owner = sample_batch_of(batch), samples_of(batch)
     draw = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(whole), generator=draw)
     for kept, gone in (order.tensor_split(2), order.tensor_split(2)[::-1]):
@@ -358,7 +358,7 @@ def require_own_gradients(problem: Problem, batch: Batch, seed: int = 0) -> Tens
         return problem.losses(batch).detach()
     draw = torch.Generator().manual_seed(seed)
     owner = samples_of(batch)
-    n = len(whole_of(batch))
+    n = len(sample_batch_of(batch))
     powers = torch.randint(0, 4 if problem.precision == torch.float16 else 12, (n,), generator=draw)
     signs = torch.randint(0, 2, (n,), generator=draw) * 2 - 1
     weights = signs * 2.0**powers
@@ -387,10 +387,10 @@ def _require_own(
         others = (samples_of(batch) != k).to(losses)
         left = [_rows(t).nan_to_num() for t in slopes(losses, inputs, others)]
         if any(bool(t[k].norm() > 64 * eps * t.norm()) for t in left):
-            where = mixing_layer(problem, whole_of(batch), k)
+            where = mixing_layer(problem, sample_batch_of(batch), k)
             raise CoupledSamplesError(
                 "the loss of another sample has a gradient by the inputs of "
-                f"{whole_of(batch).one(k).told}",
+                f"{sample_batch_of(batch).one(k).description}",
                 where=where,
                 remedy=coupled_remedy(where, batch),
             )
@@ -458,7 +458,7 @@ def mixing_layer(
     put first: earlier samples may have taken what is limited, as the places of an expert.
     """
     if isinstance(batch, Tokens):
-        sample, batch = int(batch.sample[sample]), batch.whole
+        sample, batch = int(batch.sample[sample]), batch.sample_batch
     n = len(batch)
     moved = torch.arange(n).roll(-sample)
     equal = same if tolerance is None else partial(within, tolerance=tolerance)

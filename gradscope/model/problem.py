@@ -17,14 +17,22 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from gradscope.core.batch import Batch, Tokens, call, map_tensors, output, token_losses, whole_of
+from gradscope.core.batch import (
+    Batch,
+    Tokens,
+    call,
+    map_tensors,
+    output,
+    sample_batch_of,
+    token_losses,
+)
 from gradscope.core.precision import cast, double
 from gradscope.core.texts import listed
 from gradscope.errors import ModelError, RefusedError, SpecError, UnsupportedError
 from gradscope.model.copies import deep_copy, graph_leaves
 from gradscope.model.locate import PACKED, shapes_of, user_code
 from gradscope.model.randomness import FixedRandomness, forked, switched_off
-from gradscope.model.ranks import ModelParallel, Ranks, alone, ranks_of
+from gradscope.model.ranks import ModelParallel, Ranks, ranks_of, without_ddp
 from gradscope.model.reach import reachable
 from gradscope.model.state import ModelState
 from gradscope.process.shortage import is_machine_error
@@ -33,7 +41,7 @@ from gradscope.process.stops import require_time
 T = TypeVar("T")
 Loss = Callable[..., Tensor]
 RowKind = Literal["sample", "token"]
-Seen = Callable[[Loss, Any, Any, Tensor], None]  # loss, outputs, targets, losses
+OutputObserver = Callable[[Loss, Any, Any, Tensor], None]  # loss, outputs, targets, losses
 
 
 class Predictive(NamedTuple):
@@ -133,7 +141,9 @@ class Problem:
     parameters: dict[str, nn.Parameter]  # the selected ones; tied ones under their first name
     running_statistics: bool = False  # normalisation layers use these, whatever their mode
     state: ModelState = None  # type: ignore[assignment]  # made when it is not given
-    seen: Seen | None = None  # is told of each forward pass whose outputs are left as they were
+    observer: OutputObserver | None = (
+        None  # is told of each forward pass whose outputs are left as they were
+    )
     ranks: Ranks | None = None  # the processes that train the model together, if there are several
     # what has a row of its own; of tokens the loss returns (n, t), and batches are `Tokens`
     rows: RowKind = "sample"
@@ -167,7 +177,7 @@ class Problem:
             _require_ordinary(name, p)
         ranks = ranks_of(model)
         if isinstance(ranks, ModelParallel):  # the graph knows them as the forward pass uses them
-            chosen = {k: ranks.whole.get(k, p) for k, p in chosen.items()}
+            chosen = {k: ranks.unsharded.get(k, p) for k, p in chosen.items()}
         return cls(model, loss, chosen, ranks=ranks)
 
     @property
@@ -179,7 +189,7 @@ class Problem:
         """Whether it is so on any of the processes of a sharded model."""
         return flag if self.model_parallel is None else self.model_parallel.any(flag)
 
-    def fixed(self, fixed: FixedRandomness | None) -> "Problem":
+    def with_fixed_randomness(self, fixed: FixedRandomness | None) -> "Problem":
         """Return the same problem with its random numbers drawn by `fixed`."""
         return replace(self, state=ModelState(self.model, self.function, fixed))
 
@@ -219,13 +229,15 @@ class Problem:
 
         With rows of tokens it is one for each row of `Tokens`, and (n, t) of any other batch.
         """
-        return self.drawn(batch, partial(self._evaluated, batch, graph=graph))
+        return self.run_with_randomness(batch, partial(self._evaluated, batch, graph=graph))
 
-    def counted(self, batch: Batch) -> tuple[Tensor, bool]:
+    def position_mask(self, batch: Batch) -> tuple[Tensor, bool]:
         """Return which positions of samples count, (n, t) bool, and whether the loss says so."""
-        return self.drawn(batch, partial(self._counted, batch))
+        return self.run_with_randomness(batch, partial(self._counted, batch))
 
-    def drawn(self, batch: Batch, evaluate: Callable[[], T], *, single: bool = False) -> T:
+    def run_with_randomness(
+        self, batch: Batch, evaluate: Callable[[], T], *, single: bool = False
+    ) -> T:
         """Return what `evaluate` does to a batch, random numbers fixed if that was asked for.
 
         Args:
@@ -233,16 +245,18 @@ class Problem:
             evaluate: Runs the model on them.
             single: The model sees a batch of one, though there are all samples.
         """
-        fixed = self.state.fixed
+        fixed = self.state.randomness
         if fixed is None:
             return evaluate()
-        losses = replace(self, seen=None)._of_samples
-        return fixed.over(self.model, whole_of(batch), evaluate, losses, single=single)
+        losses = replace(self, observer=None)._of_samples
+        return fixed.evaluate_batch(
+            self.model, sample_batch_of(batch), evaluate, losses, single=single
+        )
 
     def _evaluated(self, batch: Batch, *, graph: bool = True) -> Tensor:
         try:
             with self._guarded(batch, graph=graph):
-                losses = self._checked(self._raw(batch, self.seen), batch)
+                losses = self._checked(self._raw(batch, self.observer), batch)
         except ModelError as error:  # such as of another dtype than the copy
             if names := self._held():
                 raise _shared(names) from error
@@ -339,7 +353,7 @@ class Problem:
         loss = copies.of(self.loss)
         loss = model_loss(loss) if self.of_model and not is_model_loss(loss) else loss
         made = replace(self, model=model, loss=loss, parameters=parameters, original=self)
-        return replace(made, state=ModelState(model, made.function, self.state.fixed))
+        return replace(made, state=ModelState(model, made.function, self.state.randomness))
 
     def _require_own(self, losses: Tensor) -> None:
         """Refuse losses of a copied model that are computed with the original's parameters."""
@@ -378,16 +392,16 @@ class Problem:
             for layer in layers:
                 layer.training = True
 
-    def _raw(self, batch: Batch, seen: Seen | None = None) -> Any:
+    def _raw(self, batch: Batch, seen: OutputObserver | None = None) -> Any:
         if not torch.compiler.is_compiling():
             require_time(self.any)
         # a forward pass may write into its arguments: it gets copies, all laid out alike, so that
         # any selection of samples runs the same program
         own = batch.map(lambda t: t.clone(memory_format=torch.contiguous_format))
-        with alone(self.model):
+        with without_ddp(self.model):
             return self._of_copies(own, batch, seen)
 
-    def _of_copies(self, own: Batch, batch: Batch, seen: Seen | None) -> Any:
+    def _of_copies(self, own: Batch, batch: Batch, seen: OutputObserver | None) -> Any:
         if self.of_model:
             return self.loss(self.model, own.inputs, own.targets)
         outputs = call(self.model, own.inputs)
@@ -439,7 +453,7 @@ class Problem:
     def _of_tokens(self, found: Any, batch: Batch) -> Tensor:
         """Return the losses (m,) of rows; of a batch that is not of tokens, (n, t)."""
         rows = batch if isinstance(batch, Tokens) else None
-        n = len(batch) if rows is None else len(rows.held)
+        n = len(batch) if rows is None else len(rows.sample_index)
         values, _ = token_losses(found, n, self._loss_name)
         if rows is None:
             return values

@@ -186,7 +186,7 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._active = False
 
-    def over(
+    def evaluate_batch(
         self,
         model: nn.Module,
         batch: Batch,
@@ -263,10 +263,10 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0]  # what an operation has saved of itself is one already
         if not is_random(func) or (not self._open and kwargs.get("generator") is not None):
             return func(*args, **kwargs)  # in a proof, for one
-        result = self.drawn(func, args, kwargs)
+        result = self.draw(func, args, kwargs)
         return _undrawn(func, args, kwargs) if result is NotImplemented else result
 
-    def drawn(self, func: Any, args: Any, kwargs: dict[str, Any], wrap: Wrap | None = None) -> Any:
+    def draw(self, func: Any, args: Any, kwargs: dict[str, Any], wrap: Wrap | None = None) -> Any:
         """Return an operation's result by fixed numbers; NotImplemented where there are none.
 
         Args:
@@ -419,14 +419,14 @@ def probe() -> None:
     """
     fixed, layer, three = FixedRandomness(0), nn.Dropout(), Batch.of(torch.ones(3, 8, device="cpu"))
 
-    def drawn(batch: Batch) -> Tensor:
+    def draw(batch: Batch) -> Tensor:
         def losses(batch: Batch) -> Tensor:
             found: Tensor = layer(batch.inputs).sum(1)
             return found
 
-        return fixed.over(layer, batch, lambda: losses(batch), losses)
+        return fixed.evaluate_batch(layer, batch, lambda: losses(batch), losses)
 
-    if not torch.equal(drawn(three)[2:], drawn(three.one(2))):
+    if not torch.equal(draw(three)[2:], draw(three.one(2))):
         raise RuntimeError("a sample's numbers are others in a batch")
 
 

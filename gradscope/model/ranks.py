@@ -60,7 +60,7 @@ class Ranks:
         Raises:
             RefusedError: Another rank has failed.
         """
-        return self._most(int(flag)) > 0
+        return self._all_reduce_max(int(flag)) > 0
 
     def agree(self, error: BaseException | None = None) -> None:
         """Raise if any rank has an error: its own there, a `RefusedError` on the others.
@@ -69,10 +69,10 @@ class Ranks:
         """
         if error is not None and (error is self._failed or isinstance(error, OutOfStepError)):
             raise error
-        self._most(0 if error is None else 2, error)
+        self._all_reduce_max(0 if error is None else 2, error)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def raise_on_all(self) -> Iterator[None]:
         """Let an error that the body raises on one rank be one on all of them."""
         try:
             yield
@@ -105,16 +105,16 @@ class Ranks:
                 remedy="End this process, as torchrun does with all others then; start all again.",
             ) from error
 
-    def of_all(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Return what each rank gives.
 
         Raises:
             RefusedError: Another rank has failed.
         """
         self.agree()
-        return self._gathered(value)
+        return self._all_gather_object(value)
 
-    def added(self, value: Tensor) -> Tensor:
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
         """Return the sum of what each rank gives, of one shape.
 
         Raises:
@@ -126,12 +126,12 @@ class Ranks:
         self._call(lambda: dist.all_reduce(given, group=self.group))
         return total
 
-    def _gathered(self, value: T) -> list[T]:
+    def _all_gather_object(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.size
         self._call(lambda: dist.all_gather_object(found, value, group=self.group))
         return found
 
-    def numbered(self, make: Callable[[], Batch], what: str, *, given: bool = False) -> Batch:
+    def number_samples(self, make: Callable[[], Batch], what: str, *, given: bool = False) -> Batch:
         """Return a batch whose samples are numbered over all ranks, which all ask the same.
 
         Args:
@@ -139,15 +139,15 @@ class Ranks:
             what: What is asked.
             given: Its samples have their numbers already.
         """
-        with self.together():
+        with self.raise_on_all():
             batch = make()
         self.require_same(what)
-        before = sum(self.of_all(len(batch))[: self.rank])
+        before = sum(self.all_gather(len(batch))[: self.rank])
         return batch if given else replace(batch, index=batch.index + before)
 
     def require_same(self, what: str) -> None:
         """Refuse where other ranks are asked for something else."""
-        told = self.of_all(what)
+        told = self.all_gather(what)
         if len({*told}) > 1:
             raise SpecError(
                 f"the processes are asked for different things: {', '.join(map(repr, told))}",
@@ -156,7 +156,7 @@ class Ranks:
 
     def states(self, state: dict[str, Tensor] | None) -> Iterator[dict[str, Tensor] | None]:
         """Yield what each rank gives, one after the other: tensors by name, or None."""
-        shapes = self.of_all(
+        shapes = self.all_gather(
             None if state is None else {k: (v.shape, v.dtype) for k, v in state.items()}
         )
         for rank, wanted in enumerate(shapes):
@@ -178,13 +178,13 @@ class Ranks:
         source = dist.get_global_rank(self.group, rank)
         self._call(lambda: dist.broadcast(value, source, group=self.group))
 
-    def _most(self, number: int, error: BaseException | None = None) -> int:
+    def _all_reduce_max(self, number: int, error: BaseException | None = None) -> int:
         """Return the largest number of all ranks; 2 is an error, which all raise."""
         told = torch.tensor([number], device=self.device)
         self._call(lambda: dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group))
         if int(told) < 2:
             return int(told)
-        every = self._gathered(None if error is None else (_words(error), _refutes(error)))
+        every = self._all_gather_object(None if error is None else (_words(error), _refutes(error)))
         if error is None:
             failed = {rank: told for rank, told in enumerate(every) if told is not None}
             rank, (text, _) = next(iter(failed.items()))
@@ -237,7 +237,7 @@ class ModelParallel(Ranks):
 
     Attributes:
         sharded: The parameters as the optimiser knows them, by name: a part on each process.
-        whole: The same as the forward pass uses them; their memory is there only meanwhile.
+        unsharded: The same as the forward pass uses them; their memory is there only meanwhile.
         rounds_to: The narrowest dtype that a forward pass was found to round to.
 
     Raises:
@@ -260,23 +260,23 @@ class ModelParallel(Ranks):
             raise _unsupported("its device mesh has several axes and is a part of all processes")
         group = self.mesh.get_group() if self.mesh.ndim == 1 else dist.group.WORLD
         super().__init__(group, next(iter(self.sharded.values())).to_local().device)
-        self.whole: dict[str, nn.Parameter] = {}
+        self.unsharded: dict[str, nn.Parameter] = {}
         self._home: dict[int, Any] = {}
         # of each layer one parameter, the module that holds it and its name there
         self._first: dict[int, tuple[nn.Module, str]] = {}
-        self._whole_of: dict[int, nn.Parameter] = {}
+        self._unsharded_of: dict[int, nn.Parameter] = {}
         for module in self.modules:
             with self._present(module):
                 for name, p in model.named_parameters():
-                    if name not in self.whole and p is not named[name]:
-                        self.whole[name], self._home[id(p)] = p, module
+                    if name not in self.unsharded and p is not named[name]:
+                        self.unsharded[name], self._home[id(p)] = p, module
                         path, _, last = name.rpartition(".")
                         self._first.setdefault(id(module), (model.get_submodule(path), last))
-                        self._whole_of.setdefault(id(module), p)
+                        self._unsharded_of.setdefault(id(module), p)
         # the layers in the order in which a forward pass makes them whole, as far as is known
         self._order = [m for m in self.modules if id(m) in self._first]
-        self.device = next(iter(self.whole.values())).device
-        for name, p in self.whole.items():
+        self.device = next(iter(self.unsharded.values())).device
+        for name, p in self.unsharded.items():
             if isinstance(p, DTensor):
                 raise _tensor_parallel(name)
 
@@ -356,7 +356,7 @@ class ModelParallel(Ranks):
 
         def note(module: nn.Module, _: Any) -> None:
             owner, name = self._first.get(id(module), (module, ""))
-            if name and owner._parameters[name] is not self._whole_of[id(module)]:
+            if name and owner._parameters[name] is not self._unsharded_of[id(module)]:
                 gathered.append(module)
 
         handle, own = register_module_forward_pre_hook(note), checkpointing._checkpoint_hook
@@ -381,7 +381,7 @@ class ModelParallel(Ranks):
         """Let torch forget a forward pass that has not come to its end."""
         reset = getattr(self.modules[0], "reset_iter_state", None)  # from torch 2.13 on
         if reset is not None:
-            leaves = [*self.sharded.values(), *self.whole.values()]
+            leaves = [*self.sharded.values(), *self.unsharded.values()]
             gradients = [p.grad for p in leaves]  # the training's own, which it drops
             reset()
             for p, gradient in zip(leaves, gradients, strict=True):
@@ -396,7 +396,7 @@ class ModelParallel(Ranks):
             state._modules_to_run_forward.clear()
             state._state_ctx.iter_forward_root = None
 
-    def spread(self, name: str, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    def shard_rows(self, name: str, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """From rows of all ranks, each whole on one, to a part of all rows on each rank.
 
         Args:
@@ -426,7 +426,7 @@ class ModelParallel(Ranks):
                 rows = rows.narrow(placement.dim, start, min(each, whole - start))
         return rows
 
-    def wrapped(self, name: str, part: Tensor, *lead: int) -> Tensor:
+    def to_dtensor(self, name: str, part: Tensor, *lead: int) -> Tensor:
         """Return this rank's part (*lead, *part) as a DTensor (*lead, *shape)."""
         from torch.distributed.tensor import DTensor
 
@@ -492,7 +492,7 @@ def parallel(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def alone(model: nn.Module) -> Iterator[None]:
+def without_ddp(model: nn.Module) -> Iterator[None]:
     """Let forward passes of a model under DistributedDataParallel wait for no other process."""
     before = [(vars(m), vars(m).get("forward")) for m in parallel(model)]
     try:

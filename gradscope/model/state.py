@@ -100,7 +100,7 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module, loss: Any, fixed: FixedRandomness | None = None) -> None:
-        self._model, self._loss, self.fixed = model, loss, fixed
+        self._model, self._loss, self.randomness = model, loss, fixed
         self.drew = self.untrained = self.mistaken = False
         self.latest = ""
         # tables, each with its keys that change in place
@@ -117,7 +117,7 @@ class ModelState:
     def noticing(self, device: torch.device) -> Iterator[None]:
         """Notice whether the body moves torch's generators, of the CPU and of a device."""
         reads = states(device)
-        before = [read() for read in reads] if self.fixed is None and not self.drew else []
+        before = [read() for read in reads] if self.randomness is None and not self.drew else []
         yield
         self.drew |= any(not torch.equal(a, r()) for a, r in zip(before, reads, strict=False))
 
@@ -132,7 +132,7 @@ class ModelState:
             self._begin()
             yield
             return
-        fixed = nullcontext() if self.fixed is None else self.fixed.active(self._model)
+        fixed = nullcontext() if self.randomness is None else self.randomness.active(self._model)
         with self._as_written(), fixed:
             yield from self._kept()
 

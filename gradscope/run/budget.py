@@ -368,7 +368,7 @@ class NullWriter:
         copies = [t.clone() for t in own] if sum(t.nbytes for t in own) <= KEEP_BYTES else []
         self._kept = rows, copies
         for block in (b for gradients in rows.chains for b in (gradients or {}).values()):
-            if block.held is not None:
+            if block.dense_if_formed is not None:
                 continue
             for some in slices(block.n, prod(block.shape) * block.dtype.itemsize, PART_BYTES):
                 part = block.select(some)

@@ -148,7 +148,7 @@ class Run:
         self.progress = replace(Progress.of(kept), batch_size=self.size.samples)
         self.job.session.auditor.audits = self.progress.audits(self.done)
         self.returns += 1
-        if not (isinstance(error, CertificateError) and self.job.session.has_others):
+        if not (isinstance(error, CertificateError) and self.job.session.has_fallback):
             proved = f"The first {self.done:,} samples are kept" if self.done else "Nothing is kept"
             error.remedy = f"{error.remedy}\n{proved}: what was proved before."
             raise error
@@ -229,7 +229,7 @@ class Run:
         self.total.add(states)
         if self._summed in self.states:
             self.states[MEAN_GRADIENT] = self.states[self._summed]
-        choices = self.tuner.settled()  # of the first batch: it is known when a run goes on
+        choices = self.tuner.freeze()  # of the first batch: it is known when a run goes on
         self.record["kernels"] = choices
         self.progress = Progress(
             batch_size=self.size.samples,
@@ -238,7 +238,7 @@ class Run:
             choices=choices,
         )
         progress = {PROGRESS: self.progress.to_state()}
-        self.writer.append(rows, self.states | progress, proved=self.job.session.proved)
+        self.writer.append(rows, self.states | progress, proved=self.job.session.last_is_proved)
         self.done += n
         return n
 
@@ -385,7 +385,7 @@ def table_of(session: Session, batch: Batch, evaluation: Evaluation) -> dict[str
         table |= {"sample": batch.samples, "position": batch.position}
     elif isinstance(targets, Tensor) and targets.dim() > 0 and targets[0].numel() == 1:
         table["target"] = targets.flatten()  # any other kind is not stored
-    return table | session.predicted(batch, evaluation)
+    return table | session.predictions_of(batch, evaluation)
 
 
 def keeps_states(job: Job, size: int) -> bool:

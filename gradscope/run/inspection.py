@@ -170,7 +170,7 @@ def inspect(job: Job) -> Inspection:
     evaluation = job.session.evaluate(batch, job.request())
     labelled = job.session.labels.of(batch)
     finite = finite_samples(evaluation).reshape(len(batch), -1).all(1)
-    predicted = job.session.predicted(batch, evaluation)
+    predicted = job.session.predictions_of(batch, evaluation)
     other = predicted["prediction"] != batch.targets.flatten() if "margin" in predicted else None
 
     def spread(values: Tensor) -> tuple[float, float, float]:

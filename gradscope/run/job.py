@@ -27,7 +27,7 @@ from gradscope.config import (
     parse_compression,
     parse_shard,
 )
-from gradscope.core.batch import Batch, Tokens, require_counted
+from gradscope.core.batch import Batch, Tokens, require_positions
 from gradscope.core.grammar import parse
 from gradscope.core.precision import cast, dtype_name
 from gradscope.engine.chains import bind
@@ -69,7 +69,9 @@ class TokenRows:
 
     samples: range  # of the data set
     positions: int  # t, of each sample
-    counted: Tensor | None  # (m,) int64, row by row: the sample's place · t + position; None: all
+    row_numbers: (
+        Tensor | None
+    )  # (m,) int64, row by row: the sample's place · t + position; None: all
 
     @classmethod
     def of(cls, session: Session, load: Callable[[range], Batch], samples: range) -> "TokenRows":
@@ -78,13 +80,13 @@ class TokenRows:
         Raises:
             SpecError: The loss does not return (n, t), t differs, or no position counts.
         """
-        first, said = session.problem.counted(load(samples[:1]))
+        first, said = session.problem.position_mask(load(samples[:1]))
         t = first.shape[1]
         if not said:
             return cls(samples, t, None)
         found: list[Tensor] = []
         for start in range(0, len(samples), _AT_A_TIME):
-            mask, _ = session.problem.counted(load(samples[start : start + _AT_A_TIME]))
+            mask, _ = session.problem.position_mask(load(samples[start : start + _AT_A_TIME]))
             if mask.shape[1] != t:
                 raise SpecError(
                     f"the loss has {mask.shape[1]} positions of some samples, {t} of others",
@@ -93,16 +95,20 @@ class TokenRows:
                 )
             found.append(mask.cpu().flatten().nonzero().flatten() + start * t)
         counted = torch.cat(found)
-        require_counted(len(counted))
+        require_positions(len(counted))
         return cls(samples, t, counted)
 
     def __len__(self) -> int:
-        return len(self.samples) * self.positions if self.counted is None else len(self.counted)
+        return (
+            len(self.samples) * self.positions
+            if self.row_numbers is None
+            else len(self.row_numbers)
+        )
 
     def batch(self, load: Callable[[range], Batch], rows: range) -> Tokens:
         """Return some rows, which are next to each other, with the samples that they are of."""
         places = torch.arange(rows.start, rows.stop)
-        places = places if self.counted is None else self.counted[places]
+        places = places if self.row_numbers is None else self.row_numbers[places]
         sample, position = places // self.positions, places % self.positions
         used, own = torch.unique(sample, return_inverse=True)
         first = int(used[0])
@@ -113,7 +119,7 @@ class TokenRows:
 
     def some(self, rows: Tensor) -> tuple["TokenRows", Tensor]:
         """Return some rows (m,) as the only ones, and the samples (n,) that they are of."""
-        places = rows if self.counted is None else self.counted[rows]
+        places = rows if self.row_numbers is None else self.row_numbers[rows]
         used, own = torch.unique(places // self.positions, return_inverse=True)
         counted = own * self.positions + places % self.positions
         part = TokenRows(range(len(used)), self.positions, counted)
@@ -121,7 +127,9 @@ class TokenRows:
 
     def record(self) -> dict[str, Any]:
         """Return what tells these rows from others, as plain data."""
-        counted = None if self.counted is None else int(self.counted.double().square().sum())
+        counted = (
+            None if self.row_numbers is None else int(self.row_numbers.double().square().sum())
+        )
         span = [self.samples.start, self.samples.stop]
         return {"samples": span, "positions": self.positions, "rows": len(self), "sum": counted}
 
@@ -335,7 +343,7 @@ def _in_turn(spec: RunSpec) -> tuple[LoadedModel, nn.Module]:
     ranks = Ranks(dist.group.WORLD, device)
     mine: list[tuple[LoadedModel, nn.Module]] = []
     for turn in range(ranks.size):
-        with ranks.together():
+        with ranks.raise_on_all():
             if turn == ranks.rank:
                 loaded = load_model(spec.model, spec.checkpoint, lean=True, dtype=_dtype(spec))
                 model = apply_fully_shard(loaded.model, device.type)

@@ -326,7 +326,7 @@ def _recompute(
                 if not abs(stored - found) <= tolerance:
                     then, now = unequal(stored, found)
                     raise ResultFileError(
-                        f"{job.load(sample.index, 1).told} has the {what} {then} in this "
+                        f"{job.load(sample.index, 1).description} has the {what} {then} in this "
                         f"file, and {now} when it is computed anew: model, loss, data or "
                         "what they use have changed",
                         where=str(sample.path),

@@ -62,7 +62,7 @@ def nonfinite_of_rows(rows: Gradients, finite: Tensor) -> Tensor:
     Of samples only that are themselves: `finite` is (n,) bool.
     """
     found = torch.zeros((), dtype=torch.int64, device=finite.device)
-    if rows.bounded():
+    if rows.has_finite_bounds():
         return found
     for block in rows.values():
         for part, tile in block.tiles():

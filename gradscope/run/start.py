@@ -125,7 +125,7 @@ def _recheck(
             first = int(differ.int().argmax())
             began, has = unequal(then[first], now[first])
             raise OutputError(
-                f"{batch.one(first).told} had the {what} {began} when the run "
+                f"{batch.one(first).description} had the {what} {began} when the run "
                 f"began, and has {has} now: model, loss or data have changed",
                 where=str(path),
                 remedy="Go on with the code and the data that the run began with, or start again "

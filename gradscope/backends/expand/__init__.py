@@ -75,7 +75,7 @@ def expand(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
         while True:
             try:
                 run = partial(_evaluated, problem, batch, own)
-                return problem.drawn(batch, run, single=True)
+                return problem.run_with_randomness(batch, run, single=True)
             except SharedWrite as write:
                 own = write.needed
             except SamplesDiverge as difference:
@@ -111,7 +111,7 @@ def _evaluated(problem: Problem, batch: Batch, own: WriteScope) -> LossesAndRows
         problem.state.kept(),
         forked(problem.device),
         torch.enable_grad(),
-        Interpreter(n, own, problem.state.fixed) as mode,
+        Interpreter(n, own, problem.state.randomness) as mode,
     ):
         losses = bound.functional_losses(dict(params), Batch(inputs, targets, batch.index[:1]))
     if mode.refusal is not None:  # the model's code caught it

@@ -220,12 +220,14 @@ class _Program:
         Raises:
             UnsupportedError: They do, or nothing tells them apart.
         """
-        if len(batch.whole) == 1 and not self.doubled:
+        if len(batch.sample_batch) == 1 and not self.doubled:
             try:
-                return self._rows(batch, batch.whole, proved=proved)
+                return self._rows(batch, batch.sample_batch, proved=proved)
             except UnsupportedError:  # it may run otherwise than two samples do
                 self.doubled = True
-        samples = batch.whole.resized(2) if len(batch.whole) == 1 else batch.whole
+        samples = (
+            batch.sample_batch.resized(2) if len(batch.sample_batch) == 1 else batch.sample_batch
+        )
         return self._rows(batch, samples, proved=proved)
 
     def _rows(self, batch: Tokens, samples: Batch, *, proved: bool) -> Evaluation:
@@ -238,7 +240,7 @@ class _Program:
         if recorded is None:
             return Evaluation(own, self._gradients({}, own), new=True)
         recorded = replace(recorded, asked=(rows >= 0).to(losses.dtype))
-        known, single = self._fitting(recorded), len(batch.whole) == 1
+        known, single = self._fitting(recorded), len(batch.sample_batch) == 1
         if known is None and single:
             known = next((a for a in self.singles if a.fits(recorded)), None)
         if known is None and not proved:

@@ -41,7 +41,7 @@ def isolating(
             return _in_parts(problem, batch, evaluate, alone)
     raise UnsupportedError(
         "a sample's gradient is not finite, and an operation mixes it into the other samples' rows",
-        where=batch.told,
+        where=batch.description,
         remedy="Leave the sample out: look for inputs and losses that are NaN or infinite. Or use "
         "one process.",
     )

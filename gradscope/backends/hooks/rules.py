@@ -178,7 +178,7 @@ def _product(site: Site, left_slot: int, left: str, right: str) -> Block | None:
     """Return the block of one factor; the samples must lie along the other factor's free axis."""
     rows = site.gradient.dim() - 2  # the axis of out's rows; its columns are the last axis
     if site.slot == left_slot + 1 and site.axis.axis == rows:
-        return _outer(site, site.saved(left).conj(), site.gradient, turned=True)
+        return _outer(site, site.saved(left).conj(), site.gradient, right_is_gradient=True)
     if site.slot == left_slot and site.axis.axis == rows + 1:
         return _outer(site, site.gradient.mT, site.saved(right).conj().mT)
     return None
@@ -201,11 +201,11 @@ def grouped_product(site: Site) -> Block | None:
         left, right = gradient.mT, site.saved("mat2").mT
     place = torch.arange(len(left), device=ends.device, dtype=ends.dtype)
     group = torch.searchsorted(ends, place, right=True)
-    return _segments(site, left, right, group, len(ends), turned=site.slot == 1)
+    return _segments(site, left, right, group, len(ends), right_is_gradient=site.slot == 1)
 
 
 def _segments(
-    site: Site, left: Tensor, right: Tensor, group: Tensor, groups: int, *, turned: bool
+    site: Site, left: Tensor, right: Tensor, group: Tensor, groups: int, *, right_is_gradient: bool
 ) -> Block:
     """Return Σₘ left[m, r] right[m, c] over the rows m of each sample and group."""
     owner = site.axis.owners(site.n, left.device)
@@ -213,22 +213,22 @@ def _segments(
     rows: tuple[Tensor, ...] = (left, right, owner, group)
     if not bool(kept.all()):
         rows = tuple(t[kept] for t in rows)
-    return segmented(rows, (site.n, groups), site.shape, turned)
+    return segmented(rows, (site.n, groups), site.shape, right_is_gradient)
 
 
-def _outer(site: Site, left: Tensor, right: Tensor, *, turned: bool = False) -> Block:
+def _outer(site: Site, left: Tensor, right: Tensor, *, right_is_gradient: bool = False) -> Block:
     """Return Σₜ left[.., t, r] right[.., t, c]; both have the samples on the last axis but one.
 
-    The output gradient is `left`, or `right` where it is `turned`.
+    The output gradient is `left`, or `right` if `right_is_gradient`.
     """
     if isinstance(site.axis, OwnedAxis) and left.dim() == 2 and not site.axis.is_even(site.n):
         alike = torch.zeros(len(left), dtype=torch.int64, device=left.device)
-        return _segments(site, left, right, alike, 1, turned=turned)
+        return _segments(site, left, right, alike, 1, right_is_gradient=right_is_gradient)
     axis = replace(site.axis, axis=left.dim() - 2)
     a, b = (axis.first(t, site.n) for t in (left, right))  # (n, [k,] t, ·)
     if a.dim() == 3:
         a, b = a.unsqueeze(1), b.unsqueeze(1)
-    return OuterBlock(a, b, site.shape, turned)
+    return OuterBlock(a, b, site.shape, right_is_gradient)
 
 
 @node_rules.register("LinearBackward0")

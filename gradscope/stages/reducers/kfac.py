@@ -195,7 +195,7 @@ def _of_rows(
     part: OuterBlock | SegmentBlock, left: Tensor, right: Tensor, *, ones: bool
 ) -> ParameterState:
     """Return the sums of rows that are samples, of any number of groups."""
-    counted = part.counted()
+    counted = part.nonzero_positions()
     if isinstance(part, SegmentBlock):  # its own rows are not padded to the longest sample
         left, right, counted = (t[None, None] for t in (part.left, part.right, counted))
     found = {"counted": counted.sum((0, 2)).to(double(part.device))}
@@ -206,16 +206,16 @@ def _of_labels(
     part: OuterBlock | SegmentBlock, left: Tensor, right: Tensor, weights: Tensor, *, ones: bool
 ) -> ParameterState:
     """Return the sums of samples with several rows each, of any number of groups."""
-    (n, r), turned = weights.shape, part.turned
+    (n, r), right_is_gradient = weights.shape, part.right_is_gradient
     if isinstance(part, SegmentBlock):
         raise _other_positions()
-    counted = part.counted()
+    counted = part.nonzero_positions()
     counted = counted & (weights.flatten() > 0).reshape(-1, 1, 1)
     once = counted.reshape(n, r, *counted.shape[1:]).any(1)  # (n, k, t)
     by = weights.flatten().sqrt()
     found: ParameterState = {"counted": once.sum((0, 2)).to(double(part.device))}
-    for flag in (False, True) if isinstance(turned, Tensor) else (turned,):
-        here = turned == flag  # (t,), or at all positions
+    for flag in (False, True) if isinstance(right_is_gradient, Tensor) else (right_is_gradient,):
+        here = right_is_gradient == flag  # (t,), or at all positions
         gradient, activation = (right, left) if flag else (left, right)
         own, input_ = ("a", "b") if flag else ("b", "a")
         same = (activation == activation[::r].repeat_interleave(r, 0)).all(-1)
