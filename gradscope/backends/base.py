@@ -57,7 +57,7 @@ class Request:
 # a word of an exception's message: what it means, and what helps
 Reasons = Mapping[str, tuple[str, str]]
 
-ANOTHER = (
+USE_AUTO = (
     'Use backend="auto": it takes the first backend that runs this model and is proved. loop runs '
     "every model that trains with a batch of one."
 )
@@ -194,7 +194,7 @@ def refusing(backend: str, model: nn.Module, remedy: str) -> AbstractContextMana
 
 
 @contextmanager
-def explained(backend: str, reasons: Reasons) -> Iterator[None]:
+def explaining(backend: str, reasons: Reasons) -> Iterator[None]:
     """Say what an exception means that speaks of the tensors inside a backend."""
     try:
         yield

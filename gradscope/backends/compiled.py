@@ -54,7 +54,7 @@ _REPEATS = 3  # of which the shortest counts
 
 _COLUMNS = 64  # entries of a sample that are looked at one by one: they may be different things
 _LARGEST = torch.iinfo(torch.int64).max
-_NOWHERE: Any = object()  # a draw of random numbers by a sample's position does not find it
+_NO_POSITION: Any = object()  # a draw of random numbers by a sample's position does not find it
 
 Key = tuple[tuple[bool, tuple[str, ...]], tuple[Any, ...]]  # of a program: request and shapes
 
@@ -155,16 +155,18 @@ class Program:
             # kernels of fused attention would be called sample by sample
             with sdpa_kernel(SDPBackend.MATH):
                 losses, gradients = per_sample(problem, values, batch)
-            blocks = _Traced({name: DenseBlock(g) for name, g in gradients.items()}, _NOWHERE)
+            blocks = _TracedGradients(
+                {name: DenseBlock(g) for name, g in gradients.items()}, _NO_POSITION
+            )
             states = starts(keys, blocks) if keys else {}
             return losses, blocks.squared_norms, states, gradients if rows else {}
 
-        with problem.state.kept(), untouched(), torch.no_grad():
+        with problem.state.restoring(), untouched(), torch.no_grad():
             self._serve = compiled(program, *self._arguments(batch))  # type: ignore[arg-type]
 
     def __call__(self, batch: Batch) -> Evaluation:
         """Evaluate a batch; raise `NotCompiledError` where the program does not serve for it."""
-        with self._problem.state.kept(), untouched(), torch.no_grad():
+        with self._problem.state.restoring(), untouched(), torch.no_grad():
             losses, squared_norms, states, gradients = self._serve(*self._arguments(batch))
 
         def rows() -> Gradients:
@@ -172,7 +174,7 @@ class Program:
                 return Gradients({name: DenseBlock(g) for name, g in gradients.items()})
             return self._plain(batch).gradients
 
-        found = _Computed(batch.index, squared_norms, rows)
+        found = _ComputedGradients(batch.index, squared_norms, rows)
         return Evaluation(losses, found, states=states, compiled=True)
 
     def _arguments(self, batch: Batch) -> tuple[dict[str, Tensor], Batch]:
@@ -182,7 +184,7 @@ class Program:
         return values, Batch(inputs, targets, batch.index.contiguous())
 
 
-class _Computed(Gradients):
+class _ComputedGradients(Gradients):
     """Gradients whose norms a program has computed; the rows come when they are asked for."""
 
     def __init__(
@@ -219,7 +221,7 @@ class _Computed(Gradients):
         return Gradients(dict(self._rows()), self.index)
 
 
-class _Traced(Gradients):
+class _TracedGradients(Gradients):
     """Gradients inside a program: no locks, no branches, no sample's position in its data."""
 
     @property
@@ -237,13 +239,13 @@ class _Traced(Gradients):
         values = self[name].dense()
         return precise(values).sum(0) if power == 1 else squares(doubled(values)).sum(0)
 
-    def with_powers(self, powers: frozenset[int]) -> "_Traced":
+    def with_powers(self, powers: frozenset[int]) -> "_TracedGradients":
         """Return these: the compiler takes sums in one pass by itself."""
         return self
 
-    def of(self, blocks: Any) -> "_Traced":
+    def of(self, blocks: Any) -> "_TracedGradients":
         """Return other blocks for the same samples."""
-        return _Traced(blocks, self.index)
+        return _TracedGradients(blocks, self.index)
 
 
 def _require_traceable(problem: Problem, starts: Starts, key: str) -> None:
@@ -255,7 +257,7 @@ def _require_traceable(problem: Problem, starts: Starts, key: str) -> None:
 
     def reduction(rows: dict[str, Tensor]) -> Any:
         blocks = {name: DenseBlock(g) for name, g in rows.items()}
-        return starts((key,), _Traced(blocks, _NOWHERE))
+        return starts((key,), _TracedGradients(blocks, _NO_POSITION))
 
     own = _copied(reduction)  # type: ignore[arg-type]
     with _quiet():
@@ -271,12 +273,12 @@ class Ranges:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[torch.Size, ...], list[Tensor]] = {}
+        self._limits: dict[tuple[torch.Size, ...], list[Tensor]] = {}
 
     def hold(self, batch: Batch) -> bool:
         """Whether every whole number of a batch is within what has been accepted."""
         numbers = _whole_numbers(batch)
-        seen = self._seen.get(tuple(t.shape[1:] for t in numbers))
+        seen = self._limits.get(tuple(t.shape[1:] for t in numbers))
         if seen is None:
             return False
         return all(
@@ -287,7 +289,7 @@ class Ranges:
         """Add a batch that was accepted."""
         numbers = _whole_numbers(batch)
         found = [_bounds(t) for t in numbers]
-        seen = self._seen.setdefault(tuple(t.shape[1:] for t in numbers), found)
+        seen = self._limits.setdefault(tuple(t.shape[1:] for t in numbers), found)
         seen[:] = map(torch.maximum, seen, found)
 
 
@@ -353,7 +355,7 @@ class Compiled:
         self._able, self._took = True, 0.0  # seconds that it took to compile the last program
         self._tolerance = _TOLERANCES.get(problem.dtype, 1e-8)
         self._programs: dict[Key, Program | None] = {}
-        self._met: Counter[Key] = Counter()
+        self._shape_counts: Counter[Key] = Counter()
         self._ranges = Ranges()
 
     def __call__(self, batch: Batch, request: Request = ROWS, /) -> Evaluation:
@@ -375,10 +377,10 @@ class Compiled:
                 self._notes.append(f"no longer compiled: {why}")
         right = self._plain(batch, request)
         self._ranges.widen(batch)
-        self._met[key] += 1
+        self._shape_counts[key] += 1
         # a batch of a second shape may be the last of its data: wait until another of it comes
-        another = any(met == key[0] and shape != key[1] for met, shape in self._met)
-        waits = another and self._met[key] < _COMES_AGAIN
+        another = any(met == key[0] and shape != key[1] for met, shape in self._shape_counts)
+        waits = another and self._shape_counts[key] < _COMES_AGAIN
         if not waits and key not in self._programs and len(self._programs) < _PROGRAMS:
             self._programs[key] = None
             if self._pays(batch, request):
@@ -393,7 +395,7 @@ class Compiled:
     def forget(self) -> None:
         """Let go of all programs."""
         self._programs.clear()
-        self._met.clear()
+        self._shape_counts.clear()
 
     def require_equal(self, found: Evaluation, right: Evaluation, request: Request) -> None:
         """Hold a program's answer against the plain one; where they differ, use none any more."""

@@ -20,17 +20,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradscope.backends.base import (
-    ANOTHER,
     CHUNK_BYTES,
     OF_TEXT,
     ROWS,
+    USE_AUTO,
     Evaluate,
     LossesAndRows,
     Request,
     backends,
     chunks,
     dense_evaluation,
-    explained,
+    explaining,
     in_parts,
     refusing,
     require_unhooked,
@@ -74,15 +74,19 @@ def vmap(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
         require_unhooked("vmap", problem)
         values = {k: p.detach() for k, p in problem.parameters.items()}
         parts = chunks(problem, batch, chunk)
-        with explained("vmap", {"bdim=": OF_TEXT}):
+        with explaining("vmap", {"bdim=": OF_TEXT}):
             try:
-                with refusing("vmap", problem.model, ANOTHER), problem.state.kept(), untouched():
+                with (
+                    refusing("vmap", problem.model, USE_AUTO),
+                    problem.state.restoring(),
+                    untouched(),
+                ):
                     answer = in_parts(problem, batch, parts, partial(per_sample, problem, values))
             except UnsupportedError as error:
                 problem.losses(batch)  # a model that fails by itself is not for us to refuse
                 if error.__cause__ is not None:
                     text = str(error.__cause__)
-                    error.remedy = next((v for k, v in _REMEDIES.items() if k in text), ANOTHER)
+                    error.remedy = next((v for k, v in _REMEDIES.items() if k in text), USE_AUTO)
                 raise
         return dense_evaluation(*answer)
 

@@ -131,7 +131,7 @@ class _Case:
     @classmethod
     def of(cls, problem: Problem, batch: Batch) -> "_Case":
         exact, wide = problem.converted(torch.float64), batch.in_double_precision()
-        with double_precision(), exact.state.kept():
+        with double_precision(), exact.state.restoring():
             return cls(problem, batch, exact, wide, Oracle.of(exact, wide))
 
 
@@ -262,14 +262,14 @@ def _backend_row(name: str, backend: Backend, case: _Case) -> BackendRow:
     """Judge a backend in float64; then measure it, and hold each sample against a batch of one."""
     problem, batch = case.problem, case.batch
     try:
-        with double_precision(), case.exact.state.kept(), backend(case.exact) as evaluate:
+        with double_precision(), case.exact.state.restoring(), backend(case.exact) as evaluate:
             row = _in_every_order(name, evaluate, case)
     except Exception as error:
         return _stopped(name, error, case.exact.model)
     if row.status == "disagrees":
         return row
     try:
-        with problem.state.kept(), backend(problem) as evaluate:
+        with problem.state.restoring(), backend(problem) as evaluate:
             evaluation = evaluate(batch)
             if name != REFERENCE:
                 every = Answer(problem, name, batch, evaluation, singles=len(batch))

@@ -196,7 +196,7 @@ def certify(
     """
 
     def attempt() -> tuple[Evaluation, Certificate]:
-        with problem.state.watched(), _custom_functions_named(problem, batch):
+        with problem.state.watching(), _custom_functions_named(problem, batch):
             phases: dict[str, float] = {}
             try:
                 with _timed(phases, "evaluation"):
@@ -218,14 +218,14 @@ def certify(
             )
             return found, prove(answer)
 
-    known = problem.state.found
+    known = problem.state.change_count
     try:
         found = attempt()
     except GradscopeError:
-        if problem.state.found == known:
+        if problem.state.change_count == known:
             raise
     else:
-        if problem.state.found == known:
+        if problem.state.change_count == known:
             return found
     return attempt()
 

@@ -114,7 +114,11 @@ class ModelParallelEvaluator:
         self._proof_due = any(due)
         whole = batch.resized(max(2, *counts))
         try:
-            with processes.raise_on_all(), torch.inference_mode(False), self.problem.state.kept():
+            with (
+                processes.raise_on_all(),
+                torch.inference_mode(False),
+                self.problem.state.restoring(),
+            ):
                 found = self._run_backend(whole, request)
                 with processes.exchange():
                     proof = self._proof(whole, found, n, number, last=last)

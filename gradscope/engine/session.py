@@ -299,7 +299,7 @@ class Session:
             self.predictions.forget()
         number = self.auditor.audits.batches if ordinal is None else ordinal
         try:
-            with torch.inference_mode(False), self.problem.state.kept():
+            with torch.inference_mode(False), self.problem.state.restoring():
                 evaluation, proof = self._evaluate_batch(batch, request, number, last=last)
         except RefusedError:
             self._proof_due = self._proves_every_batch = True
@@ -463,9 +463,9 @@ class Session:
     ) -> tuple[Evaluation, Certificate | None]:
         """Look at an answer once more; return it, and its proof if all of it was proved."""
         state, uncompiled = self.problem.state, evaluation
-        known = state.found
+        known = state.change_count
         try:
-            with state.watched(again=True) if plan.recorded else nullcontext():
+            with state.watching(again=True) if plan.recorded else nullcontext():
                 if evaluation.compiled and self._compiled is not None:
                     uncompiled = self._evaluate_uncompiled(batch)
                     self._compiled.require_equal(evaluation, uncompiled, request)
@@ -484,7 +484,7 @@ class Session:
                     proof = prove(answer, after=self.certificate)
                 else:
                     prove_samples(answer)
-            if state.found == known:
+            if state.change_count == known:
                 return evaluation, proof
             # what the forward pass changes here is put back from now on: does it matter?
             again = self._evaluate_uncompiled(batch)

@@ -229,11 +229,11 @@ class Problem:
 
         With rows of tokens it is one for each row of `Tokens`, and (n, t) of any other batch.
         """
-        return self.run_with_randomness(batch, partial(self._evaluated, batch, graph=graph))
+        return self.run_with_randomness(batch, partial(self._evaluate, batch, graph=graph))
 
     def position_mask(self, batch: Batch) -> tuple[Tensor, bool]:
         """Return which positions of samples count, (n, t) bool, and whether the loss says so."""
-        return self.run_with_randomness(batch, partial(self._counted, batch))
+        return self.run_with_randomness(batch, partial(self._find_positions, batch))
 
     def run_with_randomness(
         self, batch: Batch, evaluate: Callable[[], T], *, single: bool = False
@@ -253,23 +253,23 @@ class Problem:
             self.model, sample_batch_of(batch), evaluate, losses, single=single
         )
 
-    def _evaluated(self, batch: Batch, *, graph: bool = True) -> Tensor:
+    def _evaluate(self, batch: Batch, *, graph: bool = True) -> Tensor:
         try:
-            with self._guarded(batch, graph=graph):
-                losses = self._checked(self._raw(batch, self.observer), batch)
+            with self._evaluating(batch, graph=graph):
+                losses = self._check_losses(self._raw(batch, self.observer), batch)
         except ModelError as error:  # such as of another dtype than the copy
-            if names := self._held():
-                raise _shared(names) from error
+            if names := self._original_names():
+                raise _sharing_error(names) from error
             raise
         self._require_own(losses)
         return losses
 
     def _of_samples(self, batch: Batch) -> Tensor:
-        losses = self._evaluated(batch)
+        losses = self._evaluate(batch)
         return losses if losses.dim() == 1 else losses.sum(1)
 
-    def _counted(self, batch: Batch) -> tuple[Tensor, bool]:
-        with self._guarded(batch, graph=False):
+    def _find_positions(self, batch: Batch) -> tuple[Tensor, bool]:
+        with self._evaluating(batch, graph=False):
             values, counted = token_losses(self._raw(batch), len(batch), self._loss_name)
             if counted is None:
                 return torch.ones(values.shape, dtype=torch.bool), False
@@ -283,9 +283,9 @@ class Problem:
         return switched_off(torch.backends.cudnn) if evaluates else nullcontext()
 
     @contextmanager
-    def _guarded(self, batch: Batch, *, graph: bool) -> Iterator[None]:
+    def _evaluating(self, batch: Batch, *, graph: bool) -> Iterator[None]:
         with (
-            self.state.kept(),
+            self.state.restoring(),
             self._differentiable(),
             self._scratch_buffers(),
             self._frozen_statistics(),
@@ -314,7 +314,7 @@ class Problem:
             for table, key, own in places:
                 table[key] = given[id(own)]
             with self._frozen_statistics():
-                return self._checked(self._raw(batch), batch)
+                return self._check_losses(self._raw(batch), batch)
         finally:
             for table, key, own in places:
                 table[key] = own
@@ -329,7 +329,7 @@ class Problem:
         try:
             with torch.no_grad():  # TorchScript copies parameters by an operation that is recorded
                 leaves = dtype == torch.float64 and double(self.device) != dtype
-                model, copies = deep_copy(self.model, _hosted(self.model) if leaves else {})
+                model, copies = deep_copy(self.model, _cpu_copies(self.model) if leaves else {})
         except RefusedError:
             raise
         except Exception as error:  # deepcopy runs the user's code
@@ -362,9 +362,9 @@ class Problem:
         others = {id(p): name for name, p in self.original.model.named_parameters()}
         names = sorted({others[id(leaf)] for leaf in graph_leaves(losses) if id(leaf) in others})
         if names:
-            raise _shared(names)
+            raise _sharing_error(names)
 
-    def _held(self) -> list[str]:
+    def _original_names(self) -> list[str]:
         """Return which modules and parameters of the original a copied model still leads to."""
         if self.original is None:
             return []
@@ -418,7 +418,7 @@ class Problem:
     def _loss_name(self) -> str:
         return getattr(self.loss, "__name__", type(self.loss).__name__)
 
-    def _checked(self, losses: Any, batch: Batch) -> Tensor:
+    def _check_losses(self, losses: Any, batch: Batch) -> Tensor:
         if self.rows == "token":
             return self._of_tokens(losses, batch)
         name, n = self._loss_name, len(batch)
@@ -561,7 +561,7 @@ def _require_ordinary(name: str, p: Tensor) -> None:
     raise UnsupportedError(what, where=f"parameter {name!r}", remedy=remedy)
 
 
-def _shared(names: list[str]) -> RefusedError:
+def _sharing_error(names: list[str]) -> RefusedError:
     return RefusedError(
         f"a copy of the model, made for a cross-check, computes with {listed(names)} of the model "
         "itself, which a global variable or a class holds",
@@ -570,7 +570,7 @@ def _shared(names: list[str]) -> RefusedError:
     )
 
 
-def _hosted(model: nn.Module) -> dict[int, Any]:
+def _cpu_copies(model: nn.Module) -> dict[int, Any]:
     """Return what `deepcopy` is to take for parameters and buffers: copies on the CPU."""
     parameters = {id(p): nn.Parameter(p.detach().cpu(), False) for p in model.parameters()}
     return parameters | {id(b): b.detach().cpu() for b in model.buffers()}

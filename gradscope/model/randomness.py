@@ -110,10 +110,10 @@ class _ForwardPass:
     single: bool = False  # to the model it looks like a batch of one
     recorded: list[Call] | None = None  # all of them, where they are looked for
     # the calls in which the sample at position 1 draws others, and the number of the trial
-    other: tuple[frozenset[int], int] = (frozenset(), 0)
+    redraw: tuple[frozenset[int], int] = (frozenset(), 0)
     before: dict[torch.Generator, Tensor] = field(default_factory=dict)  # states of the model's own
     program: int = 0  # stands for the operations so far
-    picked: int = 0  # stands for the rows that values have picked so far
+    picks: int = 0  # stands for the rows that values have picked so far
     unplanned: bool = False  # a call was; TorchScript makes an error of its own of the signal
     ended: bool = False  # what draws from here on computes parts of it anew
 
@@ -159,7 +159,7 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     _programs: set[int] = field(default_factory=set)
     _plans: list[DrawPlan] = field(default_factory=list)
     _runs: OrderedDict[int, _ForwardPass] = field(default_factory=OrderedDict)
-    _begun: int = 0
+    _run_number: int = 0
     _active: bool = False
     _open: list[_ForwardPass] = field(default_factory=list)  # one within another
 
@@ -225,11 +225,11 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def _run(self, run: _ForwardPass) -> Iterator[None]:
         before = torch.default_generator.initial_seed()
-        self._begun = (self._begun + 1) % 2**_RUNS or 1
-        self._runs[self._begun] = run
+        self._run_number = (self._run_number + 1) % 2**_RUNS or 1
+        self._runs[self._run_number] = run
         if len(self._runs) > _KEPT:
             self._runs.popitem(last=False)
-        torch.default_generator.manual_seed(_code(self._begun))
+        torch.default_generator.manual_seed(_code(self._run_number))
         self._open.append(run)
         random.seed(self.seed)  # what is drawn of these two is the same for all samples
         np.random.seed(self.seed % 2**32)
@@ -258,7 +258,7 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
             chosen = None if run.single else _choice(func, args, len(run.index))
             if chosen is not None:
                 with torch._C._DisableTorchDispatch():
-                    run.picked = hash((run.picked, chosen.cpu().numpy().tobytes()))
+                    run.picks = hash((run.picks, chosen.cpu().numpy().tobytes()))
         if func is _NUMBER and not isinstance(args[0], Tensor):
             return args[0]  # what an operation has saved of itself is one already
         if not is_random(func) or (not self._open and kwargs.get("generator") is not None):
@@ -334,9 +334,9 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if place.axis is None:
             shared = made(None, place.shape)[0]
             return shared.expand(n, *place.shape).reshape(full) if stacked else shared
-        run.program = hash((run.program, run.picked))  # whose rows are these?
+        run.program = hash((run.program, run.picks))  # whose rows are these?
         each = made(run.index, place.shape)
-        calls, trial = run.other
+        calls, trial = run.redraw
         if call in calls:
             each[1] = made(run.index[1:2], place.shape, trial)[0]
         if stacked:
@@ -346,7 +346,7 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _learnt(self, batch: Batch, losses: Callable[[Batch], Tensor]) -> DrawPlan:
         """Find out where the samples are in what a model draws; keep it, and return it."""
         try:
-            first, second = (self._recorded(batch.resized(n), losses) for n in (2, 3))
+            first, second = (self._record_calls(batch.resized(n), losses) for n in (2, 3))
             if [call[:2] for call in first] != [call[:2] for call in second]:
                 raise _unclear("it draws others for another number of samples")
             plan: DrawPlan = {}
@@ -355,9 +355,9 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 plan[call] = tuple(dict.fromkeys((*known, _place(kind, two, three))))
             if any(place.axis is None for places in plan.values() for place in places):
                 for k in range(min(len(batch), 3)):  # is it drawn for all, or for one of them?
-                    if self._recorded(batch.select(torch.tensor([k, k])), losses) != first:
+                    if self._record_calls(batch.select(torch.tensor([k, k])), losses) != first:
                         raise _unclear("it draws others for some samples than for others")
-            plan = self._settled(plan, batch.resized(3), losses)
+            plan = self._order_axes(plan, batch.resized(3), losses)
         except ModelError as error:
             raise _unclear(f"it does not run on two or three samples: {error.what}") from error
         except Unplanned:  # with other numbers for one sample
@@ -365,26 +365,30 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._plans = [*(p for p in self._plans[-_PLANS:] if p != plan), plan]
         return plan
 
-    def _recorded(self, batch: Batch, losses: Callable[[Batch], Tensor]) -> list[Call]:
+    def _record_calls(self, batch: Batch, losses: Callable[[Batch], Tensor]) -> list[Call]:
         """Return what a model draws for a batch, in order."""
         found: list[Call] = []
         with self._run(_ForwardPass(batch.index, [], recorded=found)):
             losses(batch)
         return found
 
-    def _settled(self, plan: DrawPlan, three: Batch, losses: Callable[[Batch], Tensor]) -> DrawPlan:
+    def _order_axes(
+        self, plan: DrawPlan, three: Batch, losses: Callable[[Batch], Tensor]
+    ) -> DrawPlan:
         """Return the plan with samples in front of the axes they are merged with, or behind.
 
         Whether all have them in front is seen at once; otherwise each is looked at by itself.
         """
         merged = [(k, place) for k, places in plan.items() for place in places if place.merged > 1]
-        if not merged or self._own(plan, [k for k, _ in merged], three, losses):
+        if not merged or self._draws_only_own(plan, [k for k, _ in merged], three, losses):
             return plan
         for k, place in merged:
             ways = [d for d in (1, place.merged, *range(2, place.merged)) if place.merged % d == 0]
             others = tuple(other for other in plan[k] if other != place)
             tried = (plan | {k: (*others, replace(place, before=d))} for d in ways)
-            found = next((way for way in tried if self._own(way, [k], three, losses)), None)
+            found = next(
+                (way for way in tried if self._draws_only_own(way, [k], three, losses)), None
+            )
             if found is None:
                 raise _unclear(
                     f"those of {place.kind}, of shape {place.at(3)} for three samples, change "
@@ -393,14 +397,14 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
             plan = found
         return plan
 
-    def _own(
+    def _draws_only_own(
         self, plan: DrawPlan, calls: Iterable[int], three: Batch, losses: Callable[[Batch], Tensor]
     ) -> bool:
         """Whether other numbers for one of three samples, in some calls, change no other's loss."""
 
         def found(trial: int) -> Tensor:
             other = (frozenset(calls if trial else ()), trial)
-            with self._run(_ForwardPass(three.index, [plan], other=other)):
+            with self._run(_ForwardPass(three.index, [plan], redraw=other)):
                 return doubled(losses(three).detach()).nan_to_num()
 
         before = found(0)

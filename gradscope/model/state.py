@@ -72,7 +72,7 @@ class _Snapshot:
         moved = moved or not all(_same(now[k], v) for k, v in self.items.items())
         return moved, {k for k, mark in self.marks.items() if _differs(self.items[k], mark)}
 
-    def repaired(self, keys: set[Hashable]) -> list[str]:
+    def repair(self, keys: set[Hashable]) -> list[str]:
         """Put back what was changed in place; return the names of what cannot be."""
         for key in keys & self.copies.keys():
             value, before = self.items[key], self.copies[key]
@@ -83,7 +83,7 @@ class _Snapshot:
             else:
                 self.items[key] = before
         lost = {k for k in keys if k not in self.copies or isinstance(self.items[k], nn.Parameter)}
-        return sorted(map(self.table.named, lost))
+        return sorted(map(self.table.name_of, lost))
 
     def replaceable(self, keys: set[Hashable]) -> set[Hashable]:
         """Return those keys under which a copy may stand while a forward pass runs."""
@@ -104,14 +104,14 @@ class ModelState:
         self.drew = self.untrained = self.mistaken = False
         self.latest = ""
         # tables, each with its keys that change in place
-        self._known: dict[Hashable, tuple[StateTable, set[Hashable]]] = {}
+        self._changing: dict[Hashable, tuple[StateTable, set[Hashable]]] = {}
         self._before: tuple[list[tuple[Any, Any]], list[_Snapshot]] | None = None
         self._parts: list[weakref.ref[_CheckpointedPart]] = []
 
     @property
-    def found(self) -> int:
+    def change_count(self) -> int:
         """How many places are known that forward passes change, and are put back every time."""
-        return sum(1 + len(keys) for _, keys in self._known.values())
+        return sum(1 + len(keys) for _, keys in self._changing.values())
 
     @contextmanager
     def noticing(self, device: torch.device) -> Iterator[None]:
@@ -122,7 +122,7 @@ class ModelState:
         self.drew |= any(not torch.equal(a, r()) for a, r in zip(before, reads, strict=False))
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def restoring(self) -> Iterator[None]:
         """Put back what the body changes; one within another begins with the outer one's state.
 
         Backward passes belong into the body, for what they compute anew. There, and in the forward
@@ -134,13 +134,13 @@ class ModelState:
             return
         fixed = nullcontext() if self.randomness is None else self.randomness.active(self._model)
         with self._as_written(), fixed:
-            yield from self._kept()
+            yield from self._restore_after()
 
-    def _kept(self) -> Iterator[None]:
+    def _restore_after(self) -> Iterator[None]:
         held = [(table, table.copy()) for table in _module_tables(self._model)]
-        self._before = held, [_snapshot(*found) for found in self._known.values()]
+        self._before = held, [_snapshot(*found) for found in self._changing.values()]
         try:
-            if self._known:
+            if self._changing:
                 self._begin()
             yield
         finally:
@@ -173,18 +173,18 @@ class ModelState:
             checkpointing.CheckpointFunction = types.SimpleNamespace(  # type: ignore[misc,assignment]
                 apply=self._checkpointed
             )
-            checkpointing._checkpoint_without_reentrant_generator = partial(self._begun, part)
-            with _eager(), step_by_step(), patched_kernels(self._took_for_another):
+            checkpointing._checkpoint_without_reentrant_generator = partial(self._start_part, part)
+            with _eager(), step_by_step(), patched_kernels(self._note_mistake):
                 yield
         finally:
             checkpointing.CheckpointFunction = own  # type: ignore[misc]
             checkpointing._checkpoint_without_reentrant_generator = part
             self._end_parts()
 
-    def _took_for_another(self) -> None:
+    def _note_mistake(self) -> None:
         self.mistaken = True
 
-    def _begun(
+    def _start_part(
         self, part: Callable[..., _CheckpointedPart], *args: Any, **kwargs: Any
     ) -> _CheckpointedPart:
         made = part(*args, **kwargs)
@@ -211,7 +211,7 @@ class ModelState:
         return found
 
     @contextmanager
-    def watched(self, *, again: bool = False) -> Iterator[None]:
+    def watching(self, *, again: bool = False) -> Iterator[None]:
         """Look everywhere for what the body changes, and put it back, now and from now on.
 
         Python's and numpy's global random generators are left as they are, too. What activation
@@ -229,7 +229,7 @@ class ModelState:
         tables = until_time_limit(reachable(roots, own))
         before = {key: _snapshot(table, but=known, room=room) for key, table in tables}
         generators = {
-            value.gi_frame: taken.table.named(key)
+            value.gi_frame: taken.table.name_of(key)
             for taken in before.values()
             for key, value in taken.items.items()
             if isinstance(value, types.GeneratorType) and value.gi_frame is not None
@@ -256,13 +256,13 @@ class ModelState:
         for key, taken in before.items():
             moved, in_place = taken.changed()
             if moved or in_place:
-                lost += taken.repaired(in_place)
+                lost += taken.repair(in_place)
                 self.latest = taken.table.name
-                known = self._known.setdefault(key, (taken.table, set()))[1]
+                known = self._changing.setdefault(key, (taken.table, set()))[1]
                 known |= taken.replaceable(in_place)
             taken.put(taken.items)
             if (moved or in_place) and self._before is not None:
-                self._before[1].append(_snapshot(*self._known[key]))
+                self._before[1].append(_snapshot(*self._changing[key]))
         return lost
 
 

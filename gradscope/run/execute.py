@@ -96,7 +96,7 @@ class Run:
     path: Path
     writer: RowWriter
     size: BatchSize
-    begun: float = 0.0  # on the performance counter
+    start_time: float = 0.0  # on the performance counter
     notes: tuple[str, ...] = ()  # before it began
     before: InitVar[Mapping[str, State] | None] = None  # states of reducers, of a stopped run
     progress: Progress = Progress()
@@ -175,17 +175,17 @@ class Run:
             certificate=self.progress.certificate or _NOT_VERIFIED,
             norm_attributes=norms,
             states=self.states if kept else {},
-            look=lambda file: seen.append(self._checked(file)),
+            look=lambda file: seen.append(self._check_file(file)),
         )
         if not seen:  # it was complete before
             with open_file(self.path) as file:
                 seen.append(self._report(file, aggregates=True))
         with writing(self.path):
             size = self.path.stat().st_size
-        more = {"bytes": size, "seconds": time.perf_counter() - self.begun}
+        more = {"bytes": size, "seconds": time.perf_counter() - self.start_time}
         return seen[0].model_copy(update=more)
 
-    def _checked(self, file: GradientFile) -> RunReport:
+    def _check_file(self, file: GradientFile) -> RunReport:
         """Hold the file against itself before it gets to its place."""
         chains, kept = dict(enumerate(self.chains)), self.job.session.settings.nonfinite == "keep"
         require_written(file, self.job.rows, chains, self.states, kept=kept)
@@ -224,11 +224,11 @@ class Run:
     def _add(self, batch: Batch, start: int, n: int) -> int:
         """Compute and append n samples of a batch, or leave everything as it was."""
         part = batch if n == len(batch) else batch.select(slice(start, start + n))
-        rows, states = self.reduced(part, left=len(self.job.rows) - self.done)
+        rows, states = self.reduce_batch(part, left=len(self.job.rows) - self.done)
         self.writer.wait()  # it may still write what changes now
         self.total.add(states)
-        if self._summed in self.states:
-            self.states[MEAN_GRADIENT] = self.states[self._summed]
+        if self._sum_owner in self.states:
+            self.states[MEAN_GRADIENT] = self.states[self._sum_owner]
         choices = self.tuner.freeze()  # of the first batch: it is known when a run goes on
         self.record["kernels"] = choices
         self.progress = Progress(
@@ -242,7 +242,7 @@ class Run:
         self.done += n
         return n
 
-    def reduced(self, batch: Batch, left: int) -> tuple[FinishedBatch, dict[str, State]]:
+    def reduce_batch(self, batch: Batch, left: int) -> tuple[FinishedBatch, dict[str, State]]:
         """Compute a batch; return its rows and, by owner, its states.
 
         Args:
@@ -253,13 +253,13 @@ class Run:
 
         def sink(batch: Batch, evaluation: Evaluation) -> None:
             rows = rows_of(self.job, self.chains, batch, evaluation)
-            made.append((rows, self._overflowed(rows)))
+            made.append((rows, self._count_nonfinite(rows)))
 
         n = len(batch)
         found, _ = fold(
             self.job.session,
             [batch],
-            self._reduced,
+            self._reducing_chains,
             sink,
             request=self.job.request(left=-(-left // n)),
             ordinal=self.done // (self.progress.batch_size or n),
@@ -269,20 +269,20 @@ class Run:
         return rows, found.states | ({NONFINITE: overflowed} if overflowed else {})
 
     @property
-    def _reduced(self) -> dict[str, Chain]:
+    def _reducing_chains(self) -> dict[str, Chain]:
         """The chains with a reducer, by owner of a state."""
         found = {str(k): chain for k, chain in enumerate(self.chains) if chain.reducer is not None}
-        return found | {self._summed: self.job.session.labels.chain(bind("mean"))}
+        return found | {self._sum_owner: self.job.session.labels.chain(bind("mean"))}
 
     @property
-    def _summed(self) -> str:
+    def _sum_owner(self) -> str:
         """Who owns the sum of the raw gradients: a chain that is their mean has it anyway."""
         chains = enumerate(self.chains)
         return next((str(k) for k, c in chains if c.text == "mean" and c.lasting), MEAN_GRADIENT)
 
     def _accumulator(self, states: Mapping[str, State]) -> Accumulator[str]:
         """Return what adds batches to the states of the batches before, by owner."""
-        reducers = {key: reducer_of(chain) for key, chain in self._reduced.items()}
+        reducers = {key: reducer_of(chain) for key, chain in self._reducing_chains.items()}
         return Accumulator({**reducers, NONFINITE: COUNTS}, states)
 
     @property
@@ -290,7 +290,7 @@ class Run:
         """The states of reducers over all batches so far, by number and owner."""
         return self.total.states
 
-    def _overflowed(self, rows: FinishedBatch) -> State:
+    def _count_nonfinite(self, rows: FinishedBatch) -> State:
         """Return, by chain, how many numbers of rows a stage has made infinite or NaN."""
         found: State = {}
         for k, (chain, made) in enumerate(zip(self.chains, rows.chains, strict=True)):

@@ -144,7 +144,7 @@ class Job:
     checkpoint: CheckpointReport  # what was loaded into the model
     dataset: Dataset
     rows: range  # the positions of the selected samples in it; of tokens, rows of all of them
-    whole: range  # those of the run that this is a shard of; `rows` if it is none
+    run_rows: range  # those of the run that this is a shard of; `rows` if it is none
     batch_size: int  # samples a batch, if memory allows it
     shard: Shard | None  # which part of a run this is, if it is not the whole
     compression: Compression | None  # of rows in the result file
@@ -205,7 +205,10 @@ class Job:
         if self.previews is not None:
             record["previews"] = self.previews.record
         if self.shard is not None:
-            record["shard"] = {**asdict(self.shard), "samples": [self.whole.start, self.whole.stop]}
+            record["shard"] = {
+                **asdict(self.shard),
+                "samples": [self.run_rows.start, self.run_rows.stop],
+            }
         return record
 
     def fingerprint(self) -> dict[str, Any]:
@@ -290,7 +293,7 @@ def prepare(spec: RunSpec) -> Job:
         checkpoint=loaded.checkpoint,
         dataset=dataset,
         rows=whole if shard is None else shard.rows(whole, batch_size),
-        whole=whole,
+        run_rows=whole,
         batch_size=batch_size,
         shard=shard,
         compression=compression,

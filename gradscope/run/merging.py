@@ -34,7 +34,7 @@ from gradscope.run.outcome import (
     COUNTS,
     MEAN_GRADIENT,
     NONFINITE,
-    combined,
+    combine_certificates,
     mean_gradient_norms,
     nonfinite_of_file,
     require_written,
@@ -92,7 +92,7 @@ class Merge:
     chains: Mapping[int, Chain]  # the reduced ones
     path: Path
     joiner: Joiner  # the file that is written, open
-    begun: float  # on the performance counter
+    start_time: float  # on the performance counter
     virtual: bool = False
     recomputed: int = 0  # samples
     notes: tuple[str, ...] = ()  # why no more of them were
@@ -108,7 +108,7 @@ class Merge:
     def finish(self) -> MergeReport:
         """Write the aggregates, verify the file and put it in its place."""
         results, _, states = results_of(self.chains, self.total.states, kept=True)
-        certificate = combined(self.parts.files, self.parts.noun)
+        certificate = combine_certificates(self.parts.files, self.parts.noun)
         index = range(self.parts.start, self.parts.stop)
         kept = self.parts.run.get("spec", {}).get("compute", {}).get("nonfinite") == "keep"
         self.joiner.finish(
@@ -135,7 +135,7 @@ class Merge:
             certificate=certificate,
             recomputed=self.recomputed,
             notes=self.notes,
-            seconds=time.perf_counter() - self.begun,
+            seconds=time.perf_counter() - self.start_time,
             noun=self.parts.noun,
         )
 
@@ -164,7 +164,7 @@ def merging(
     parts = check_files(paths)
     chains = _reduced_chains(parts, code)
     require_output(output, parts, overwrite=overwrite)
-    samples = [sample for part in parts.files for sample in _looked_at(part)]
+    samples = [sample for part in parts.files for sample in _spot_check(part)]
     recomputed, notes = (0, ()) if anew is None else _recompute(parts, samples, anew)
     plan = _plan(parts)
     size = plan.run.get("batch_size", _USUAL_BATCH)
@@ -216,7 +216,7 @@ def _reduced_chains(parts: RunFiles, code: Iterable[Path]) -> dict[int, Chain]:
         stages = [parse(text) for text, _ in parts.chains]
         if not parts.identity["shard"]:  # of a shard this is known
             known = [[s for s in chain if ".py:" not in s.name] for chain in stages]
-            require_one_pass([_bound(chain) for chain in known if chain])
+            require_one_pass([_bind(chain) for chain in known if chain])
         ends = {}
         for k, chain in enumerate(stages):
             if parts.chains[k][1]:
@@ -225,7 +225,7 @@ def _reduced_chains(parts: RunFiles, code: Iterable[Path]) -> dict[int, Chain]:
                 ends[k] = chain[first:]
         if any(".py:" in stage.name for end in ends.values() for stage in end):
             _require_known_code(parts, stages, code)
-        return {k: _bound(end) for k, end in ends.items()}
+        return {k: _bind(end) for k, end in ends.items()}
     except SpecError as error:  # the chain is the files' own, not what the user wrote
         raise ResultFileError(
             f"the files hold a chain that is none here: {error.what}",
@@ -235,7 +235,7 @@ def _reduced_chains(parts: RunFiles, code: Iterable[Path]) -> dict[int, Chain]:
         ) from error
 
 
-def _bound(stages: Sequence[Stage]) -> Chain:
+def _bind(stages: Sequence[Stage]) -> Chain:
     return bind(" | ".join(map(str, stages)))
 
 
@@ -264,7 +264,7 @@ def _require_known_code(
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredSample:
     """What a file says of one sample: loss and gradient norms, and the file's largest of each."""
 
     path: Path
@@ -275,7 +275,7 @@ class _Stored:
     largest: tuple[float, float]
 
 
-def _looked_at(part: PartialFile) -> list[_Stored]:
+def _spot_check(part: PartialFile) -> list[_StoredSample]:
     """Return what a file says of a few samples; refuse one whose numbers contradict each other."""
     seed = derive_seed(part.start)
     with open_file(part.path) as file:
@@ -286,7 +286,7 @@ def _looked_at(part: PartialFile) -> list[_Stored]:
         sizes = [np.abs(wide(column)) for column in (loss, norm)]
         largest = [float(size[np.isfinite(size)].max(initial=0.0)) for size in sizes]
     return [
-        _Stored(
+        _StoredSample(
             path=part.path,
             index=int(index[row]),
             loss=float(loss[row]),
@@ -299,7 +299,7 @@ def _looked_at(part: PartialFile) -> list[_Stored]:
 
 
 def _recompute(
-    parts: RunFiles, samples: Sequence[_Stored], spec: RunSpec
+    parts: RunFiles, samples: Sequence[_StoredSample], spec: RunSpec
 ) -> tuple[int, tuple[str, ...]]:
     """Compute samples anew by the backend `loop`, each as a batch of its own, and compare.
 
@@ -319,7 +319,7 @@ def _recompute(
     if reason is not None:
         return 0, (f"no sample was computed anew: {reason}",)
     with chdir(Path.cwd()):  # to which it goes back, wherever the user's code may go
-        job = prepare(_as_they_were(parts, spec))
+        job = prepare(_single_sample_spec(parts, spec))
         _require_same_run(parts, job)
         for sample in samples:
             for what, stored, found, tolerance in _numbers(job, sample):
@@ -336,7 +336,7 @@ def _recompute(
     return len(samples), ()
 
 
-def _as_they_were(parts: RunFiles, spec: RunSpec) -> RunSpec:
+def _single_sample_spec(parts: RunFiles, spec: RunSpec) -> RunSpec:
     """Return a run of single samples on what `spec` names, with the files' own settings."""
     kept: Any = parts.run.get("spec", {}).get("compute", {})
     settings = ("parameters", "dtype", "seed", "labels", "coupling", "randomness")
@@ -374,7 +374,7 @@ def _require_same_run(parts: RunFiles, job: Job) -> None:
         )
 
 
-def _numbers(job: Job, sample: _Stored) -> Iterator[tuple[str, float, float, float]]:
+def _numbers(job: Job, sample: _StoredSample) -> Iterator[tuple[str, float, float, float]]:
     """Yield a sample's numbers: which, as stored, as computed, by how much they may differ."""
     batch = job.load(sample.index, 1)
     made = rows_of(job, (), batch, job.session.evaluate(batch))

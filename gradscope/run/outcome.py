@@ -192,7 +192,7 @@ class _FirstBatch(BaseModel):
             return cls()
 
 
-def combined(parts: Sequence[PartialFile], noun: str = "sample") -> dict[str, Any]:
+def combine_certificates(parts: Sequence[PartialFile], noun: str = "sample") -> dict[str, Any]:
     """Return the certificate of files that become one, given in the order of their rows.
 
     The proofs of their first batches stand together: counts are sums, errors the largest. It is
@@ -212,8 +212,8 @@ def combined(parts: Sequence[PartialFile], noun: str = "sample") -> dict[str, An
     merged = {
         "count": len(parts),
         "verified": len(proved),
-        "unverified": _joined(unverified),
-        "first_only": _joined(first_only),
+        "unverified": _merge_spans(unverified),
+        "first_only": _merge_spans(first_only),
     }
     if not proved:
         return {**parts[0].certificate, "merged": merged}
@@ -239,7 +239,7 @@ def _audit(proofs: Sequence[tuple[PartialFile, Proof]]) -> dict[str, Any]:
         "verify": words.pop() if len(words) == 1 else "mixed",
         "batches": sum(batches),
         "proved": sum(proof.proved or int(bool(proof.verified)) for _, proof in proofs),
-        "audited": _joined(chained(*(proof.audited for _, proof in proofs))),
+        "audited": _merge_spans(chained(*(proof.audited for _, proof in proofs))),
         "error": worst.error or 0.0,
         "parameter": worst.parameter or "",
     }
@@ -270,7 +270,7 @@ def _first_batches(found: Sequence[_FirstBatch], noun: str) -> dict[str, Any]:
     }
 
 
-def _joined(spans: Iterable[tuple[int, int]]) -> list[list[int]]:
+def _merge_spans(spans: Iterable[tuple[int, int]]) -> list[list[int]]:
     """Return first and last positions, neighbours as one."""
     found: list[list[int]] = []
     for first, last in spans:

@@ -23,7 +23,7 @@ from gradscope.errors import OutputError, RefusedError
 from gradscope.model.locate import first_line
 from gradscope.process.memory import accelerator_module, release_freed_memory
 from gradscope.process.shortage import is_shortage, thread_pool
-from gradscope.storage import FinishedBatch, States, Writer, deferred
+from gradscope.storage import FinishedBatch, States, Writer, deferring_signals
 
 T = TypeVar("T")
 
@@ -167,7 +167,9 @@ class BackgroundWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        with deferred():  # a second Ctrl-C waits, too: nobody else may touch the file meanwhile
+        with (
+            deferring_signals()
+        ):  # a second Ctrl-C waits, too: nobody else may touch the file meanwhile
             self._thread.shutdown()
         if kind is None:
             self.wait()
@@ -252,11 +254,11 @@ class PinnedBuffers:
 
     def __init__(self, *, pin: bool) -> None:
         self._pin = pin  # without a GPU, pages cannot be pinned
-        self._held: dict[torch.dtype, list[Tensor]] = {}
+        self._buffers: dict[torch.dtype, list[Tensor]] = {}
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return memory of any content, which stays untouched until the next but one is taken."""
-        held = self._held.setdefault(dtype, [torch.empty(0, dtype=dtype)] * 2)
+        held = self._buffers.setdefault(dtype, [torch.empty(0, dtype=dtype)] * 2)
         buffer, size = held.pop(0), prod(shape)
         if buffer.numel() < size:
             buffer = torch.empty(size, dtype=dtype, pin_memory=self._pin)

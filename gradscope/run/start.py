@@ -36,7 +36,7 @@ from gradscope.run.job import Job, file_plan
 from gradscope.run.outcome import RunReport
 from gradscope.run.overlap import BackgroundWriter, BatchSize
 from gradscope.stages.chain import Chain
-from gradscope.storage import open_writer, require_other, writing
+from gradscope.storage import open_writer, require_distinct, writing
 
 
 @contextmanager
@@ -148,7 +148,7 @@ def refuse_inputs(job: Job, path: Path) -> None:
     code = (ref.rpartition(":")[0] for ref in named if ":" in ref)
     stages = (stage for chain in job.chains for stage in parse(chain.text))
     with writing(path):
-        require_other(path, job.checkpoint.files, "the checkpoint")
-        require_other(path, spec.dataset.sources, "the data")
-        require_other(path, map(Path, code), "the code")
-        require_other(path, (file for stage in stages for file in stage.files.values()))
+        require_distinct(path, job.checkpoint.files, "the checkpoint")
+        require_distinct(path, spec.dataset.sources, "the data")
+        require_distinct(path, map(Path, code), "the code")
+        require_distinct(path, (file for stage in stages for file in stage.files.values()))

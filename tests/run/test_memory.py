@@ -270,12 +270,12 @@ def test_memory_does_not_choose_who_shares_a_batch(tmp_path: Path) -> None:
     assert prepare(spec(tmp_path, coupling="own-loss", batch_size=5)).batch_size == 5
 
 
-@pytest.mark.parametrize(("there", "whole"), [(10**12, True), (150 * 10**6, False)])
+@pytest.mark.parametrize(("free", "whole"), [(10**12, True), (150 * 10**6, False)])
 def test_without_a_budget_there_is_what_the_machine_has(
-    there: int, whole: bool, tmp_path: Path
+    free: int, whole: bool, tmp_path: Path
 ) -> None:
     job = prepare(spec(write(tmp_path), {"wide": 20_000}, backend="hooks"))
-    found = plan(job, there=there)
+    found = plan(job, free=free)
     assert (found.samples == SAMPLES) == whole
     assert bool(found.notes) == (not whole)
     assert job.session.certificate is None
@@ -294,7 +294,7 @@ def test_a_batch_is_not_made_smaller_where_it_is_the_smaller_part(
     assert (2 * sizes.each > sizes.fixed) == bool(wide)
     monkeypatch.setattr(Rehearsals, "peak", lambda self, n: pytest.fail("counted, not measured"))
     for share in (1, 2):
-        found = plan(job, there=sizes.most(2) // share)
+        found = plan(job, free=sizes.most(2) // share)
         assert found.samples == (1 if wide else 2)
         assert bool(found.notes) == (share == 2) or wide
 
@@ -311,7 +311,7 @@ def test_a_batch_that_would_not_fit_is_not_tried(
 
     monkeypatch.setattr(Rehearsals, "peak", linear)
     job = prepare(spec(write(tmp_path), {"wide": 1000}, batch_size=60))
-    found = plan(job, measured=True, there=60 * 10**6)
+    found = plan(job, measured=True, free=60 * 10**6)
     assert found.samples == 60 and found.peak == 100 * 10**6
     assert max(tried) == 16
     assert found.notes[-1].endswith("16 would fit")

@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.backends.base import (
-    ANOTHER,
     CHUNK_BYTES,
     OF_TEXT,
     ROWS,
+    USE_AUTO,
     Evaluate,
     LossesAndRows,
     Request,
     backends,
     chunks,
     dense_evaluation,
-    explained,
+    explaining,
     in_parts,
     refusing,
     require_unhooked,
@@ -88,7 +88,7 @@ def expand(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
         require("the expand backend", probe)
         require_unhooked("expand", problem)
-        with explained("expand", _REASONS), refusing("expand", problem.model, ANOTHER):
+        with explaining("expand", _REASONS), refusing("expand", problem.model, USE_AUTO):
             parts = chunks(problem, batch, chunk)  # a backward pass holds about twice as much
             return dense_evaluation(*in_parts(problem, batch, parts, attempt))
 
@@ -108,7 +108,7 @@ def _evaluated(problem: Problem, batch: Batch, own: WriteScope) -> LossesAndRows
     found: list[Tensor] = []
     bound = replace(problem, loss=_differentiating(problem.loss, list(params.values()), found))
     with (
-        problem.state.kept(),
+        problem.state.restoring(),
         forked(problem.device),
         torch.enable_grad(),
         Interpreter(n, own, problem.state.randomness) as mode,

@@ -25,7 +25,7 @@ from gradscope.backends.base import (
     token_backends,
 )
 from gradscope.backends.hooks import recurrent
-from gradscope.backends.hooks.evidence import are_apart
+from gradscope.backends.hooks.evidence import gradients_independent
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.analysis import OTHERS, Analysis, FrontierEdge, analyse
 from gradscope.backends.hooks.graph.axes import Axis, OwnerWeights, SpreadError, row_axis
@@ -92,7 +92,7 @@ def hooks(
 _MERGED = ("Mm", "Bmm", "Addmm", "Baddbmm", "GroupedMm", "Linear")
 _NORMS = ("NativeLayerNorm", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "FusedRmsNorm")
 _BY_ENTRY = ("Add", "Sub", "Mul", "Div", "Expand", *_NORMS)
-_APART = ("Convolution", "Embedding", *_BY_ENTRY)
+_BY_OWNER = ("Convolution", "Embedding", *_BY_ENTRY)
 
 
 def row_block(kind: str, site: Site) -> Block:
@@ -102,7 +102,7 @@ def row_block(kind: str, site: Site) -> Block:
         UnsupportedError: No rule keeps a sample's positions apart here.
     """
     name = kind.removesuffix("Backward0")
-    usable = name in _APART or (name in _MERGED and not site.lies_along_several)
+    usable = name in _BY_OWNER or (name in _MERGED and not site.lies_along_several)
     if name == "Embedding":  # by how often the whole sample looks a row up
         usable = not site.saved("scale_grad_by_freq")
     rule = (
@@ -148,12 +148,14 @@ class _Program:
 
     def __init__(self, problem: Problem, contract: Callable[[str, Site], Block]) -> None:
         self.problem, self.contract = problem, contract
-        self.known: list[Analysis] = []
+        self.analyses: list[Analysis] = []
         self.singles: list[Analysis] = []  # by one sample and its copies: for such batches alone
-        self.doubled = False  # a single sample whose positions are asked for stands twice
+        self.doubles_single = False  # a single sample whose positions are asked for stands twice
         self.stepwise = False  # record fused recurrent layers step by step
         self.data_paths = True  # inputs require a gradient, so that their paths show
-        self.apart = False  # whether float64 has shown that gradients do not mix samples
+        self.gradients_independent = (
+            False  # whether float64 has shown that gradients do not mix samples
+        )
         self.evaluations = 0
 
     def evaluate(self, batch: Batch, *, proved: bool = False) -> Evaluation:
@@ -174,7 +176,7 @@ class _Program:
             try:
                 parts = self._parts(recorded, analysis)
             except UnsupportedError as error:  # a row that two samples use, for example
-                self.known = [other for other in self.known if other is not analysis]
+                self.analyses = [other for other in self.analyses if other is not analysis]
                 parts = self._parts(recorded, self._by_owners(recorded, batch, error))
                 new = True
         if sharding is None and self._mixed(analysis, losses.detach()):
@@ -202,7 +204,7 @@ class _Program:
         stands twice.
         """
         twice = sample.resized(2)
-        _, recorded = self._record(twice) if self.known or factors else (None, None)
+        _, recorded = self._record(twice) if self.analyses or factors else (None, None)
         analysis = None if recorded is None else self._fitting(recorded)
         if recorded is not None and analysis is None and factors:
             with suppress(UnsupportedError, SpreadError):
@@ -220,11 +222,11 @@ class _Program:
         Raises:
             UnsupportedError: They do, or nothing tells them apart.
         """
-        if len(batch.sample_batch) == 1 and not self.doubled:
+        if len(batch.sample_batch) == 1 and not self.doubles_single:
             try:
                 return self._rows(batch, batch.sample_batch, proved=proved)
             except UnsupportedError:  # it may run otherwise than two samples do
-                self.doubled = True
+                self.doubles_single = True
         samples = (
             batch.sample_batch.resized(2) if len(batch.sample_batch) == 1 else batch.sample_batch
         )
@@ -239,7 +241,7 @@ class _Program:
         own = losses.detach()[sample, position]
         if recorded is None:
             return Evaluation(own, self._gradients({}, own), new=True)
-        recorded = replace(recorded, asked=(rows >= 0).to(losses.dtype))
+        recorded = replace(recorded, loss_weights=(rows >= 0).to(losses.dtype))
         known, single = self._fitting(recorded), len(batch.sample_batch) == 1
         if known is None and single:
             known = next((a for a in self.singles if a.fits(recorded)), None)
@@ -276,7 +278,7 @@ class _Program:
         return losses, trace(losses) if losses.requires_grad else None
 
     def _fitting(self, recorded: Trace) -> Analysis | None:
-        return next((analysis for analysis in self.known if analysis.fits(recorded)), None)
+        return next((analysis for analysis in self.analyses if analysis.fits(recorded)), None)
 
     def _analysis(self, recorded: Trace, batch: Batch) -> Analysis:
         """Find out about a program that is new, by as few samples as will do."""
@@ -303,17 +305,17 @@ class _Program:
         that all of them use may depend on them. So float64 has to show once that it does not;
         of later programs, losses that other samples leave unchanged do.
         """
-        if self.problem.model_parallel is not None or recorded.asked is not None:
+        if self.problem.model_parallel is not None or recorded.loss_weights is not None:
             raise error
         if not bool(recorded.losses.isfinite().all()):
             raise SpreadError  # the samples that are finite show it
-        show = require_unaffected if self.apart else are_apart
+        show = require_unaffected if self.gradients_independent else gradients_independent
         if not show(self.problem, batch, recorded.losses.detach()):
             raise error
-        self.apart = True
+        self.gradients_independent = True
         named = {id(p) for p in self.problem.parameters.values()}
         analysis = analyse_owners(recorded, named, seed=self.evaluations)
-        self.known = [*self.known[-_REMEMBERED:], analysis]
+        self.analyses = [*self.analyses[-_REMEMBERED:], analysis]
         return analysis
 
     def _of_single(self, recorded: Trace, twice: Batch) -> Analysis:
@@ -321,7 +323,7 @@ class _Program:
         found = next((a for a in self.singles if a.fits(recorded)), None)
         if found is None:
             found = self._analysis(recorded, twice)
-            self.singles.append(self.known.pop())
+            self.singles.append(self.analyses.pop())
         return found
 
     def _analysed(self, recorded: Trace, batch: Batch, second: Trace | None) -> Analysis:
@@ -337,7 +339,7 @@ class _Program:
             raise
         if not analysis.fits(recorded):
             raise UnsupportedError("the model does not run alike twice", remedy=OTHERS)
-        self.known = [*self.known[-_REMEMBERED:], analysis]
+        self.analyses = [*self.analyses[-_REMEMBERED:], analysis]
         return analysis
 
     def _parts(
@@ -379,7 +381,7 @@ class _Program:
                 gradients=tuple(at[k] for k in own),
                 axes=tuple(axes.get(k) for k in own),
                 shared=shared,
-                alike=alike,
+                identical=alike,
             )
 
         parts: dict[str, list[Block]] = {}

@@ -20,7 +20,7 @@ _TRIALS, _LUCK = 4, 100.0  # other last digits, and how many times more two grad
 _EXACT = 2.0**-44  # relative error of a parameter's gradient that needs no other explanation
 
 
-def are_apart(problem: Problem, batch: Batch, losses: Tensor) -> bool:
+def gradients_independent(problem: Problem, batch: Batch, losses: Tensor) -> bool:
     """Whether float64 shows that neither losses (n,) nor gradients depend on other samples.
 
     It shows nothing of a model that does not run in float64.

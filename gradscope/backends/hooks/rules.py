@@ -44,7 +44,7 @@ class Site:
     axes: tuple[Axis | None, ...]  # the sample axis of each output, or None
     # by node, what a rule computes once for all of the node's edges
     shared: dict[Node, Any] = field(default_factory=dict)
-    alike: bool = False  # all samples are copies of a single one
+    identical: bool = False  # all samples are copies of a single one
 
     @property
     def gradient(self) -> Tensor:
@@ -63,7 +63,7 @@ class Site:
     @property
     def lies_along_several(self) -> bool:
         """Whether entries have owners along several axes together."""
-        return any(isinstance(axis, OwnedAxis) and axis.others for axis in self.axes)
+        return any(isinstance(axis, OwnedAxis) and axis.position_axes for axis in self.axes)
 
     @property
     def present(self) -> Collection[int]:
@@ -132,7 +132,7 @@ def masked(site: Site) -> Block:
             values[sample] = _own(site, row)
     if site.n == 1 or bool(values.isfinite().all()):
         return DenseBlock(values)
-    if not site.alike:
+    if not site.identical:
         raise SpreadError
     every = internals.pull(site.node, site.gradients)[site.slot]
     assert every is not None  # some row is not finite
@@ -268,7 +268,7 @@ def convolution(site: Site) -> Block | None:
         walk[name] = values * (gradient.dim() - 2) if len(values) == 1 else values
     groups, transposed = site.saved("groups"), site.saved("transposed")
     geometry = Geometry(**walk, groups=groups, transposed=transposed)
-    if isinstance(site.axis, OwnedAxis) and site.axis.others:
+    if isinstance(site.axis, OwnedAxis) and site.axis.position_axes:
         return _pixels(site, site.axis, geometry)
     inputs = site.first(site.saved("input").conj())
     return ConvolutionBlock(inputs, site.first(gradient), site.shape, geometry)
@@ -276,7 +276,7 @@ def convolution(site: Site) -> Block | None:
 
 def _pixels(site: Site, axis: OwnedAxis, geometry: Geometry) -> Block | None:
     """Return a kernel's gradients by rows of tokens, each of which owns some output pixels."""
-    if geometry.transposed or 1 in axis.others:
+    if geometry.transposed or 1 in axis.position_axes:
         return None
     given = site.saved("input").conj().unsqueeze(1), site.gradient.unsqueeze(1)
     whole = ConvolutionBlock(*given, site.shape, geometry).outer  # (entries, k, pixels, ·)

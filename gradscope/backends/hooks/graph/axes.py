@@ -75,12 +75,12 @@ class OwnedAxis:
     # (entries of these axes, taken together,) int64, the sample that owns each entry, or the row of
     # tokens; -1 where the gradient is zero
     owner: Tensor
-    others: tuple[int, ...] = ()  # the positions' axes
+    position_axes: tuple[int, ...] = ()  # the positions' axes
 
     @property
     def own(self) -> tuple[int, ...]:
         """All of these axes."""
-        return (self.axis, *self.others)
+        return (self.axis, *self.position_axes)
 
     def first(self, values: Tensor, n: int) -> Tensor:
         """Move the samples to the front, padded with zeros to the largest number of entries.
@@ -96,7 +96,7 @@ class OwnedAxis:
         padded = rows.new_zeros(n, max(1, int(counts.max())), *rows.shape[1:])
         padded[owner, place] = rows[kept]
         return self._back(
-            padded.reshape(*padded.shape[:2], *[1] * len(self.others), *rows.shape[1:])
+            padded.reshape(*padded.shape[:2], *[1] * len(self.position_axes), *rows.shape[1:])
         )
 
     def only(self, values: Tensor, n: int, sample: int) -> Tensor:

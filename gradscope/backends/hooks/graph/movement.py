@@ -41,7 +41,9 @@ class AxisPassage:
 
     name: str  # the operation's kind without "Backward0"
     saved: Callable[[str], Any]  # reads what the operation saved, by name
-    again: Callable[[str], Any]  # likewise, of the same operation on another number of samples
+    saved_otherwise: Callable[
+        [str], Any
+    ]  # likewise, of the same operation on another number of samples
     axes: tuple[Any, ...]  # along which the operation goes, if it says so: numbers, or several
     slot: int  # which of the operation's inputs the value is
     rank: int  # how many axes the value has, and the operation's output
@@ -57,7 +59,7 @@ class AxisPassage:
 
     def in_proportion(self, name: str) -> bool:
         """Whether numbers that the operation saved are so many times the number of samples."""
-        one, other = _listed(self.saved(name)), _listed(self.again(name))
+        one, other = _listed(self.saved(name)), _listed(self.saved_otherwise(name))
         n, m = self.ns
         return len(one) == len(other) and all(
             a * m == b * n or a == b >= _TO_THE_END for a, b in zip(one, other, strict=True)
@@ -127,7 +129,7 @@ def _way(
         AxisPassage(
             name=named(first.kinds[node]),
             saved=partial(internals.saved, first.nodes[node]),
-            again=partial(internals.saved, second.nodes[node]),
+            saved_otherwise=partial(internals.saved, second.nodes[node]),
             axes=tuple(internals.saved_attribute(first.nodes[node], name) for name in _AXES),
             slot=slot,
             rank=len(first.shapes[source][output]),

@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from gradscope.backends.hooks.graph import internals
-from gradscope.backends.hooks.graph.analysis import Analysis, FrontierEdge, downstream, refused
+from gradscope.backends.hooks.graph.analysis import (
+    Analysis,
+    FrontierEdge,
+    downstream,
+    unsupported_at,
+)
 from gradscope.backends.hooks.graph.axes import OwnerPasses, SpreadError
 from gradscope.backends.hooks.graph.movement import VIEWS, named
 from gradscope.backends.hooks.graph.trace import Output, RecordedProgram, Trace
@@ -57,7 +62,7 @@ def analyse_owners(trace: Trace, parameters: set[int], seed: int) -> Analysis:
             axes[output] = found
     shared = (_upstream(trace, shared) | {*given}) & wanted
     if 0 in shared:
-        raise refused(trace, 0, _SHARED)
+        raise unsupported_at(trace, 0, _SHARED)
     frontier = tuple(
         FrontierEdge(node, slot, source)
         for node in sorted(wanted - shared)
@@ -105,7 +110,9 @@ def _numbers(
 def _require_own_inputs(trace: Trace, node: int, number: Tensor | None, some: OwnerPasses) -> None:
     """Refuse if losses of several samples have a gradient by one sample's inputs."""
     if number is not None and bool(some.owners(number)[1].any()):
-        raise refused(trace, node, "the losses of several samples have a gradient by one's inputs")
+        raise unsupported_at(
+            trace, node, "the losses of several samples have a gradient by one's inputs"
+        )
 
 
 def owned_axes(owners: tuple[Tensor, Tensor], shape: tuple[int, ...]) -> tuple[int, ...] | None:
