@@ -153,9 +153,7 @@ class _Program:
         self.doubles_single = False  # a single sample whose positions are asked for stands twice
         self.stepwise = False  # record fused recurrent layers step by step
         self.data_paths = True  # inputs require a gradient, so that their paths show
-        self.gradients_independent = (
-            False  # whether float64 has shown that gradients do not mix samples
-        )
+        self.is_independent = False  # float64 has shown that gradients do not mix samples
         self.evaluations = 0
 
     def evaluate(self, batch: Batch, *, proved: bool = False) -> Evaluation:
@@ -309,10 +307,10 @@ class _Program:
             raise error
         if not bool(recorded.losses.isfinite().all()):
             raise SpreadError  # the samples that are finite show it
-        show = require_unaffected if self.gradients_independent else gradients_independent
+        show = require_unaffected if self.is_independent else gradients_independent
         if not show(self.problem, batch, recorded.losses.detach()):
             raise error
-        self.gradients_independent = True
+        self.is_independent = True
         named = {id(p) for p in self.problem.parameters.values()}
         analysis = analyse_owners(recorded, named, seed=self.evaluations)
         self.analyses = [*self.analyses[-_REMEMBERED:], analysis]
