@@ -249,7 +249,7 @@ def job_source(job: Job, name: str) -> SessionSource:
 
 def samples_at_a_time(job: Job) -> int:
     """Return how many samples' gradients are computed together."""
-    return plan(replace(job, chains=(bind("norm"),))).samples  # dense rows are formed in pieces
+    return plan(replace(job, chains=(bind("norm"),))).batch_size  # dense rows are formed in pieces
 
 
 def selected_source(job: Job, name: str, places: Tensor) -> SessionSource:

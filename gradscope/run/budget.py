@@ -62,7 +62,7 @@ _WRITER = 16 * 2**20  # HDF5, the checks of the finished file, pieces on their w
 class MemoryPlan:
     """The batch size of a run and the memory that it takes."""
 
-    samples: int  # computed at a time
+    batch_size: int
     notes: tuple[str, ...] = ()  # the reason, if the batch size is smaller than usual
     peak: int | None = None  # bytes in addition to model and data; None if not measured
     available: int | None = None  # free bytes; None if the system does not report them
@@ -88,7 +88,7 @@ def plan(job: Job, *, measured: bool = False, free: int | None = None) -> Memory
         if proved:
             _require_independent(job)  # one sample alone may be too few, which is to be said
         raise
-    if proved and job.spec.compute.batch_size is None and found.samples == 1:
+    if proved and job.spec.compute.batch_size is None and found.batch_size == 1:
         _require_independent(job)
     return found
 
@@ -137,8 +137,8 @@ def _plan_within(job: Job, memory: int, free: int | None) -> MemoryPlan:
         return MemoryPlan(
             job.batch_size, ("how much memory is taken is not known here",), None, free
         )
-    samples = found.most(budget, most)
-    if not samples:
+    batch_size = found.most(budget, most)
+    if not batch_size:
         least = memory_text(int(found.peak(1) / _MARGIN))
         raise SpecError(
             f"a single sample at a time takes about {memory_text(found.peak(1))}",
@@ -146,41 +146,42 @@ def _plan_within(job: Job, memory: int, free: int | None) -> MemoryPlan:
             remedy=f"Give more than {least}, of which it is {_MARGIN:.0%}, or compute fewer "
             "--parameters at a time.",
         )
-    note = f"batches of {count(samples, 'sample')} are to take {memory_text(found.peak(samples))}"
+    peak = found.peak(batch_size)
+    note = f"batches of {count(batch_size, 'sample')} are to take {memory_text(peak)}"
     note += f" of the {memory_text(memory)} of --memory"
-    return MemoryPlan(samples, (note,), max(found.largest, found.peak(samples)), free)
+    return MemoryPlan(batch_size, (note,), max(found.largest, peak), free)
 
 
 def _plan_by_sizes(job: Job, free: int | None, *, fixed: bool, measured: bool) -> MemoryPlan:
     """Keep to the batch size of the job, unless it is not `fixed` and memory is short."""
     rehearsals = Rehearsals(job) if measured else None  # first: loaded code is a part of the peak
-    samples, sizes, notes = job.batch_size, Sizes.of(job), list[str]()
+    batch_size, sizes, notes = job.batch_size, Sizes.of(job), list[str]()
     limit = inf if free is None else free
     if sizes is not None and not fixed:
         raw = any(c.reducer is not None and c.reducer.raw for c in job.chains)
         least = 2 if raw or job.spec.compute.layout != "dense" else 1  # structure shows in two
-        samples = min(samples, max(least, sizes.busy(job.session.problem.device)))
-        wanted = min(samples, len(job.rows))
+        batch_size = min(batch_size, max(least, sizes.busy(job.session.problem.device)))
+        wanted = min(batch_size, len(job.rows))
         fitting = sizes.fitting(wanted, _SHARE * limit)
         if fitting < wanted:
-            samples, half = fitting, memory_text(_SHARE * limit)
-            note = f"batches of {count(samples, 'sample')}: larger ones may take more than {half}"
+            batch_size, half = fitting, memory_text(_SHARE * limit)
+            note = f"batches of {count(fitting, 'sample')}: larger ones may take more than {half}"
             notes.append(f"{note}, half of the memory there is")
-    most = min(samples, len(job.rows))
+    most = min(batch_size, len(job.rows))
     takes = inf if sizes is None else sizes.most(most)
     if inf > takes > limit and not fixed:
         note = f"any batch may take up to {memory_text(takes)}: there is {memory_text(limit)}"
         notes.append(note)
     if rehearsals is None:
-        return MemoryPlan(samples, tuple(notes), available=free)
+        return MemoryPlan(batch_size, tuple(notes), available=free)
     found = rehearsals.curve(most, limit) if takes > limit else None
     if found is None:
-        return MemoryPlan(samples, tuple(notes), rehearsals.peak(most), free)
+        return MemoryPlan(batch_size, tuple(notes), rehearsals.peak(most), free)
     peak, fits = found.peak(most), found.most(limit, most)
     if peak > limit:
         note = f"batches of {count(most, 'sample')} take about {memory_text(peak)}, and there is"
         notes.append(f"{note} {memory_text(limit)}: {fits:,} would fit")
-    return MemoryPlan(samples, tuple(notes), peak, free)
+    return MemoryPlan(batch_size, tuple(notes), peak, free)
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ class Run:
         if not kept and MEAN_GRADIENT in states:
             states[MEAN_GRADIENT] = {"n": states[MEAN_GRADIENT]["n"]}
         chains = dict(enumerate(self.chains))
-        results, counts, self.total.states = results_of(chains, states, kept=kept)
+        results, counts, self.total.states = results_of(chains, states, keep_states=kept)
         self._judge(counts)
         self.writer.finish(
             results=results,
@@ -187,8 +187,8 @@ class Run:
 
     def _check_file(self, file: GradientFile) -> RunReport:
         """Hold the file against itself before it gets to its place."""
-        chains, kept = dict(enumerate(self.chains)), self.job.session.settings.nonfinite == "keep"
-        require_written(file, self.job.rows, chains, self.states, kept=kept)
+        chains, nonfinite = dict(enumerate(self.chains)), self.job.session.settings.nonfinite
+        require_written(file, self.job.rows, chains, self.states, nonfinite=nonfinite)
         try:
             require_consistent(file, self.job.session.settings.seed)
         except ResultFileError as error:

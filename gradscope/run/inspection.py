@@ -222,7 +222,7 @@ def _phases(job: Job, batch: Batch, took: Mapping[str, float]) -> tuple[Phase, .
 def estimate(job: Job, path: Path | None) -> Estimate:
     """Plan the batch size, and evaluate, prove and time the first batch; nothing is written."""
     budget = plan(job, measured=True)
-    size = BatchSize(budget.samples, fixed=job.session.settings.own_loss)
+    size = BatchSize(budget.batch_size, fixed=job.session.settings.own_loss)
     with job.tuner().active() as tuner:
         room = size.fitting(partial(_tried, job, path), len(job.rows))
     notes = (*job.notes, *budget.notes, *job.session.notes, *size.notes)

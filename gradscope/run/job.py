@@ -269,7 +269,7 @@ def prepare(spec: RunSpec) -> Job:
     dataset = open_dataset(spec.dataset)
     if not is_model_loss(loss):  # which calls the model itself
         require_order(loaded.model, spec.dataset.inputs)
-    whole = dataset.rows(asked.samples)
+    run_rows = dataset.rows(asked.samples)
     settings = asked.model_dump(
         mode="json", include={field.name for field in fields(SessionSettings)}
     )
@@ -278,28 +278,28 @@ def prepare(spec: RunSpec) -> Job:
     session = Session(model, loss, SessionSettings(**settings))
     tokens = None
     if asked.rows == "token":
-        tokens = TokenRows.of(session, partial(read, dataset, session.problem), whole)
-        whole = range(len(tokens))
+        tokens = TokenRows.of(session, partial(read, dataset, session.problem), run_rows)
+        run_rows = range(len(tokens))
     size = asked.previews if tokens is None else 0  # a sample's would stand in each of its rows
     each = 1 if tokens is None else tokens.positions
     asked_size = (asked.batch_size or 0) * each
-    batch_size = asked_size or _usual_batch(spec, bound, session, dataset, whole, each)
+    batch_size = asked_size or _usual_batch(spec, bound, session, dataset, run_rows, each)
     if asked.sharded and shard is not None and not asked.batch_size:
-        batch_size = min(batch_size, max(1, len(whole) // shard.count))  # none is left out
+        batch_size = min(batch_size, max(1, len(run_rows) // shard.count))  # none is left out
     return Job(
         spec=spec,
         chains=bound,
         session=session,
         checkpoint=loaded.checkpoint,
         dataset=dataset,
-        rows=whole if shard is None else shard.rows(whole, batch_size),
-        run_rows=whole,
+        rows=run_rows if shard is None else shard.rows(run_rows, batch_size),
+        run_rows=run_rows,
         batch_size=batch_size,
         shard=shard,
         compression=compression,
         digests=_digests(spec, loaded, dataset, bound),
         notes=(*loaded.notes, *dataset.notes),
-        previews=Previews(dataset, size, whole[0]) if size else None,
+        previews=Previews(dataset, size, run_rows[0]) if size else None,
         tokens=tokens,
     )
 

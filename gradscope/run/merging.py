@@ -107,16 +107,18 @@ class Merge:
 
     def finish(self) -> MergeReport:
         """Write the aggregates, verify the file and put it in its place."""
-        results, _, states = results_of(self.chains, self.total.states, kept=True)
+        results, _, states = results_of(self.chains, self.total.states, keep_states=True)
         certificate = combine_certificates(self.parts.files, self.parts.noun)
         index = range(self.parts.start, self.parts.stop)
-        kept = self.parts.run.get("spec", {}).get("compute", {}).get("nonfinite") == "keep"
+        nonfinite = self.parts.run.get("spec", {}).get("compute", {}).get("nonfinite", "skip")
         self.joiner.finish(
             results=results,
             certificate=certificate,
             norm_attributes=mean_gradient_norms(states, self.parts.parameters),
             states=states,
-            look=lambda file: require_written(file, index, self.chains, states, kept=kept),
+            look=lambda file: require_written(
+                file, index, self.chains, states, nonfinite=nonfinite
+            ),
         )
         with writing(self.path):
             size = self.path.stat().st_size

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradscope.blocks import Gradients
 from gradscope.blocks.base import as_rows
+from gradscope.engine.session import NonFinite
 from gradscope.errors import OutputError
 from gradscope.stages.chain import Chain
 from gradscope.stages.reducers.base import Reducer, State, taken_result
@@ -72,20 +73,20 @@ def nonfinite_of_rows(rows: Gradients, finite: Tensor) -> Tensor:
 
 
 def results_of(
-    chains: Mapping[int, Chain], states: Mapping[str, State], *, kept: bool
+    chains: Mapping[int, Chain], states: Mapping[str, State], *, keep_states: bool
 ) -> tuple[dict[int, dict[str, Tensor]], dict[int, int], dict[str, State]]:
     """Return the results of reduced chains, how many numbers of each are not finite, and states.
 
     Where all are, but some were not before the last stages, how many these were. The states have
-    the counts, too, where there is anything to count. Unless they are `kept`, they are empty by
-    then of what results were made of.
+    the counts, too, where there is anything to count. Unless `keep_states`, what results are made
+    of is removed from them.
     """
     results, counts = {}, {}
     for k, chain in chains.items():
         if chain.reducer is None or str(k) not in states:
             continue
         state = states[str(k)]
-        before = taken_result(chain.reducer, {**state} if kept else state)
+        before = taken_result(chain.reducer, {**state} if keep_states else state)
         results[k], counts[k] = chain.finish(before), 0
         for result in (results[k], before):
             bad = sum(map(_nonfinite, result.values()))
@@ -133,14 +134,14 @@ def require_written(
     chains: Mapping[int, Chain],
     states: Mapping[str, State],
     *,
-    kept: bool,
+    nonfinite: NonFinite,
 ) -> None:
     """Hold a file that has just been written against itself before it takes its place.
 
     The checksums tell that the bytes are those that were handed over; this tells whether these were
     the right ones: rows of the samples `index`, and states of reducers that have counted as many
-    samples as there are (all of them where `kept`, else the finite ones). What a reducer of the
-    user's own has in its state is not known.
+    samples as there are (with `nonfinite` "keep" all of them, else the finite ones). What a reducer
+    of the user's own has in its state is not known.
     """
     if not np.array_equal(file.samples["index"], np.asarray(index)):
         raise OutputError(
@@ -148,7 +149,7 @@ def require_written(
             where="/samples/index",
             remedy=_REPORT,
         )
-    right = file.n if kept else int(np.count_nonzero(file.samples["finite"]))
+    right = file.n if nonfinite == "keep" else int(np.count_nonzero(file.samples["finite"]))
     own = {str(k) for k, chain in chains.items() if ".py:" in chain.text}
     for owner, state in states.items():
         n = None if owner in own else state.get("n")

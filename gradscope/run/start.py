@@ -60,8 +60,8 @@ def start(
     with open_writer(path, layout, overwrite=overwrite, resume=resume) as writer:
         before = Progress.of(writer.states)
         done, budget = writer.completed, _budget(job, before, writer.completed)
-        layout.run["batch_size"] = budget.samples  # the file is laid out with the first batch
-        size = BatchSize(budget.samples, fixed=job.session.settings.own_loss)
+        layout.run["batch_size"] = budget.batch_size  # the file is laid out with the first batch
+        size = BatchSize(budget.batch_size, fixed=job.session.settings.own_loss)
         left = -(-len(job.rows) // size.samples)
         tuner = job.tuner(before.choices)
         with (
