@@ -410,7 +410,7 @@ class Compiled:
 
     def _pays(self, batch: Batch, request: Request) -> bool:
         """Whether what is left to do is long enough, so that compiling may shorten it."""
-        left = None if request.left is None else request.left - 1
+        left = None if request.batches_left is None else request.batches_left - 1
         if left is None or (left and not self._faster):
             return True
         seconds = left * self._seconds(self._plain, batch, request) if left else 0.0

@@ -252,9 +252,9 @@ class ConvolutionBlock(TensorBlock):
             return self
         dense = seconds(work * r * c / 2)
         gram = seconds(0.6 * work * t * (r + c), 4.0 * work * c)
-        apart = min(dense, gram, self._pixel_seconds) + seconds(work * r * c / 4)
+        twice = min(dense, gram, self._pixel_seconds) + seconds(work * r * c / 4)
         once = dense + seconds(0, 8.0 * entries)
-        return DenseBlock(self.dense()) if always or once < apart else self
+        return DenseBlock(self.dense()) if always or once < twice else self
 
     def norms(self, p: float = 2.0) -> Tensor:
         return self.outer.norms(p) if p != 2 and self.sizes[1] == 1 else super().norms(p)

@@ -142,9 +142,9 @@ class OuterBlock(TensorBlock):
         entries, work = self.n * k * r * c, 2.0 * self.n * k * t
         if t == 1 or entries * self.dtype.itemsize > KEPT or precise(self.left) is not self.left:
             return self
-        apart = seconds(0.6 * work * t * (r + c), 0, 6) + seconds(work * r * c)
+        twice = seconds(0.6 * work * t * (r + c), 0, 6) + seconds(work * r * c)
         once = seconds(work * r * c, 8.0 * entries)
-        return DenseBlock(self.dense()) if always or once < apart else self
+        return DenseBlock(self.dense()) if always or once < twice else self
 
     def norms(self, p: float = 2.0) -> Tensor:
         """Return ‖gᵢ‖ₚ (n,); any p-norm of one outer product is the product of its factors'."""

@@ -173,8 +173,8 @@ def output(answer: Any) -> Any:
     logits = answer.get("logits") if of_mapping else getattr(answer, "logits", None)
     if isinstance(logits, Tensor):
         return logits
-    held = tensors(answer)
-    return held[0] if len(held) == 1 else answer
+    found = tensors(answer)
+    return found[0] if len(found) == 1 else answer
 
 
 @dataclass(frozen=True)
@@ -289,9 +289,9 @@ class Tokens(Batch):
         sample, position = counted.cpu().nonzero().unbind(1)
         t = counted.shape[1]
         used, own = torch.unique(sample, return_inverse=True)
-        held = batch if len(used) == len(batch) else batch.select(used)
+        samples = batch if len(used) == len(batch) else batch.select(used)
         index = batch.index[sample] * t + position
-        return cls(held.inputs, held.targets, index, held.index, own, position, t)
+        return cls(samples.inputs, samples.targets, index, samples.index, own, position, t)
 
     @property
     def sample_batch(self) -> Batch:

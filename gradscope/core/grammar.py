@@ -149,10 +149,10 @@ class Stage:
             except SpecError as error:
                 raise self.error(f"{self.name}:{key}: {error.what}", error.remedy) from error
         if known:
-            told = " or ".join(_told(k) for k, _ in known)
-            raise self.error(f"{self.name}:{key} must be {told}, not {text!r}")
+            accepted = " or ".join(_describe_type(k) for k, _ in known)
+            raise self.error(f"{self.name}:{key} must be {accepted}, not {text!r}")
         remedy = "Declare it int, float, bool, str, Literal or list[float]; or give it no type."
-        what = f"{self.name}:{key} is declared {_told(kind)}, which is not made from text"
+        what = f"{self.name}:{key} is declared {_describe_type(kind)}, which is not made from text"
         raise self.error(what, remedy)
 
     def __str__(self) -> str:
@@ -210,7 +210,7 @@ def _converter(kind: Any, own: Mapping[Any, Callable[[str], Any]]) -> Callable[[
     return None
 
 
-def _told(kind: Any) -> str:
+def _describe_type(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(map(str, get_args(kind)))
     if kind in _NUMBERS:

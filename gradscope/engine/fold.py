@@ -94,7 +94,7 @@ def prepare_chains(
     session: Session,
     chains: Sequence[Chain],
     batches: Callable[[], Iterable[Batch]],
-    left: int | None = None,
+    batches_left: int | None = None,
 ) -> tuple[Chain, ...]:
     """Try reducers in parts, and run the earlier passes that chains need (`center`).
 
@@ -104,7 +104,7 @@ def prepare_chains(
         session: Evaluates.
         chains: Any.
         batches: Starts a pass over the data.
-        left: How many batches are to come in all, if that is known.
+        batches_left: How many batches are to come in all, if that is known.
     """
     for chain in chains:
         chain.prepare(session.problem)
@@ -121,7 +121,7 @@ def prepare_chains(
     while first := {c.text: c for c in (chain.first_pass for chain in ready) if c is not None}:
         session.notes += [f"an earlier pass over the data for: {text}" for text in first]
         passes = {text: session.labels.chain(chain) for text, chain in first.items()}
-        asked = Request(left=left, factors=request_of(passes.values()).factors)
+        asked = Request(batches_left=batches_left, factors=request_of(passes.values()).factors)
         total, _ = fold(session, batches(), passes, request=asked)
         total.carry()
         means: dict[str, dict[str, Tensor]] = {}
@@ -201,7 +201,7 @@ def usable(session: Session, batch: Batch, evaluation: Evaluation) -> Usable | N
 
 
 def request_of(
-    chains: Iterable[Chain], *, left: int | None = None, stored: bool = False
+    chains: Iterable[Chain], *, batches_left: int | None = None, stored: bool = False
 ) -> Request:
     """Return what chains will ask of a batch, for a backend that can compute it along."""
     every = list(chains)
@@ -214,7 +214,9 @@ def request_of(
 
     rows = any(chain.key is None for chain in every)
     factors = any(chain.reducer is not None and chain.reducer.raw for chain in every)
-    return Request(rows, tuple(known), starts, stored=stored, left=left, factors=factors)
+    return Request(
+        rows, tuple(known), starts, stored=stored, batches_left=batches_left, factors=factors
+    )
 
 
 def _start_states_if_finite(chains: Sequence[Chain], evaluation: Evaluation) -> list[State] | None:

@@ -177,10 +177,10 @@ def _made(func: Any, given: dict[str, Any], words: Words) -> Any:
         dtype = found[0].dtype if found else whole
     if dtype.is_complex or (kind == "uniform" and not dtype.is_floating_point):
         raise UnsupportedError(f"there are no fixed random numbers {dtype}", remedy=EVAL)
-    drawn = _DRAWS[kind](words(shape, torch.device(place or "cpu")), given | {"dtype": dtype})
+    values = _DRAWS[kind](words(shape, torch.device(place or "cpu")), given | {"dtype": dtype})
     if func._schema.name.endswith("_"):
-        return given["self"].copy_(drawn)
-    return cast(drawn, dtype=dtype)
+        return given["self"].copy_(values)
+    return cast(values, dtype=dtype)
 
 
 def _dropout(func: Any, given: dict[str, Any], words: Words) -> Any:

@@ -392,26 +392,26 @@ class Problem:
             for layer in layers:
                 layer.training = True
 
-    def _raw(self, batch: Batch, seen: OutputObserver | None = None) -> Any:
+    def _raw(self, batch: Batch, observer: OutputObserver | None = None) -> Any:
         if not torch.compiler.is_compiling():
             require_time(self.any)
         # a forward pass may write into its arguments: it gets copies, all laid out alike, so that
         # any selection of samples runs the same program
         own = batch.map(lambda t: t.clone(memory_format=torch.contiguous_format))
         with without_ddp(self.model):
-            return self._of_copies(own, batch, seen)
+            return self._of_copies(own, batch, observer)
 
-    def _of_copies(self, own: Batch, batch: Batch, seen: OutputObserver | None) -> Any:
+    def _of_copies(self, own: Batch, batch: Batch, observer: OutputObserver | None) -> Any:
         if self.of_model:
             return self.loss(self.model, own.inputs, own.targets)
         outputs = call(self.model, own.inputs)
-        told = output(outputs)
-        if seen is None or type(told) is not Tensor or told.is_inference():
+        tensor = output(outputs)
+        if observer is None or type(tensor) is not Tensor or tensor.is_inference():
             return self.loss(outputs, own.targets)
-        version = told._version
+        version = tensor._version
         losses = self.loss(outputs, own.targets)
-        if told._version == version and isinstance(losses, Tensor):
-            seen(self.loss, told, batch.targets, losses)
+        if tensor._version == version and isinstance(losses, Tensor):
+            observer(self.loss, tensor, batch.targets, losses)
         return losses
 
     @property

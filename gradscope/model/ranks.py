@@ -147,10 +147,10 @@ class Ranks:
 
     def require_same(self, what: str) -> None:
         """Refuse where other ranks are asked for something else."""
-        told = self.all_gather(what)
-        if len({*told}) > 1:
+        asked = self.all_gather(what)
+        if len({*asked}) > 1:
             raise SpecError(
-                f"the processes are asked for different things: {', '.join(map(repr, told))}",
+                f"the processes are asked for different things: {', '.join(map(repr, asked))}",
                 remedy="Make the same calls, in the same order, on every process.",
             )
 
@@ -514,14 +514,14 @@ def apply_fully_shard(model: nn.Module, device: str) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    def held(module: nn.Module) -> Counter[int]:
+    def count_parameters(module: nn.Module) -> Counter[int]:
         tables = (m._parameters.values() for m in module.modules())
         return Counter(id(p) for table in tables for p in table if p is not None)
 
     mesh = init_device_mesh(device, (dist.get_world_size(),))
-    whole = held(model)
+    whole = count_parameters(model)
     for layer in [*_repeated(model)]:
-        own = held(layer)
+        own = count_parameters(layer)
         if own and all(whole[key] == count for key, count in own.items()):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -137,14 +137,14 @@ class ModelState:
             yield from self._restore_after()
 
     def _restore_after(self) -> Iterator[None]:
-        held = [(table, table.copy()) for table in _module_tables(self._model)]
-        self._before = held, [_snapshot(*found) for found in self._changing.values()]
+        module_tables = [(table, table.copy()) for table in _module_tables(self._model)]
+        self._before = module_tables, [_snapshot(*found) for found in self._changing.values()]
         try:
             if self._changing:
                 self._begin()
             yield
         finally:
-            _put_back(held)
+            _put_back(module_tables)
             for taken in reversed(self._before[1]):  # the first taken are the model's own
                 taken.put(taken.items)
             self._before = None
@@ -507,8 +507,8 @@ def _module_tables(model: nn.Module) -> Iterator[Any]:
                 yield value
 
 
-def _put_back(held: list[tuple[Any, Any]]) -> None:
-    for now, before in held:
+def _put_back(tables: list[tuple[Any, Any]]) -> None:
+    for now, before in tables:
         if not now and not before:  # nearly all hooks
             continue
         if isinstance(now, list):

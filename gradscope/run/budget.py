@@ -203,7 +203,7 @@ class Sizes:
                 graph = graph_bytes(one.session.problem, one.session.labels.of(sample))
                 chains = prepare_chains(one.session, one.chains, lambda: [sample])
                 rows, states = Run(one, chains, Path(), NullWriter(), BatchSize(n)).reduce_batch(
-                    sample, left=n
+                    sample, samples_left=n
                 )
                 if one.tokens is not None and one.session.factored_tokens:
                     graph //= one.tokens.positions  # one pass for all of them
@@ -331,18 +331,18 @@ class Rehearsals:
 
 def graph_bytes(problem: Problem, batch: Batch) -> int:
     """Return the bytes that the graph of a batch's losses holds, beside parameters and buffers."""
-    held: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
 
-    def seen(t: Tensor) -> Tensor:
+    def keep(t: Tensor) -> Tensor:
         if t.layout == torch.strided:
-            held[t.untyped_storage().data_ptr()] = t.untyped_storage()
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage()
         return t.detach()  # an output would hold its own node, and that it: for good
 
-    with torch.autograd.graph.saved_tensors_hooks(seen, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         problem.losses(batch.detached())
     own = chain(problem.model.parameters(), problem.model.buffers())
-    others = held.keys() - {t.untyped_storage().data_ptr() for t in own}
-    return sum(held[place].nbytes() for place in others)
+    others = storages.keys() - {t.untyped_storage().data_ptr() for t in own}
+    return sum(storages[place].nbytes() for place in others)
 
 
 class NullWriter:

@@ -224,7 +224,7 @@ class Run:
     def _add(self, batch: Batch, start: int, n: int) -> int:
         """Compute and append n samples of a batch, or leave everything as it was."""
         part = batch if n == len(batch) else batch.select(slice(start, start + n))
-        rows, states = self.reduce_batch(part, left=len(self.job.rows) - self.done)
+        rows, states = self.reduce_batch(part, samples_left=len(self.job.rows) - self.done)
         self.writer.wait()  # it may still write what changes now
         self.total.add(states)
         if self._sum_owner in self.states:
@@ -242,12 +242,14 @@ class Run:
         self.done += n
         return n
 
-    def reduce_batch(self, batch: Batch, left: int) -> tuple[FinishedBatch, dict[str, State]]:
+    def reduce_batch(
+        self, batch: Batch, samples_left: int
+    ) -> tuple[FinishedBatch, dict[str, State]]:
         """Compute a batch; return its rows and, by owner, its states.
 
         Args:
             batch: Any samples.
-            left: How many there are to come, these included.
+            samples_left: How many there are to come, these included.
         """
         made: list[tuple[FinishedBatch, State]] = []
 
@@ -261,9 +263,9 @@ class Run:
             [batch],
             self._reducing_chains,
             sink,
-            request=self.job.request(left=-(-left // n)),
+            request=self.job.request(batches_left=-(-samples_left // n)),
             ordinal=self.done // (self.progress.batch_size or n),
-            count=1 if n == left else None,
+            count=1 if n == samples_left else None,
         )
         ((rows, overflowed),) = made
         return rows, found.states | ({NONFINITE: overflowed} if overflowed else {})

@@ -112,9 +112,9 @@ class TokenRows:
         sample, position = places // self.positions, places % self.positions
         used, own = torch.unique(sample, return_inverse=True)
         first = int(used[0])
-        held = load(self.samples[first : int(used[-1]) + 1]).select(used - first)
+        loaded = load(self.samples[first : int(used[-1]) + 1]).select(used - first)
         index = torch.arange(rows.start, rows.stop)
-        data = (held.inputs, held.targets, index, held.index, own, position)
+        data = (loaded.inputs, loaded.targets, index, loaded.index, own, position)
         return Tokens(*data, self.positions)
 
     def some(self, rows: Tensor) -> tuple["TokenRows", Tensor]:
@@ -173,16 +173,20 @@ class Job:
         """The positions of the selected samples in the data set."""
         return self.rows if self.tokens is None else self.tokens.samples
 
-    def request(self, left: int | None = None) -> Request:
-        """Return what is asked of every batch, with `left` to come: chains, and mean gradient."""
+    def request(self, batches_left: int | None = None) -> Request:
+        """Return what is asked of every batch, with `batches_left` to come: chains, and mean gradient."""
         asked = map(self.session.labels.chain, (bind("mean"), *self.chains))
-        return request_of(asked, left=left, stored=_keeps_gradients(self.spec, self.chains))
+        return request_of(
+            asked, batches_left=batches_left, stored=_keeps_gradients(self.spec, self.chains)
+        )
 
-    def tuner(self, kept: Mapping[str, str] | None = None) -> Tuner:
-        """Return what chooses kernels: by measuring, or by what was `kept` of an earlier part."""
+    def tuner(self, choices: Mapping[str, str] | None = None) -> Tuner:
+        """Return what chooses kernels: by measuring, or by the `choices` of an earlier part."""
         cached = self.spec.compute.cache and known_of(self.session.problem.device) is not None
-        if kept is not None or not cached:
-            return Tuner(measures=False, kept=kept)  # or the same run would not give the same bits
+        if choices is not None or not cached:
+            return Tuner(
+                measures=False, kept=choices
+            )  # or the same run would not give the same bits
         return Tuner.remembering()
 
     def record(self) -> dict[str, Any]:
@@ -251,9 +255,9 @@ def prepare(spec: RunSpec) -> Job:
         SpecError: A name or an argument does not fit.
         InputError: Something cannot be read, or does not fit together.
     """
-    asked, (bound, loss) = spec.compute, resolve_names(spec)
-    labels.require(asked.labels, loss, bound)
-    shard = _shard(asked.shard, bound)
+    asked, (chains, loss) = spec.compute, resolve_names(spec)
+    labels.require(asked.labels, loss, chains)
+    shard = _shard(asked.shard, chains)
     if asked.memory is not None and asked.coupling == "own-loss":
         raise SpecError(
             "with own-loss coupling the answer depends on which samples share a batch, so memory "
@@ -283,12 +287,12 @@ def prepare(spec: RunSpec) -> Job:
     size = asked.previews if tokens is None else 0  # a sample's would stand in each of its rows
     each = 1 if tokens is None else tokens.positions
     asked_size = (asked.batch_size or 0) * each
-    batch_size = asked_size or _usual_batch(spec, bound, session, dataset, run_rows, each)
+    batch_size = asked_size or _usual_batch(spec, chains, session, dataset, run_rows, each)
     if asked.sharded and shard is not None and not asked.batch_size:
         batch_size = min(batch_size, max(1, len(run_rows) // shard.count))  # none is left out
     return Job(
         spec=spec,
-        chains=bound,
+        chains=chains,
         session=session,
         checkpoint=loaded.checkpoint,
         dataset=dataset,
@@ -297,24 +301,24 @@ def prepare(spec: RunSpec) -> Job:
         batch_size=batch_size,
         shard=shard,
         compression=compression,
-        digests=_digests(spec, loaded, dataset, bound),
+        digests=_digests(spec, loaded, dataset, chains),
         notes=(*loaded.notes, *dataset.notes),
         previews=Previews(dataset, size, run_rows[0]) if size else None,
         tokens=tokens,
     )
 
 
-def _shard(text: str | None, bound: tuple[Chain, ...]) -> Shard | None:
+def _shard(text: str | None, chains: tuple[Chain, ...]) -> Shard | None:
     """Return the part of the run that is asked for, None for the whole, which 0/1 is, too."""
     shard = None if text is None else parse_shard(text)
     if shard is None or shard.count == 1:
         return None
-    require_one_pass(bound)
+    require_one_pass(chains)
     return shard
 
 
 def _digests(
-    spec: RunSpec, loaded: LoadedModel, dataset: Dataset, bound: tuple[Chain, ...]
+    spec: RunSpec, loaded: LoadedModel, dataset: Dataset, chains: tuple[Chain, ...]
 ) -> dict[str, Any]:
     """Return the SHA-256 of all that a run computes with: files, and code of the user's."""
     name = spec.loss.stage.name
@@ -324,7 +328,7 @@ def _digests(
         "dataset_code": dataset.code,
         "model": loaded.digests,
         "loss": code.code_digests(name, "loss") if ":" in name else {},
-        "stages": stages_digests(bound),
+        "stages": stages_digests(chains),
     }
 
 
@@ -357,7 +361,7 @@ def _in_turn(spec: RunSpec) -> tuple[LoadedModel, nn.Module]:
 def resolve_names(spec: RunSpec) -> tuple[tuple[Chain, ...], Loss]:
     """Return the chains and the loss, bound."""
     problems: list[SpecError] = []
-    bound: list[Chain] = []
+    chains: list[Chain] = []
 
     @contextmanager
     def collected(section: str, key: str, index: str = "") -> Iterator[None]:
@@ -373,7 +377,7 @@ def resolve_names(spec: RunSpec) -> tuple[tuple[Chain, ...], Loss]:
         if len(problems) > MAX_ERRORS:
             raise combine_errors(problems)
         with collected("compute", "transform", f"[{k}]"):
-            bound.append(bind(text))
+            chains.append(bind(text))
     with collected("compute", "backend"):
         candidates(spec.compute.backend, own_loss=spec.compute.coupling == "own-loss")
     for name in spec.compare.backends[: MAX_ERRORS + 1]:
@@ -387,12 +391,12 @@ def resolve_names(spec: RunSpec) -> tuple[tuple[Chain, ...], Loss]:
         raise combine_errors(problems)
     if ":" in stage.name:
         loss = bound_loss(load_function(stage.name, "loss"), stage)
-    return tuple(bound), loss
+    return tuple(chains), loss
 
 
-def require_one_pass(bound: Iterable[Chain]) -> None:
+def require_one_pass(chains: Iterable[Chain]) -> None:
     """Refuse chains that need a result over all samples first: a part of a run has only its own."""
-    for chain in bound:
+    for chain in chains:
         first = chain.first_pass
         if first is not None:
             raise RefusedError(
@@ -420,9 +424,9 @@ def file_plan(job: Job) -> FilePlan:
     )
 
 
-def stages_digests(bound: Iterable[Chain]) -> dict[str, str]:
+def stages_digests(chains: Iterable[Chain]) -> dict[str, str]:
     """Return the SHA-256 of the files that stages stand for: the user's code, stored vectors."""
-    stages = [stage for chain in bound for stage in parse(chain.text)]
+    stages = [stage for chain in chains for stage in parse(chain.text)]
     own = dict.fromkeys(s.name for s in stages if ".py:" in s.name)
     stored = dict.fromkeys(path for stage in stages for path in stage.files.values())
     found: dict[str, str] = {}
@@ -467,13 +471,13 @@ def require_usable(device: torch.device) -> None:
         ) from error
 
 
-def _keeps_gradients(spec: RunSpec, bound: Iterable[Chain]) -> bool:
-    return spec.compute.layout == "dense" and any(chain.text == "identity" for chain in bound)
+def _keeps_gradients(spec: RunSpec, chains: Iterable[Chain]) -> bool:
+    return spec.compute.layout == "dense" and any(chain.text == "identity" for chain in chains)
 
 
 def _usual_batch(
     spec: RunSpec,
-    bound: Iterable[Chain],
+    chains: Iterable[Chain],
     session: Session,
     dataset: Dataset,
     rows: range,
@@ -484,7 +488,7 @@ def _usual_batch(
     A sample has `each` rows, if these are of tokens.
     """
     samples = min(_BATCH_SAMPLES if each == 1 else -(-_BATCH_TOKENS // each) * each, len(rows))
-    if _keeps_gradients(spec, bound) or spec.compute.backend not in ("auto", "hooks"):
+    if _keeps_gradients(spec, chains) or spec.compute.backend not in ("auto", "hooks"):
         samples = min(samples, max_dense_samples(session))
     if session.labels.mode == "exact":
         samples //= session.labels.each(read(dataset, session.problem, rows[:1]))

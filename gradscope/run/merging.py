@@ -150,7 +150,7 @@ def merging(
     overwrite: bool = False,  # a file that is there
     virtual: bool = False,  # leave the rows where they are, and refer to them
     code: Iterable[Path] = (),  # Python files that chains name and that may be run
-    anew: RunSpec | None = None,  # the run, to compute a few samples of each file anew
+    recompute: RunSpec | None = None,  # the run, to compute a few samples of each file anew
 ) -> Iterator[Merge]:
     """Check that files are the parts of one run, and yield their merge.
 
@@ -167,7 +167,7 @@ def merging(
     chains = _reduced_chains(parts, code)
     require_output(output, parts, overwrite=overwrite)
     samples = [sample for part in parts.files for sample in _spot_check(part)]
-    recomputed, notes = (0, ()) if anew is None else _recompute(parts, samples, anew)
+    recomputed, notes = (0, ()) if recompute is None else _recompute(parts, samples, recompute)
     plan = _plan(parts)
     size = plan.run.get("batch_size", _USUAL_BATCH)
     with open_joiner(output, plan, parts, size, overwrite=overwrite, virtual=virtual) as joiner:

@@ -258,11 +258,11 @@ class PinnedBuffers:
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return memory of any content, which stays untouched until the next but one is taken."""
-        held = self._buffers.setdefault(dtype, [torch.empty(0, dtype=dtype)] * 2)
-        buffer, size = held.pop(0), prod(shape)
+        buffers = self._buffers.setdefault(dtype, [torch.empty(0, dtype=dtype)] * 2)
+        buffer, size = buffers.pop(0), prod(shape)
         if buffer.numel() < size:
             buffer = torch.empty(size, dtype=dtype, pin_memory=self._pin)
-        held.append(buffer)
+        buffers.append(buffer)
         return buffer[:size].view(shape)
 
 

@@ -62,7 +62,7 @@ def start(
         done, budget = writer.completed, _budget(job, before, writer.completed)
         layout.run["batch_size"] = budget.batch_size  # the file is laid out with the first batch
         size = BatchSize(budget.batch_size, fixed=job.session.settings.own_loss)
-        left = -(-len(job.rows) // size.samples)
+        batches_left = -(-len(job.rows) // size.samples)
         tuner = job.tuner(before.choices)
         with (
             tuner.active(),
@@ -71,7 +71,9 @@ def start(
             ) as background,
         ):
             chains = size.fitting(
-                lambda n: prepare_chains(job.session, job.chains, lambda: batches(job, size), left),
+                lambda n: prepare_chains(
+                    job.session, job.chains, lambda: batches(job, size), batches_left
+                ),
                 len(job.rows),
             )
             progress = replace(before, batch_size=size.samples)

@@ -102,5 +102,7 @@ def test_backends_and_gradients_that_a_layer_scales() -> None:
     ],
 )
 def test_malformed_records_are_left_out(spoilt: dict[str, Any]) -> None:
-    found = combine_certificates([part(0, certificate(0, 1e-7)), part(20, certificate(20, 1e-7, **spoilt))])
+    found = combine_certificates(
+        [part(0, certificate(0, 1e-7)), part(20, certificate(20, 1e-7, **spoilt))]
+    )
     assert found["audit"]["proved"] in (3, 4) and found["audit"]["batches"] == 10

@@ -48,8 +48,8 @@ def _same_gradients(problem: Problem, batch: Batch) -> bool:
     partitions = [alone] if n <= _ALL else [regrouped(batch, draw) for _ in range(2)]
     spread: list[Tensor] | None = None
     for parts in partitions:
-        apart = _slopes(problem, batch, weights, parts)
-        gaps = [float((one - other).norm()) for one, other in zip(whole, apart, strict=True)]
+        sums = _slopes(problem, batch, weights, parts)
+        gaps = [float((one - other).norm()) for one, other in zip(whole, sums, strict=True)]
         # written so that a NaN is left
         left = [k for k, one in enumerate(whole) if not gaps[k] <= _EXACT * float(one.norm())]
         if left and spread is None:

@@ -277,9 +277,9 @@ def require_short(path: Path, suffix: str = "") -> None:
     """Refuse a file whose name is too long, with what is put behind it while it is written."""
     over = excess(path.name + suffix, path.absolute().parent)
     if over > 0:
-        behind = f", since {suffix} is put behind it while it is written" if suffix else ""
+        suffix_note = f", since {suffix} is put behind it while it is written" if suffix else ""
         raise OutputError(
-            f"the name is {over} bytes too long for the disk{behind}",
+            f"the name is {over} bytes too long for the disk{suffix_note}",
             where=str(path),
             remedy="Choose a shorter one.",
         )

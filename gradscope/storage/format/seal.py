@@ -223,40 +223,40 @@ class Checks:
         return self._datasets[name]
 
     def _compare_range(
-        self, dataset: h5py.Dataset, known: DatasetChecks, start: int, stop: int
+        self, dataset: h5py.Dataset, checks: DatasetChecks, start: int, stop: int
     ) -> None:
         """Compare the chunks that hold bytes start:stop of a data set."""
-        last = min(known.chunks.number(stop - 1) + 1, len(known.compared)) if stop > start else 0
-        for number in range(known.chunks.number(start), last):
-            if not known.compared[number]:
-                self._read_chunk(dataset, known, number)
+        last = min(checks.chunks.number(stop - 1) + 1, len(checks.compared)) if stop > start else 0
+        for number in range(checks.chunks.number(start), last):
+            if not checks.compared[number]:
+                self._read_chunk(dataset, checks, number)
 
-    def _read_chunk(self, dataset: h5py.Dataset, known: DatasetChecks, number: int) -> np.ndarray:
+    def _read_chunk(self, dataset: h5py.Dataset, checks: DatasetChecks, number: int) -> np.ndarray:
         """Return a chunk (m,) uint8 as it lies in the file, compared."""
-        found = np.empty(int(known.chunks.sizes[number]), np.uint8)
-        self._read(int(known.chunks.offsets[number]), found)
-        self._compare(dataset, known, number, crc32c(found.data))
+        found = np.empty(int(checks.chunks.sizes[number]), np.uint8)
+        self._read(int(checks.chunks.offsets[number]), found)
+        self._compare(dataset, checks, number, crc32c(found.data))
         return found
 
     def _fill(
-        self, dataset: h5py.Dataset, known: DatasetChecks, position: int, out: np.ndarray
+        self, dataset: h5py.Dataset, checks: DatasetChecks, position: int, out: np.ndarray
     ) -> None:
         """Read the bytes of a data set from `position` on into `out` (m,) uint8."""
-        chunks = known.chunks
+        chunks = checks.chunks
         while len(out):
             number = chunks.number(position)
             start, offset = chunks.start(number), int(chunks.offsets[number])
             data = chunks.room(start)
             part, out = np.split(out, [start + data - position])
-            if known.compared[number]:
+            if checks.compared[number]:
                 self._read(offset + position - start, part)
             elif len(part) == data:  # all of it: without a copy
                 rest = np.empty(int(chunks.sizes[number]) - data, np.uint8)
                 self._read(offset, part)
                 self._read(offset + data, rest)
-                self._compare(dataset, known, number, crc32c(rest.data, crc32c(part.data)))
+                self._compare(dataset, checks, number, crc32c(rest.data, crc32c(part.data)))
             else:
-                part[:] = self._read_chunk(dataset, known, number)[position - start :][: len(part)]
+                part[:] = self._read_chunk(dataset, checks, number)[position - start :][: len(part)]
             position += len(part)
 
     def _read(self, offset: int, out: np.ndarray) -> None:
@@ -265,14 +265,14 @@ class Checks:
             raise ResultFileError("the file is cut short", remedy=REMEDY)
 
     def _compare(
-        self, dataset: h5py.Dataset, known: DatasetChecks, number: int, found: int
+        self, dataset: h5py.Dataset, checks: DatasetChecks, number: int, found: int
     ) -> None:
-        if found != known.sums[number]:
-            where = _rows_text(dataset, known.chunks, number)
+        if found != checks.sums[number]:
+            where = _rows_text(dataset, checks.chunks, number)
             raise ResultFileError(
                 f"its data are damaged (the checksum of {where} is wrong)", remedy=REMEDY
             )
-        known.compared[number] = True
+        checks.compared[number] = True
 
 
 def damage_text(file: h5py.File, offsets: np.ndarray) -> str:

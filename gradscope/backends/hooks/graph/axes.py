@@ -128,8 +128,8 @@ class OwnedAxis:
         # what belongs to nobody comes last
         place = torch.where(self.owner < 0, n * count, self.owner * count + places.flatten())
         found = rows.new_zeros(n * count + 1, *rows.shape[1:]).index_add_(0, place, rows)
-        apart = found[:-1].reshape(n, *(padded[k] for k in self.own), *rows.shape[1:])
-        return self._back(apart).reshape(n, *shape).to(values.dtype)
+        by_sample = found[:-1].reshape(n, *(padded[k] for k in self.own), *rows.shape[1:])
+        return self._back(by_sample).reshape(n, *shape).to(values.dtype)
 
     def is_even(self, n: int) -> bool:
         """Whether most samples hold about as many entries as the one that holds the most."""
