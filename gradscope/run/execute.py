@@ -2,9 +2,10 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, asdict, dataclass, field, replace
 from functools import partial
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from gradscope.blocks import Evaluation, Tuner
 from gradscope.core.batch import Batch, Tokens
+from gradscope.core.texts import unequal
 from gradscope.engine.audit import Audits
 from gradscope.engine.certificate import finite_samples
 from gradscope.engine.chains import bind
@@ -21,6 +23,7 @@ from gradscope.engine.fold import fold
 from gradscope.engine.session import Session
 from gradscope.errors import (
     CertificateError,
+    GradscopeError,
     NonFiniteError,
     OutputError,
     RefusedError,
@@ -48,12 +51,13 @@ from gradscope.stats import parameter_rows, require_consistent
 from gradscope.storage import FinishedBatch, GradientFile, open_file, writing
 
 PROGRESS = "progress"  # beside the reducers' states of an unfinished file: see `Progress`
-ALIKE = {
+# by how much numbers of a sample may differ, relatively, when it is computed again
+TOLERANCES = {
     torch.float64: 1e-6,
     torch.float32: 1e-3,
     torch.bfloat16: 5e-2,
     torch.float16: 5e-2,
-}  # relative: numbers of a sample that is computed again
+}
 _NOT_VERIFIED = {"verified": False, "verdict": "not asked for (verify = never)"}
 _FEW = 64  # samples of the first batch that a run going on has to find again
 _SMALL_STATES = 2**24  # bytes of reducers' states that a dense file keeps, to be merged with others
@@ -396,6 +400,28 @@ def keeps_states(job: Job, size: int) -> bool:
     A shard does, and others where they are small; not where factors were chosen to save space.
     """
     return job.shard is not None or (job.spec.compute.layout == "dense" and size <= _SMALL_STATES)
+
+
+def require_reproduced(
+    sample: Batch,
+    numbers: Iterable[tuple[str, float, float, float]],
+    precision: torch.dtype,
+    error: Callable[[str, str, str], GradscopeError],
+) -> None:
+    """Raise an error if a number of a sample is not computed again as it was stored.
+
+    Args:
+        sample: A batch of one.
+        numbers: What each number is, as stored, as computed, and the difference that is allowed in
+            addition to `TOLERANCES`.
+        precision: That of the model.
+        error: Makes the error of "SAMPLE had the NUMBER", as stored, and as computed.
+    """
+    for what, stored, found, slack in numbers:
+        most = TOLERANCES[precision] * max(abs(stored), abs(found)) + slack
+        same = stored == found or (isnan(stored) and isnan(found))
+        if not same and not abs(stored - found) <= most:
+            raise error(f"{sample.description} had the {what}", *unequal(stored, found))
 
 
 def first_of(rows: FinishedBatch) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -174,7 +174,7 @@ class Job:
         return self.rows if self.tokens is None else self.tokens.samples
 
     def request(self, batches_left: int | None = None) -> Request:
-        """Return what is asked of every batch, with `batches_left` to come: chains, and mean gradient."""
+        """Return what is asked of every batch: the chains, and the mean gradient."""
         asked = map(self.session.labels.chain, (bind("mean"), *self.chains))
         return request_of(
             asked, batches_left=batches_left, stored=_keeps_gradients(self.spec, self.chains)
@@ -184,9 +184,8 @@ class Job:
         """Return what chooses kernels: by measuring, or by the `choices` of an earlier part."""
         cached = self.spec.compute.cache and known_of(self.session.problem.device) is not None
         if choices is not None or not cached:
-            return Tuner(
-                measures=False, kept=choices
-            )  # or the same run would not give the same bits
+            # or the same run would not give the same bits
+            return Tuner(measures=False, kept=choices)
         return Tuner.remembering()
 
     def record(self) -> dict[str, Any]:

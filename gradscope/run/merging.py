@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,13 +23,13 @@ import torch
 from pydantic import ValidationError
 
 from gradscope.config import ComputeSpec, RunSpec, parse_compression
+from gradscope.core.batch import Batch
 from gradscope.core.grammar import Stage, parse
 from gradscope.core.precision import dtype_name
-from gradscope.core.texts import unequal
 from gradscope.engine.audit import derive_seed
 from gradscope.engine.chains import bind
 from gradscope.errors import RefusedError, ResultFileError, SpecError
-from gradscope.run.execute import ALIKE, rows_of
+from gradscope.run.execute import TOLERANCES, require_reproduced, rows_of
 from gradscope.run.job import Job, file_plan, prepare, require_one_pass, stages_digests
 from gradscope.run.outcome import (
     COUNTS,
@@ -324,17 +325,9 @@ def _recompute(
         job = prepare(_single_sample_spec(parts, spec))
         _require_same_run(parts, job)
         for sample in samples:
-            for what, stored, found, tolerance in _numbers(job, sample):
-                if not abs(stored - found) <= tolerance:
-                    then, now = unequal(stored, found)
-                    raise ResultFileError(
-                        f"{job.load(sample.index, 1).description} has the {what} {then} in this "
-                        f"file, and {now} when it is computed anew: model, loss, data or "
-                        "what they use have changed",
-                        where=str(sample.path),
-                        remedy="Compute the file again with the code and the data of today, or "
-                        "merge where they are as they were.",
-                    )
+            batch, error = job.load(sample.index, 1), partial(_not_reproduced, sample.path)
+            numbers = _numbers(job, sample, batch)
+            require_reproduced(batch, numbers, job.session.problem.precision, error)
     return len(samples), ()
 
 
@@ -376,22 +369,27 @@ def _require_same_run(parts: RunFiles, job: Job) -> None:
         )
 
 
-def _numbers(job: Job, sample: _StoredSample) -> Iterator[tuple[str, float, float, float]]:
-    """Yield a sample's numbers: which, as stored, as computed, by how much they may differ."""
-    batch = job.load(sample.index, 1)
-    made = rows_of(job, (), batch, job.session.evaluate(batch))
-    eps, alike = (
-        torch.finfo(job.session.problem.precision).eps,
-        ALIKE[job.session.problem.precision],
+def _not_reproduced(path: Path, what: str, stored: str, now: str) -> ResultFileError:
+    return ResultFileError(
+        f"{what} {stored} in this file, and has {now} when it is computed anew: model, loss, data "
+        "or what they use have changed",
+        where=str(path),
+        remedy="Compute the file again with the code and the data of today, or merge where they "
+        "are as they were.",
     )
-    loss, norm = (min(_ROUNDINGS * eps, alike) * largest for largest in sample.largest)
 
-    def compared(what: str, stored: float, found: Any, slack: float) -> Any:
-        return what, stored, float(found), alike * max(abs(stored), abs(float(found))) + slack
 
-    yield compared("loss", sample.loss, made.samples["loss"], loss)
-    yield compared("gradient norm", sample.norm, made.samples["norm"], norm)
-    _, share = tolerances(dtype_name(job.session.problem.precision))
+def _numbers(
+    job: Job, sample: _StoredSample, batch: Batch
+) -> Iterator[tuple[str, float, float, float]]:
+    """Yield a sample's numbers: which, as stored, as computed, their slack."""
+    made = rows_of(job, (), batch, job.session.evaluate(batch))
+    precision = job.session.problem.precision
+    most = min(_ROUNDINGS * torch.finfo(precision).eps, TOLERANCES[precision])
+    loss, norm = (most * largest for largest in sample.largest)
+    yield "loss", sample.loss, float(made.samples["loss"]), loss
+    yield "gradient norm", sample.norm, float(made.samples["norm"]), norm
+    _, share = tolerances(dtype_name(precision))
     slack = norm + share * sample.norm
     for name, value in made.norms.items():
-        yield compared(f"gradient norm by {name!r}", sample.norms[name], value, slack)
+        yield f"gradient norm by {name!r}", sample.norms[name], float(value), slack

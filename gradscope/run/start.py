@@ -15,20 +15,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from gradscope.config import function_of
 from gradscope.core.grammar import parse
-from gradscope.core.texts import unequal
 from gradscope.engine.fold import prepare_chains
 from gradscope.errors import OutputError
 from gradscope.run.budget import MemoryPlan, plan
 from gradscope.run.execute import (
-    ALIKE,
     Progress,
     Run,
     batches,
     first_of,
+    require_reproduced,
     rows_of,
     without_progress,
 )
@@ -37,6 +34,8 @@ from gradscope.run.outcome import RunReport
 from gradscope.run.overlap import BackgroundWriter, BatchSize
 from gradscope.stages.chain import Chain
 from gradscope.storage import open_writer, require_distinct, writing
+
+_SLACK = 1e-8  # absolute difference of numbers that are computed again
 
 
 @contextmanager
@@ -120,19 +119,19 @@ def _recheck(
     batch = size.fitting(partial(job.load, 0), len(job.rows))
     evaluation = job.session.evaluate(batch, job.request(), ordinal=0)
     found = first_of(rows_of(job, chains, batch, evaluation))
-    for what, then, now in zip(("loss", "gradient norm"), before.first, found, strict=True):
-        a, b = (torch.tensor(values[: min(len(then), len(now))]) for values in (then, now))
-        differ = ~torch.isclose(a, b, rtol=ALIKE[job.session.problem.precision], equal_nan=True)
-        if differ.any():
-            first = int(differ.int().argmax())
-            began, has = unequal(then[first], now[first])
-            raise OutputError(
-                f"{batch.one(first).description} had the {what} {began} when the run "
-                f"began, and has {has} now: model, loss or data have changed",
-                where=str(path),
-                remedy="Go on with the code and the data that the run began with, or start again "
-                "with overwrite=True.",
-            )
+
+    def error(what: str, began: str, now: str) -> OutputError:
+        return OutputError(
+            f"{what} {began} when the run began, and has {now} now: model, loss or data have "
+            "changed",
+            where=str(path),
+            remedy="Go on with the code and the data that the run began with, or start again with "
+            "overwrite=True.",
+        )
+
+    for k, (loss, norm, loss_now, norm_now) in enumerate(zip(*before.first, *found, strict=False)):
+        pairs = ("loss", loss, loss_now, _SLACK), ("gradient norm", norm, norm_now, _SLACK)
+        require_reproduced(batch.one(k), pairs, job.session.problem.precision, error)
 
 
 def compute(job: Job, path: Path, **how: bool) -> RunReport:
