@@ -77,7 +77,7 @@ class Audits:
 
 @dataclass(frozen=True)
 class AuditPlan:
-    """How much of a batch an audit proves."""
+    """How much of a batch an audit proves: nothing, all of it, or single samples."""
 
     whole_batch: bool = False  # all of it is proved
     singles: int = 0  # samples that are compared with a batch of one
@@ -89,7 +89,7 @@ class Auditor:
     """Decides which batches are audited, and watches the time that audits take."""
 
     seed: int  # of which batches are audited
-    always: bool = False  # every batch is proved, and recorded
+    verify: str = "audit"  # with "always" every batch is proved, and recorded
     clock: Callable[[], float] = time.perf_counter
     audits: Audits = field(default_factory=Audits)
     _sizes: set[int] = field(default_factory=set)  # numbers of samples that were seen
@@ -106,7 +106,7 @@ class Auditor:
     def begin(
         self, n: int, ordinal: int, *, last: bool, new: bool, proof: Certificate | None
     ) -> AuditPlan:
-        """Return what the audit of a batch is to prove."""
+        """Return what the audit of a batch is to prove; nothing of a batch with a `proof`."""
         if proof is not None and not self._batch_seconds:  # which took kernels for the first time
             self._batch_seconds, self._sample_seconds = proof.seconds / 3, proof.seconds / 10
         new = new or n not in self._sizes
@@ -114,8 +114,11 @@ class Auditor:
         now = self.clock()
         earned = self._credit + SHARE * (now - self._last)
         self._credit, self._last = min(earned, max(_SAVED, 4 * self._batch_seconds)), now
-        due = proof is not None and (self.always or not self.audits.proves)
-        if last or due or is_chosen(ordinal, self.seed):
+        due = proof is not None and (self.verify == "always" or not self.audits.proves)
+        recorded = last or due or is_chosen(ordinal, self.seed)
+        if self.verify != "audit" or proof is not None:
+            return AuditPlan(recorded=recorded)
+        if recorded:
             spare = (
                 (self._credit - self._batch_seconds) / self._sample_seconds
                 if self._sample_seconds
@@ -128,24 +131,24 @@ class Auditor:
             int(new or left >= self._sample_seconds),
         )
 
-    def end(self, plan: AuditPlan, proof: Certificate | None, *, audited: bool) -> None:
+    def end(self, plan: AuditPlan, proof: Certificate | None) -> None:
         """Count a batch, and the time since `begin`."""
         now, audits = self.clock(), self.audits
         took, self._last = now - self._last, now
         self._credit -= took
-        if audited and plan.whole_batch:
+        if plan.whole_batch:
             self._batch_seconds = min(
                 max(took - plan.singles * self._sample_seconds, took / 4),
                 2 * self._batch_seconds or took,
             )
-        elif audited:
+        elif plan.singles:
             self._sample_seconds = min(took / plan.singles, 2 * self._sample_seconds or took)
         audits = replace(audits, batches=audits.batches + 1)
         if proof is not None and plan.recorded:
             audits = audits.with_proof(proof)
         elif proof is not None:
             audits = replace(audits, more=audits.more + 1)
-        elif audited:
+        elif plan.singles:
             audits = replace(audits, singles=audits.singles + 1)
         self.audits = audits
 

@@ -165,10 +165,9 @@ class ModelParallelEvaluator:
             if number is not None:
                 new = found.new
                 plan = self.auditor.begin(len(batch), number, last=last, new=new, proof=proof)
-            audits = self.verify == "audit" and proof is None
             new = self.verify == "first" and proof is None and found.new
-            whole = self.processes.any((audits and plan.whole_batch) or new)
-            alone = not whole and self.processes.any(audits and plan.singles > 0)
+            whole = self.processes.any(plan.whole_batch or new)
+            alone = not whole and self.processes.any(plan.singles > 0)
             answer = replace(answer, seed=derive_seed(self.auditor.seed, number or 0))
             if whole:
                 proof = prove(answer, after=self.certificate)
@@ -176,7 +175,7 @@ class ModelParallelEvaluator:
                 prove_samples(answer)
             if number is not None:
                 plan = replace(plan, whole_batch=whole, singles=int(alone))
-                self.auditor.end(plan, proof, audited=whole or alone)
+                self.auditor.end(plan, proof)
         return proof
 
     def _find_precision(self, batch: Batch) -> None:

@@ -145,7 +145,7 @@ class Session:
         self.settings, self.backend = settings, settings.backend
         self.certificate: Certificate | None = None
         self.notes: list[str] = [*filter(None, [untested()])]
-        self.auditor = Auditor(settings.seed, always=settings.verify == "always")
+        self.auditor = Auditor(settings.seed, settings.verify)
         self.zeros: list[str] = []
         self.checked_chains: set[str] = set()
         self.rehearses = False  # its answers tell time and memory, and are forgotten
@@ -341,11 +341,9 @@ class Session:
         new = evaluation.new or self.problem.state.drew > drew
         new = new or (self._randomness is not None and self._randomness.new)
         plan = self.auditor.begin(len(batch), number, last=last, new=new, proof=proof)
-        audited = self.settings.verify == "audit" and proof is None
-        audited = audited and (plan.whole_batch or plan.singles > 0)
-        if audited:
+        if plan.whole_batch or plan.singles:
             evaluation, proof = self._audit(batch, request, number, plan, evaluation)
-        self.auditor.end(plan, proof, audited=audited)
+        self.auditor.end(plan, proof)
         return evaluation, proof
 
     def rebind_if_changed(self) -> list[Any]:
