@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -194,30 +194,7 @@ def certify(
         ModelError: The losses are cut off from every parameter.
         UnsupportedError: The forward pass is random, or changes what cannot be put back.
     """
-
-    def attempt() -> tuple[Evaluation, Certificate]:
-        with problem.state.watching(), _custom_functions_named(problem, batch):
-            phases: dict[str, float] = {}
-            try:
-                with _timed(phases, "evaluation"):
-                    found = evaluate(batch, PROVED)
-            except (ModelError, RefusedError):
-                if not own_loss:
-                    require_independent(problem, batch)  # where they are coupled, say so
-                raise
-            answer = Answer(
-                problem,
-                backend,
-                batch,
-                found,
-                own_loss=own_loss,
-                seed=seed,
-                singles=_SINGLES,
-                trains=trains,
-                phases=phases,
-            )
-            return found, prove(answer)
-
+    attempt = partial(_attempt, problem, backend, evaluate, batch, own_loss, seed, trains)
     known = problem.state.change_count
     try:
         found = attempt()
@@ -228,6 +205,39 @@ def certify(
         if problem.state.change_count == known:
             return found
     return attempt()
+
+
+def _attempt(
+    problem: Problem,
+    backend: str,
+    evaluate: Evaluate,
+    batch: Batch,
+    own_loss: bool,
+    seed: int,
+    trains: bool,
+) -> tuple[Evaluation, Certificate]:
+    """Evaluate a batch and prove the answer; see `certify`."""
+    with problem.state.watching(), _custom_functions_named(problem, batch):
+        phases: dict[str, float] = {}
+        try:
+            with _timed(phases, "evaluation"):
+                found = evaluate(batch, PROVED)
+        except (ModelError, RefusedError):
+            if not own_loss:
+                require_independent(problem, batch)  # where they are coupled, say so
+            raise
+        answer = Answer(
+            problem,
+            backend,
+            batch,
+            found,
+            own_loss=own_loss,
+            seed=seed,
+            singles=_SINGLES,
+            trains=trains,
+            phases=phases,
+        )
+        return found, prove(answer)
 
 
 def prove(answer: Answer, after: Certificate | None = None) -> Certificate:
