@@ -49,9 +49,8 @@ class Request:
     # {name: (n, *shape)}, what the gradients will be written into, if that is known
     out: Mapping[str, Tensor] | None = None
     stored: bool = False  # the dense gradients are stored, each entry of them
-    batches_left: int | None = (
-        None  # how many batches are to come, this one included, if that is known
-    )
+    # how many batches are to come, this one included, if that is known
+    batches_left: int | None = None
     proved: bool = False  # the answer will be, and with it that the samples are independent
     factors: bool = False  # what structure the gradients have is to be kept, of single samples too
 

@@ -122,7 +122,7 @@ def per_sample(problem: Problem, values: dict[str, Tensor], batch: Batch) -> Los
     drawing = "error" if problem.state.randomness is None else "different"
     every = torch.func.vmap(gradient, in_dims=over, randomness=drawing)
     with torch.no_grad():  # what torch.func differentiates needs no graph outside it
-        (gradients, _), losses = problem.run_with_randomness(
+        (gradients, _), losses = problem.with_randomness(
             batch, lambda: every(values, zero, leaves, batch.index), single=True
         )
     return losses, gradients

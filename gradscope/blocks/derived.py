@@ -142,11 +142,8 @@ class MappedBlock(DerivedBlock):
     grows: Callable[[Tensor], Tensor] | None = None
 
     def norm_bound(self) -> Tensor:
-        return (
-            super().norm_bound()
-            if self.grows is None
-            else self.grows(doubled(self.base.norm_bound()))
-        )
+        base = self.base.norm_bound
+        return super().norm_bound() if self.grows is None else self.grows(doubled(base()))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -35,10 +35,8 @@ def total(blocks: Sequence[Block]) -> Block:
         rows = [b for b in rows if b not in found]
         every = [*found, *map(SegmentBlock.of, alike)]
         fields = ("left", "right", "sample", "group", "right_is_gradient")
-        *joined, right_is_gradient = (
-            _joined([getattr(b, name) for b in every], 0) for name in fields
-        )
-        parts.append(segmented(joined, every[0].sizes, every[0].shape, right_is_gradient))
+        *joined, sides = (_joined([getattr(b, name) for b in every], 0) for name in fields)
+        parts.append(segmented(joined, every[0].sizes, every[0].shape, sides))
     while outer:
         k, _, r, c = outer[0].sizes
         same = [b for b in outer if b.sizes[0::2] == (k, r) and b.sizes[3] == c]
@@ -55,13 +53,12 @@ def total(blocks: Sequence[Block]) -> Block:
 
 def _gradient_sides(blocks: list[OuterBlock]) -> bool | Tensor:
     """Return `right_is_gradient` of all blocks together."""
-    first, *others = (block.right_is_gradient for block in blocks)
+    sides = [block.right_is_gradient for block in blocks]
+    first, *others = sides
     if isinstance(first, bool) and all(other is first for other in others):
         return first
-    each = (
-        torch.as_tensor(b.right_is_gradient, device=b.device).expand(b.sizes[1]) for b in blocks
-    )
-    return torch.cat([*each])
+    each = zip(sides, blocks, strict=True)
+    return torch.cat([torch.as_tensor(k, device=b.device).expand(b.sizes[1]) for k, b in each])
 
 
 def _joined(factors: list[Tensor], axis: int) -> Tensor:

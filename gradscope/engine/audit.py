@@ -93,9 +93,8 @@ class Auditor:
     clock: Callable[[], float] = time.perf_counter
     audits: Audits = field(default_factory=Audits)
     _sizes: set[int] = field(default_factory=set)  # numbers of samples that were seen
-    _batch_seconds: float = (
-        0.0  # seconds that it took last to prove a batch, besides single samples
-    )
+    # seconds that it took last to prove a batch, besides single samples
+    _batch_seconds: float = 0.0
     _sample_seconds: float = 0.0  # and to evaluate one sample alone
     _credit: float = 0.0  # seconds that audits may take by now
     _last: float = 0.0
@@ -114,22 +113,16 @@ class Auditor:
         now = self.clock()
         earned = self._credit + SHARE * (now - self._last)
         self._credit, self._last = min(earned, max(_SAVED, 4 * self._batch_seconds)), now
+        batch, sample = self._batch_seconds, self._sample_seconds
         due = proof is not None and (self.verify == "always" or not self.audits.proves)
         recorded = last or due or is_chosen(ordinal, self.seed)
         if self.verify != "audit" or proof is not None:
             return AuditPlan(recorded=recorded)
         if recorded:
-            spare = (
-                (self._credit - self._batch_seconds) / self._sample_seconds
-                if self._sample_seconds
-                else 0.0
-            )
+            spare = (self._credit - batch) / sample if sample else 0.0
             return AuditPlan(True, max(1, min(n, _SINGLES, int(spare))), recorded=True)
-        left = self._credit - 1.5 * self._batch_seconds  # which is kept for the last batch
-        return AuditPlan(
-            new or left >= self._batch_seconds + self._sample_seconds,
-            int(new or left >= self._sample_seconds),
-        )
+        left = self._credit - 1.5 * batch  # which is kept for the last batch
+        return AuditPlan(new or left >= batch + sample, int(new or left >= sample))
 
     def end(self, plan: AuditPlan, proof: Certificate | None) -> None:
         """Count a batch, and the time since `begin`."""
@@ -137,10 +130,8 @@ class Auditor:
         took, self._last = now - self._last, now
         self._credit -= took
         if plan.whole_batch:
-            self._batch_seconds = min(
-                max(took - plan.singles * self._sample_seconds, took / 4),
-                2 * self._batch_seconds or took,
-            )
+            own = max(took - plan.singles * self._sample_seconds, took / 4)
+            self._batch_seconds = min(own, 2 * self._batch_seconds or took)
         elif plan.singles:
             self._sample_seconds = min(took / plan.singles, 2 * self._sample_seconds or took)
         audits = replace(audits, batches=audits.batches + 1)

@@ -419,9 +419,8 @@ class Session:
                 trains=self._had_gradients,
             )
         first, self.certificate = self.certificate is None, proof
-        if first or (
-            proof.proves and not self._had_gradients
-        ):  # what was said before held no proof
+        # what was said before held no proof
+        if first or (proof.proves and not self._had_gradients):
             before, self.zeros = self.zeros, zero_notes(self.problem, batch, proof)
             self.notes[:] = [*(note for note in self.notes if note not in before), *self.zeros]
         self._proof_due, self._had_gradients = not proof.proves, self._had_gradients or proof.proves

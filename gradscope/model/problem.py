@@ -141,9 +141,7 @@ class Problem:
     parameters: dict[str, nn.Parameter]  # the selected ones; tied ones under their first name
     running_statistics: bool = False  # normalisation layers use these, whatever their mode
     state: ModelState = None  # type: ignore[assignment]  # made when it is not given
-    observer: OutputObserver | None = (
-        None  # is told of each forward pass whose outputs are left as they were
-    )
+    observer: OutputObserver | None = None  # of forward passes that leave their outputs unchanged
     ranks: Ranks | None = None  # the processes that train the model together, if there are several
     # what has a row of its own; of tokens the loss returns (n, t), and batches are `Tokens`
     rows: RowKind = "sample"
@@ -229,13 +227,13 @@ class Problem:
 
         With rows of tokens it is one for each row of `Tokens`, and (n, t) of any other batch.
         """
-        return self.run_with_randomness(batch, partial(self._evaluate, batch, graph=graph))
+        return self.with_randomness(batch, partial(self._evaluate, batch, graph=graph))
 
     def position_mask(self, batch: Batch) -> tuple[Tensor, bool]:
         """Return which positions of samples count, (n, t) bool, and whether the loss says so."""
-        return self.run_with_randomness(batch, partial(self._find_positions, batch))
+        return self.with_randomness(batch, partial(self._find_positions, batch))
 
-    def run_with_randomness(
+    def with_randomness(
         self, batch: Batch, evaluate: Callable[[], T], *, single: bool = False
     ) -> T:
         """Return what `evaluate` does to a batch, random numbers fixed if that was asked for.

@@ -380,15 +380,13 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Whether all have them in front is seen at once; otherwise each is looked at by itself.
         """
         merged = [(k, place) for k, places in plan.items() for place in places if place.merged > 1]
-        if not merged or self._draws_only_own(plan, [k for k, _ in merged], three, losses):
+        if not merged or self._is_own(plan, [k for k, _ in merged], three, losses):
             return plan
         for k, place in merged:
             ways = [d for d in (1, place.merged, *range(2, place.merged)) if place.merged % d == 0]
             others = tuple(other for other in plan[k] if other != place)
             tried = (plan | {k: (*others, replace(place, before=d))} for d in ways)
-            found = next(
-                (way for way in tried if self._draws_only_own(way, [k], three, losses)), None
-            )
+            found = next((way for way in tried if self._is_own(way, [k], three, losses)), None)
             if found is None:
                 raise _unclear(
                     f"those of {place.kind}, of shape {place.at(3)} for three samples, change "
@@ -397,7 +395,7 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
             plan = found
         return plan
 
-    def _draws_only_own(
+    def _is_own(
         self, plan: DrawPlan, calls: Iterable[int], three: Batch, losses: Callable[[Batch], Tensor]
     ) -> bool:
         """Whether other numbers for one of three samples, in some calls, change no other's loss."""

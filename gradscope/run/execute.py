@@ -51,8 +51,7 @@ from gradscope.stats import parameter_rows, require_consistent
 from gradscope.storage import FinishedBatch, GradientFile, open_file, writing
 
 PROGRESS = "progress"  # beside the reducers' states of an unfinished file: see `Progress`
-# by how much numbers of a sample may differ, relatively, when it is computed again
-TOLERANCES = {
+REPRODUCED = {  # relative difference of a sample's numbers when it is computed again
     torch.float64: 1e-6,
     torch.float32: 1e-3,
     torch.bfloat16: 5e-2,
@@ -413,12 +412,12 @@ def require_reproduced(
     Args:
         sample: A batch of one.
         numbers: What each number is, as stored, as computed, and the difference that is allowed in
-            addition to `TOLERANCES`.
+            addition to `REPRODUCED`.
         precision: That of the model.
         error: Makes the error of "SAMPLE had the NUMBER", as stored, and as computed.
     """
     for what, stored, found, slack in numbers:
-        most = TOLERANCES[precision] * max(abs(stored), abs(found)) + slack
+        most = REPRODUCED[precision] * max(abs(stored), abs(found)) + slack
         same = stored == found or (isnan(stored) and isnan(found))
         if not same and not abs(stored - found) <= most:
             raise error(f"{sample.description} had the {what}", *unequal(stored, found))

@@ -69,9 +69,8 @@ class TokenRows:
 
     samples: range  # of the data set
     positions: int  # t, of each sample
-    row_numbers: (
-        Tensor | None
-    )  # (m,) int64, row by row: the sample's place · t + position; None: all
+    # (m,) int64, row by row: the sample's place · t + position; None: all
+    row_numbers: Tensor | None
 
     @classmethod
     def of(cls, session: Session, load: Callable[[range], Batch], samples: range) -> "TokenRows":
@@ -99,11 +98,8 @@ class TokenRows:
         return cls(samples, t, counted)
 
     def __len__(self) -> int:
-        return (
-            len(self.samples) * self.positions
-            if self.row_numbers is None
-            else len(self.row_numbers)
-        )
+        rows = self.row_numbers
+        return len(self.samples) * self.positions if rows is None else len(rows)
 
     def batch(self, load: Callable[[range], Batch], rows: range) -> Tokens:
         """Return some rows, which are next to each other, with the samples that they are of."""

@@ -29,7 +29,7 @@ from gradscope.core.precision import dtype_name
 from gradscope.engine.audit import derive_seed
 from gradscope.engine.chains import bind
 from gradscope.errors import RefusedError, ResultFileError, SpecError
-from gradscope.run.execute import TOLERANCES, require_reproduced, rows_of
+from gradscope.run.execute import REPRODUCED, require_reproduced, rows_of
 from gradscope.run.job import Job, file_plan, prepare, require_one_pass, stages_digests
 from gradscope.run.outcome import (
     COUNTS,
@@ -385,7 +385,7 @@ def _numbers(
     """Yield a sample's numbers: which, as stored, as computed, their slack."""
     made = rows_of(job, (), batch, job.session.evaluate(batch))
     precision = job.session.problem.precision
-    most = min(_ROUNDINGS * torch.finfo(precision).eps, TOLERANCES[precision])
+    most = min(_ROUNDINGS * torch.finfo(precision).eps, REPRODUCED[precision])
     loss, norm = (most * largest for largest in sample.largest)
     yield "loss", sample.loss, float(made.samples["loss"]), loss
     yield "gradient norm", sample.norm, float(made.samples["norm"]), norm

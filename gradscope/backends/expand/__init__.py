@@ -75,7 +75,7 @@ def expand(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
         while True:
             try:
                 run = partial(_evaluated, problem, batch, own)
-                return problem.run_with_randomness(batch, run, single=True)
+                return problem.with_randomness(batch, run, single=True)
             except SharedWrite as write:
                 own = write.needed
             except SamplesDiverge as difference:

@@ -225,9 +225,8 @@ class _Program:
                 return self._rows(batch, batch.sample_batch, proved=proved)
             except UnsupportedError:  # it may run otherwise than two samples do
                 self.doubles_single = True
-        samples = (
-            batch.sample_batch.resized(2) if len(batch.sample_batch) == 1 else batch.sample_batch
-        )
+        samples = batch.sample_batch
+        samples = samples.resized(2) if len(samples) == 1 else samples
         return self._rows(batch, samples, proved=proved)
 
     def _rows(self, batch: Tokens, samples: Batch, *, proved: bool) -> Evaluation:

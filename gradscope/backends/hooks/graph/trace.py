@@ -28,9 +28,8 @@ class Trace:
     kinds: tuple[str, ...]  # each node's type
     # for each node, the shapes of its forward outputs
     shapes: tuple[tuple[tuple[int, ...], ...], ...]
-    loss_weights: Tensor | None = (
-        None  # (n, t), 1 for the losses of tokens that are asked for, else 0
-    )
+    # (n, t), 1 for the losses of tokens that are asked for, else 0
+    loss_weights: Tensor | None = None
 
     @property
     def n(self) -> int:
