@@ -132,7 +132,7 @@ def _quiet() -> Iterator[None]:
 class Program:
     """What is requested of a batch, compiled for batches of its shape; `plain` does the rest.
 
-    `keys` are the reductions that are part of it, `outside` says why others are not.
+    `keys` are the reductions that are part of it, `refusals` says why others are not.
     """
 
     def __init__(self, problem: Problem, batch: Batch, request: Request, plain: Evaluate) -> None:
@@ -141,14 +141,14 @@ class Program:
         except UnsupportedError as error:
             raise NotCompiledError(error.what) from error
         self._problem, self._plain = problem, plain
-        self.outside: dict[str, str] = {}
+        self.refusals: dict[str, str] = {}
         for key in request.keys:
             try:
                 _require_traceable(problem, request.starts, key)
             except NotCompiledError as error:
-                self.outside[key] = str(error)
-        self.keys = tuple(key for key in request.keys if key not in self.outside)
-        self._rows = request.rows or bool(self.outside)
+                self.refusals[key] = str(error)
+        self.keys = tuple(key for key in request.keys if key not in self.refusals)
+        self._rows = request.rows or bool(self.refusals)
         keys, rows, starts = self.keys, self._rows, request.starts
 
         def program(values: dict[str, Tensor], batch: Batch) -> Any:
@@ -440,7 +440,7 @@ class Compiled:
                 self._notes.append(f"not compiled: the program is off by {off:.1e}")
                 return None
             said += f", equal to what is proved to {off:.0e}"
-        self._notes += [f"{key}: not compiled: {why}" for key, why in program.outside.items()]
+        self._notes += [f"{key}: not compiled: {why}" for key, why in program.refusals.items()]
         if not self._faster:
             self._notes.append(said)
             return program

@@ -93,7 +93,7 @@ class Stage:
 
     def error(self, what: str, remedy: str | None = None) -> SpecError:
         """Return an error that shows the chain and points at this stage."""
-        return pointed(self.chain, self.position, what, remedy)
+        return error_at(self.chain, self.position, what, remedy)
 
     def bind(
         self,
@@ -257,15 +257,15 @@ def arguments(chain: str, name: str, text: str, position: int) -> dict[str, str]
             elif found:
                 remedy = 'Put a value that holds a comma in double quotes: NAME="1,2".'
             what = f"expected name=value after {name!r}, found {piece.strip()!r}"
-            raise pointed(chain, position, what, remedy)
+            raise error_at(chain, position, what, remedy)
         if key in found:
-            raise pointed(chain, position, f"{key!r} is given twice")
+            raise error_at(chain, position, f"{key!r} is given twice")
         found[key] = _unquoted(value)
         position += len(piece) + 1
     return found
 
 
-def anchored(chain: str, base: Path) -> str:
+def resolve_paths(chain: str, base: Path) -> str:
     """Make the paths in a chain absolute: of `FILE.py:function` and of a stage's `files`.
 
     A chain that does not parse is returned as it is; binding it will say what is wrong.
@@ -283,7 +283,7 @@ def anchored(chain: str, base: Path) -> str:
     return " | ".join(moved)
 
 
-def pointed(chain: str, position: int, what: str, remedy: str | None = None) -> SpecError:
+def error_at(chain: str, position: int, what: str, remedy: str | None = None) -> SpecError:
     """Return an error that shows `chain` with a caret under the character at `position`."""
     shown = chain.translate(dict.fromkeys(range(32), "�") | {127: "�"})
     picture = f"  {shown}\n  {' ' * position}^"
@@ -297,9 +297,11 @@ def _stage(chain: str, text: str, start: int) -> Stage:
     head = code.group() if code else text.partition(":")[0]
     name, rest = head.strip(), text[len(head) :]
     if not text:
-        raise pointed(chain, start, "a stage is empty", "Write stages like clip:max_norm=1 | mean.")
+        raise error_at(
+            chain, start, "a stage is empty", "Write stages like clip:max_norm=1 | mean."
+        )
     if not (code or _NAME.fullmatch(name)) or rest[:1] not in ("", ":"):
-        raise pointed(chain, start, f"{name!r} is not the name of a stage")
+        raise error_at(chain, start, f"{name!r} is not the name of a stage")
     given = arguments(chain, name, rest[1:], start + len(head) + 1) if rest else {}
     return Stage(name, given, chain, start)
 

@@ -33,9 +33,9 @@ from gradscope.model.rounding import (
     all_in_float64,
     computed_in,
     fits_in_float64,
+    is_close,
     nearby,
     same,
-    within,
 )
 from gradscope.process.shortage import is_machine_error
 
@@ -293,7 +293,7 @@ def require_unaffected(
 def _unchanged(losses: Tensor, found: Sequence[tuple[Tensor, Tensor]]) -> bool:
     """Whether losses (n,) are those found at some rows to the last bit; a NaN equals a NaN."""
     pairs = ((losses[rows.to(losses.device)], again) for rows, again in found)
-    return all(within(own, again, 0.0) for own, again in pairs)
+    return all(is_close(own, again, 0.0) for own, again in pairs)
 
 
 def _replaced(problem: Problem, batch: Batch, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -334,7 +334,7 @@ def _require_equal(
     """Refuse rows (m,) of a batch whose losses are not `found` but for rounding."""
     own = losses[rows.to(losses.device)]
     tolerance = _EXACT * torch.finfo(problem.precision).eps
-    equal = within(own, found, tolerance, losses)
+    equal = is_close(own, found, tolerance, losses)
     if problem.any(not equal):
         equal = _is_spread(problem, batch, rows, losses, found) or equal
     if not problem.any(not equal):
@@ -461,7 +461,7 @@ def mixing_layer(
         sample, batch = int(batch.sample[sample]), batch.sample_batch
     n = len(batch)
     moved = torch.arange(n).roll(-sample)
-    equal = same if tolerance is None else partial(within, tolerance=tolerance)
+    equal = same if tolerance is None else partial(is_close, tolerance=tolerance)
     found = None
     try:
         first = _recorded(problem, batch)

@@ -198,11 +198,11 @@ def shapes_of(batch: Batch) -> str:
     """Return "3 samples: inputs (3, 4) float32; targets (3,) int64"."""
     samples = sample_batch_of(batch)
 
-    def listed(tree: object) -> str:
+    def describe(tree: object) -> str:
         found = (f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors(tree))
         return ", ".join(found) or "none"
 
-    inputs, targets = listed(samples.inputs), listed(samples.targets)
+    inputs, targets = describe(samples.inputs), describe(samples.targets)
     return f"{count(len(samples), 'sample')}: inputs {inputs}; targets {targets}"
 
 

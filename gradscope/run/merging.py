@@ -53,7 +53,7 @@ from gradscope.storage import (
     RunFiles,
     check_files,
     differences,
-    named,
+    dtype_named,
     open_file,
     open_joiner,
     require_output,
@@ -203,7 +203,7 @@ def _plan(parts: RunFiles) -> FilePlan:
         n=len(parts),
         parameters=parts.parameters,
         chains=tuple(ChainPlan(text, reduced) for text, reduced in parts.chains),
-        dtype=named(stored["dtype"]),
+        dtype=dtype_named(stored["dtype"]),
         layout=stored["layout"],
         compression=None if compression is None else parse_compression(compression),
     )

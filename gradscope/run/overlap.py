@@ -90,7 +90,7 @@ def prefetch(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     stream = CopyStream(device)
 
     def load() -> Batch | None:
-        with stream.entered():
+        with stream.use():
             return next(batches, None)
 
     with thread_pool(1, "gradscope-loader") as thread:
@@ -175,7 +175,7 @@ class BackgroundWriter:
             self.wait()
 
     def _write(self, rows: FinishedBatch, states: States | None, mark: Any, proved: bool) -> None:
-        with torch.no_grad(), self._stream.entered(mark):  # grad mode is a thread's own
+        with torch.no_grad(), self._stream.use(mark):  # grad mode is a thread's own
             taken = rows if self._pinned is None else dense_on_host(rows, self._pinned)
             self._writer.append(taken, states, proved=proved)
 
@@ -209,7 +209,7 @@ class CopyStream:
         return self._module.current_stream(self._stream.device).record_event()
 
     @contextmanager
-    def entered(self, mark: Any = None) -> Iterator[None]:
+    def use(self, mark: Any = None) -> Iterator[None]:
         """Work on the stream in the body; when that is left, the work is done."""
         if self._stream is None:
             yield

@@ -1,6 +1,6 @@
 """Result files: HDF5, format version 1 (docs/format.md). It alone writes HDF5."""
 
-from gradscope.storage.export import Exported, export
+from gradscope.storage.export import ExportedFile, export
 from gradscope.storage.format.files import (
     deferring_signals,
     locked,
@@ -13,7 +13,7 @@ from gradscope.storage.format.files import (
     written,
 )
 from gradscope.storage.format.layout import require_compression
-from gradscope.storage.format.numbers import named
+from gradscope.storage.format.numbers import dtype_named
 from gradscope.storage.merge import (
     Joiner,
     PartialFile,
@@ -41,7 +41,7 @@ __all__ = [
     "LONGEST",
     "PART_BYTES",
     "ChainPlan",
-    "Exported",
+    "ExportedFile",
     "FilePlan",
     "FinishedBatch",
     "GradientFile",
@@ -57,11 +57,11 @@ __all__ = [
     "check_files",
     "deferring_signals",
     "differences",
+    "dtype_named",
     "export",
     "file_bytes",
     "find_chain",
     "locked",
-    "named",
     "open_file",
     "open_joiner",
     "open_writer",

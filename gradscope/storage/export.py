@@ -66,7 +66,7 @@ _ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedFile:
     """A file that was written."""
 
     path: str  # where
@@ -76,7 +76,7 @@ class Exported:
     bytes: int  # its size
 
 
-ExportTask = tuple[Exported, Write]  # with the least of bytes that it takes, and what writes it
+ExportTask = tuple[ExportedFile, Write]  # with the least of bytes that it takes, and what writes it
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def export(
     samples: slice | None = None,
     *,
     overwrite: bool = False,
-) -> list[Exported]:
+) -> list[ExportedFile]:
     """Write a part of a result file in the format that the ending of `path` says.
 
     Args:
@@ -265,7 +265,7 @@ def _array(selected: Sequence[_ArrayRows], path: Path) -> ExportTask:
             "a folder.",
         )
     (one,) = selected
-    return Exported(str(path), (one.array.name,), one.shape, one.nbytes), one.write_npy
+    return ExportedFile(str(path), (one.array.name,), one.shape, one.nbytes), one.write_npy
 
 
 def _arrays(
@@ -292,7 +292,7 @@ def _arrays(
             one.write(out)
 
     names = tuple(one.array.name for one in selected)
-    return Exported(str(path), names, None, 8 + len(text) + at), write
+    return ExportedFile(str(path), names, None, 8 + len(text) + at), write
 
 
 def _table(
@@ -316,7 +316,7 @@ def _table(
                 "Parquet needs pyarrow, which is not installed",
                 remedy="pip install 'torch-gradscope[data]', or export .csv.",
             ) from error
-    return Exported(str(path), tuple(columns), (len(rows), len(columns)), 0), write
+    return ExportedFile(str(path), tuple(columns), (len(rows), len(columns)), 0), write
 
 
 def _write_parquet(blocks: Iterator[Mapping[str, np.ndarray]], arrow: Any, out: BinaryIO) -> None:

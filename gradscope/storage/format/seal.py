@@ -33,7 +33,7 @@ from gradscope.errors import ResultFileError
 from gradscope.process.shortage import require_memory, thread_pool
 from gradscope.storage.format.files import read, read_into, write
 from gradscope.storage.format.layout import KINDS, RECORD, ChunkOffsets, datasets
-from gradscope.storage.format.numbers import as_numpy, format_of, h5_type, named, read_rows
+from gradscope.storage.format.numbers import as_numpy, dtype_named, format_of, h5_type, read_rows
 
 NO_RECORDS = np.empty((0, RECORD), np.int64)
 
@@ -192,7 +192,7 @@ class Checks:
                 where=f"{item.file.filename}: {item.name}",
                 remedy="The file is damaged; compute it again.",
             )
-        block, dtype = from_factors(kind, factors, shape), named(str(item.attrs["dtype"]))
+        block, dtype = from_factors(kind, factors, shape), dtype_named(str(item.attrs["dtype"]))
         require_memory(prod(shape) * block.dtype.itemsize)  # the file may claim any shape
         if block.dtype == dtype:
             return block

@@ -26,7 +26,7 @@ from gradscope.errors import ResultFileError, SpecError
 from gradscope.process.memory import slices
 from gradscope.storage.format.files import reading
 from gradscope.storage.format.layout import AXES, KEYS, KINDS, SOURCES
-from gradscope.storage.format.numbers import as_numpy, escape, named, numpy_dtype, unescape
+from gradscope.storage.format.numbers import as_numpy, dtype_named, escape, numpy_dtype, unescape
 from gradscope.storage.format.seal import Checks, seal_of
 from gradscope.storage.read.opening import OpenFile, document, open_checked, reopen
 
@@ -56,7 +56,7 @@ class StoredArray:
             self.representation = "factored"
             with reading(self._where):
                 self.shape = _factored_shape(item)
-                self.dtype = numpy_dtype(named(str(item.attrs["dtype"])))
+                self.dtype = numpy_dtype(dtype_named(str(item.attrs["dtype"])))
 
     @property
     def nbytes(self) -> int:

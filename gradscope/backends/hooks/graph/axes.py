@@ -92,7 +92,7 @@ class OwnedAxis:
         owner = self.owner[kept]
         counts = torch.bincount(owner, minlength=n)
         place = torch.arange(len(kept), device=owner.device) - (counts.cumsum(0) - counts)[owner]
-        rows = together(values, self.own)
+        rows = merge_axes(values, self.own)
         padded = rows.new_zeros(n, max(1, int(counts.max())), *rows.shape[1:])
         padded[owner, place] = rows[kept]
         return self._back(
@@ -119,7 +119,7 @@ class OwnedAxis:
         values = values if values.dim() else values[None]
         padded = (1,) * (values.dim() - len(shape)) + shape
         axes = [k for k, size in enumerate(padded) if size == 1 and k not in self.own]
-        rows = precise(together(values.sum(axes, keepdim=True) if axes else values, self.own))
+        rows = precise(merge_axes(values.sum(axes, keepdim=True) if axes else values, self.own))
         places = torch.zeros((), dtype=torch.int64, device=values.device)
         for k in self.own:
             at = torch.arange(values.shape[k], device=values.device)
@@ -144,7 +144,7 @@ class OwnedAxis:
 Axis = SampleAxis | OwnedAxis
 
 
-def together(values: Tensor, axes: tuple[int, ...]) -> Tensor:
+def merge_axes(values: Tensor, axes: tuple[int, ...]) -> Tensor:
     """Return (entries, ...) with some axes as the first one, and the others as they were."""
     return values.movedim(axes, [*range(len(axes))]).flatten(0, len(axes) - 1)
 
@@ -358,7 +358,7 @@ def binary(digits: Tensor) -> Tensor:
 
 def _entries(values: Tensor, axes: tuple[int, ...]) -> Tensor:
     """Return a matrix with one row for each entry of the axes."""
-    return together(values, axes).unsqueeze(-1).flatten(1)
+    return merge_axes(values, axes).unsqueeze(-1).flatten(1)
 
 
 def _largest(rows: Tensor) -> Tensor:

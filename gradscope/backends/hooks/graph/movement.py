@@ -109,7 +109,7 @@ def ways(
     return tuple(node for node in order if node in on_samples), found
 
 
-def named(kind: str) -> str:
+def operation_name(kind: str) -> str:
     """Return the name by which the tables know an operation's kind."""
     return _SUFFIX.sub("", kind)
 
@@ -122,12 +122,12 @@ def _way(
     grown = [k for k in range(len(first.shapes[node])) if (node, k) in sizes]
     growths = [sizes[source, output], *(sizes[node, k] for k in grown)]
     known = [growth for growth in growths if growth is not None]
-    test = _TESTS.get(named(first.kinds[node]))
+    test = _TESTS.get(operation_name(first.kinds[node]))
     if not grown or len(known) < len(growths) or test is None:
         return Movement.MOVES
     fixed = test(
         AxisPassage(
-            name=named(first.kinds[node]),
+            name=operation_name(first.kinds[node]),
             saved=partial(internals.saved, first.nodes[node]),
             saved_otherwise=partial(internals.saved, second.nodes[node]),
             axes=tuple(internals.saved_attribute(first.nodes[node], name) for name in _AXES),
@@ -358,7 +358,7 @@ class OwnerTracker:
             return torch.full((given[sizes[0][0]],), -1, device=self.batch.losses.device)
         if listed is None:
             return OwnersKnown.NOTHING
-        name = named(self.batch.kinds[node])
+        name = operation_name(self.batch.kinds[node])
         step = OperationInput(
             saved=partial(internals.saved, self.batch.nodes[node]),
             slot=slot,

@@ -22,7 +22,7 @@ from gradscope.backends.hooks.graph.analysis import (
     unsupported_at,
 )
 from gradscope.backends.hooks.graph.axes import OwnerPasses, SpreadError
-from gradscope.backends.hooks.graph.movement import VIEWS, named
+from gradscope.backends.hooks.graph.movement import VIEWS, operation_name
 from gradscope.backends.hooks.graph.trace import Output, RecordedProgram, Trace
 
 _PLAIN = VIEWS | {"Alias", "Clone", "Permute", "T", "ToCopy", "Transpose"}
@@ -142,7 +142,7 @@ def _plain(trace: Trace, given: Iterable[int]) -> set[int]:
     found = {*given}
     for k in sorted(range(len(trace.nodes)), key=lambda k: internals.moment(trace.nodes[k])):
         sources = {source for source, _ in trace.edges[k]}
-        if sources and sources <= found and named(trace.kinds[k]) in _PLAIN:
+        if sources and sources <= found and operation_name(trace.kinds[k]) in _PLAIN:
             found.add(k)
     return found
 
