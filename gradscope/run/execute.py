@@ -405,7 +405,7 @@ def require_reproduced(
     sample: Batch,
     numbers: Iterable[tuple[str, float, float, float]],
     precision: torch.dtype,
-    error: Callable[[str, str, str], GradscopeError],
+    error: Callable[[str, str, str, str], GradscopeError],
 ) -> None:
     """Raise an error if a number of a sample is not computed again as it was stored.
 
@@ -414,13 +414,13 @@ def require_reproduced(
         numbers: What each number is, as stored, as computed, and the difference that is allowed in
             addition to `REPRODUCED`.
         precision: That of the model.
-        error: Makes the error of "SAMPLE had the NUMBER", as stored, and as computed.
+        error: Makes the error from sample and number in words, as stored, and as computed.
     """
     for what, stored, found, slack in numbers:
         most = REPRODUCED[precision] * max(abs(stored), abs(found)) + slack
         same = stored == found or (isnan(stored) and isnan(found))
         if not same and not abs(stored - found) <= most:
-            raise error(f"{sample.description} had the {what}", *unequal(stored, found))
+            raise error(sample.description, what, *unequal(stored, found))
 
 
 def first_of(rows: FinishedBatch) -> tuple[tuple[float, ...], tuple[float, ...]]:

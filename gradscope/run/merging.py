@@ -369,10 +369,10 @@ def _require_same_run(parts: RunFiles, job: Job) -> None:
         )
 
 
-def _not_reproduced(path: Path, what: str, stored: str, now: str) -> ResultFileError:
+def _not_reproduced(path: Path, sample: str, what: str, stored: str, now: str) -> ResultFileError:
     return ResultFileError(
-        f"{what} {stored} in this file, and has {now} when it is computed anew: model, loss, data "
-        "or what they use have changed",
+        f"{sample} has the {what} {stored} in this file, and {now} when it is computed anew: "
+        "model, loss, data or what they use have changed",
         where=str(path),
         remedy="Compute the file again with the code and the data of today, or merge where they "
         "are as they were.",

@@ -120,10 +120,10 @@ def _recheck(
     evaluation = job.session.evaluate(batch, job.request(), ordinal=0)
     found = first_of(rows_of(job, chains, batch, evaluation))
 
-    def error(what: str, began: str, now: str) -> OutputError:
+    def error(sample: str, what: str, began: str, now: str) -> OutputError:
         return OutputError(
-            f"{what} {began} when the run began, and has {now} now: model, loss or data have "
-            "changed",
+            f"{sample} had the {what} {began} when the run began, and has {now} now: model, loss "
+            "or data have changed",
             where=str(path),
             remedy="Go on with the code and the data that the run began with, or start again with "
             "overwrite=True.",

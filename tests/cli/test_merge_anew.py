@@ -105,7 +105,7 @@ def test_other_numbers_are_refused_and_nothing_is_written(
             place = int(told.partition("sample ")[2].split()[0])
             row = file.samples["index"].tolist().index(place)
             stored = float(file.samples[column][row])
-        anew = f"and has {stored / 1.01:.3g} when it is computed anew"
+        anew = f"and {stored / 1.01:.3g} when it is computed anew"
         assert f"{stored:.3g} in this file, {anew}" in told
         assert gradscope(*given).code == 0  # nothing else can tell
 
