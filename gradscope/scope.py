@@ -183,8 +183,8 @@ class Scope(UncopiedHandle):
         if sharded is not None:
             if out is not None:
                 raise SpecError("`out` does not support a sharded model", remedy="Leave `out` out.")
-            return self.session.repeated(lambda: sharded.rows(batch))
-        return self.session.repeated(lambda: self._rows(batch, out))
+            return self.session.retry(lambda: sharded.rows(batch))
+        return self.session.retry(lambda: self._rows(batch, out))
 
     def positions(self, inputs: Any, targets: Any = None) -> tuple[Tensor, Tensor]:
         """Return the sample (n,) and the position (n,) of each row, with rows="token".
@@ -209,7 +209,7 @@ class Scope(UncopiedHandle):
         session = self.session
         gradients = session.evaluate(batch, Request(out=out)).gradients
         rows = gradients.dense(out)
-        if not is_empty(batch) and session.settings.verify != "never" and session.proved:
+        if not is_empty(batch) and session.settings.verify != "never" and session.last_is_proved:
             try:
                 require_norms(session.backend, rows, gradients)
             except CertificateError as error:
@@ -253,7 +253,7 @@ class Scope(UncopiedHandle):
                 for k, part in enumerate(parts, start=1)  # with several parts, audit the last
             ]
 
-        found = self.session.repeated(evaluated)
+        found = self.session.retry(evaluated)
         if per == "sample":
             return torch.cat([gradients.norms for gradients in found])
         return {
@@ -302,9 +302,9 @@ class Scope(UncopiedHandle):
                 return sharded.expectations(chains, whole, self.session.settings.nonfinite)
             return self._expectations(chains, whole)
 
-        with nullcontext() if ranks is None else ranks.together():
+        with nullcontext() if ranks is None else ranks.raise_on_all():
             one_pass = ranks is None or all(chain.first_pass is None for chain in chains)
-            found, skipped = self.session.repeated(summed, again=one_pass)
+            found, skipped = self.session.retry(summed, again=one_pass)
         if skipped:
             warnings.warn(
                 f"{skipped} samples have no finite gradient and are left out of the expectation",
@@ -329,7 +329,7 @@ class Scope(UncopiedHandle):
         for k, chain in enumerate(chains):
             merge_ranks(self.problem, total, k)
             lost = k not in total.states
-            if lost and ranks is not None and not sum(ranks.of_all(len(whole))):
+            if lost and ranks is not None and not sum(ranks.all_gather(len(whole))):
                 total.add({k: state_of_none(self.problem, chain)}, carry=False)
             elif lost:
                 raise SpecError(
@@ -359,9 +359,9 @@ class Scope(UncopiedHandle):
         ranks, empty = ranks or self.problem.model_parallel, self.problem.model_parallel is None
         if ranks is None:
             return Batch.of(inputs, targets, index, empty=empty)
-        self.session.bound_anew()
+        self.session.rebind_if_changed()
         make = partial(Batch.of, inputs, targets, index, empty=empty)
-        return ranks.numbered(make, what, given=index is not None)
+        return ranks.number_samples(make, what, given=index is not None)
 
     def close(self) -> None:
         """Release what the backend holds. The scope can be used again afterwards."""

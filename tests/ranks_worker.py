@@ -306,7 +306,7 @@ def largest_at_once(x: Tensor, y: Tensor, own: slice) -> int:
     model_parallel._EACH, width, most = 512, 61, 0
     blocks.gradients.FORMED_BYTES = 0  # of dense gradients that are held where that is faster
     scope = gradscope.Scope(divided(Net(width, 8)), "cross_entropy")
-    spread = scope.problem.model_parallel.spread  # type: ignore[union-attr]
+    spread = scope.problem.model_parallel.shard_rows  # type: ignore[union-attr]
 
     def counted(name: str, rows: Tensor, counts: list[int]) -> Tensor:
         nonlocal most
@@ -321,7 +321,7 @@ def largest_at_once(x: Tensor, y: Tensor, own: slice) -> int:
         most = max(most, len(live))
         return found
 
-    scope.problem.model_parallel.spread = counted  # type: ignore[method-assign, union-attr]
+    scope.problem.model_parallel.shard_rows = counted  # type: ignore[method-assign, union-attr]
     scope.expectation("clip:max_norm=1 | mean", x[own], y[own])
     return most
 
@@ -504,7 +504,7 @@ def later(_: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
             for k in range(count):
                 place = torch.arange(len(x)) + 100 * k
                 scope.norms(gated if k == batch else x, y[own], index=place)
-                found[f"proved {verify} {k}"] = scope.session.proved
+                found[f"proved {verify} {k}"] = scope.session.last_is_proved
         found[f"audited {verify} {count}"] = scope.auditor.audits.to_json()
 
     found["last"] = told(lambda: asked(2))

@@ -313,7 +313,7 @@ def test_auto_goes_on_with_another_backend_and_says_so() -> None:
     stage = CASES["a_hook_that_clips_the_batch"].build()
     scope = Scope(stage.model, stage.loss)
     for k in (0, 2):
-        rows = scope.session.repeated(lambda k=k: rows_of(scope, k, stage.batches[k], k == 2))
+        rows = scope.session.retry(lambda k=k: rows_of(scope, k, stage.batches[k], k == 2))
         assert is_right(rows, right(CASES["a_hook_that_clips_the_batch"], k))
     assert scope.backend != "hooks"
     assert any("hooks refused: the hooks backend failed the proof" in note for note in scope.notes)
@@ -326,4 +326,4 @@ def test_doubtful_answers_are_told() -> None:
     scope.auditor.clock = stopped
     scope.norms(*stage.batches[1])
     with pytest.raises(CertificateError, match="answers to 1 batches since the last that was prov"):
-        scope.session.repeated(lambda: rows_of(scope, 2, stage.batches[2], True))
+        scope.session.retry(lambda: rows_of(scope, 2, stage.batches[2], True))

@@ -828,7 +828,7 @@ def test_what_puts_no_rows_in_another_order_is_not_audited(backend: str) -> None
     for _ in range(5):
         asked.norms(torch.randint(4 * N, (N, T)), y)
     audits = asked.session.auditor.audits
-    assert (audits.batches, audits.proved, audits.more, audits.alone) == (5, 1, 0, 0)
+    assert (audits.batches, audits.proved, audits.more, audits.singles) == (5, 1, 0, 0)
 
 
 def test_an_index_is_one_whole_number_a_sample() -> None:

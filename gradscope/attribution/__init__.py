@@ -21,7 +21,7 @@ from gradscope.attribution.validation import Validation, ValidationRun, Validati
 from gradscope.config import RunSpec, load
 from gradscope.errors import SpecError
 from gradscope.run import prepare, refuse_inputs
-from gradscope.storage import GradientFile, open_file, require_other, writing
+from gradscope.storage import GradientFile, open_file, require_distinct, writing
 
 __all__ = [
     "AttributionSettings",
@@ -118,7 +118,7 @@ def open_sources(
         files = (one for one in (*sources, query) if not isinstance(one, tuple))
         paths = (one.path if isinstance(one, GradientFile) else one for one in files)
         with writing(output):
-            require_other(output, map(Path, paths))
+            require_distinct(output, map(Path, paths))
     if weights is not None and len(weights) != len(sources):
         what = f"{len(weights)} weights were given, and {len(sources)} files of training samples"
         raise SpecError(what, remedy="Give one weight for TRAIN and for each of the checkpoints.")

@@ -231,7 +231,7 @@ def _applied(
             if part.basis is None or layer is None:
                 found[name] = rows
             else:
-                found |= layer.apart(part.basis.back(rows), shapes)
+                found |= layer.split(part.basis.back(rows), shapes)
     missing = ", ".join(repr(name) for name in shapes if name not in found)
     if missing:
         raise SpecError(

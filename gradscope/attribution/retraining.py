@@ -120,7 +120,7 @@ class Queries:
         _require_alike(own.model, model)
         parameters = dict(model.named_parameters())
         problem = Problem(model, own.loss, parameters, own.running_statistics)
-        problem = problem.fixed(own.state.fixed)
+        problem = problem.with_fixed_randomness(own.state.randomness)
         size = BatchSize(job.batch_size, fixed=job.session.settings.own_loss)
         losses = np.empty(0)
         while (done := len(losses)) < len(job.rows):

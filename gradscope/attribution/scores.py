@@ -29,7 +29,7 @@ from gradscope.storage import (
     Writer,
     open_file,
     open_writer,
-    require_other,
+    require_distinct,
 )
 
 # of a score file: the texts of its chains, of which the last is there if it was asked for
@@ -260,7 +260,7 @@ def writing_scores(
     asked = {k: str(getattr(own, k)) for k in ("curvature", "damping", "refine")}
     if own.factors is not None:
         with open_file(own.factors) as file:
-            require_other(path, [file.path])
+            require_distinct(path, [file.path])
             asked["factors"] = sha256(file.path)
     run: dict[str, Any] = {"attribution": dict(facts), "digests": facts["query"]["digests"]}
     first = scoring.pairs[0]

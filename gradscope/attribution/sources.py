@@ -34,7 +34,7 @@ from gradscope.run.execute import batches, samples_of, table_of
 from gradscope.run.overlap import BatchSize
 from gradscope.scope import Scope
 from gradscope.stages.chain import Chain
-from gradscope.storage import GradientFile, StoredChain, chain_called, open_file, stored_gradients
+from gradscope.storage import GradientFile, StoredChain, find_chain, open_file, stored_gradients
 
 _SAME = {
     "second_moment": ("square|mean",),
@@ -169,7 +169,7 @@ class FileSource(GradientSource):
 
 def _finite_rows(gradients: Gradients) -> Tensor:
     """Return which rows have finite numbers only (n,)."""
-    if gradients.bounded():
+    if gradients.has_finite_bounds():
         return torch.ones(gradients.n, dtype=torch.bool)
     every = [as_rows(block.dense()).isfinite().all(1) for block in gradients.values()]
     return torch.stack(every).all(0)
@@ -249,7 +249,7 @@ def job_source(job: Job, name: str) -> SessionSource:
 
 def samples_at_a_time(job: Job) -> int:
     """Return how many samples' gradients are computed together."""
-    return plan(replace(job, chains=(bind("norm"),))).samples  # dense rows are formed in pieces
+    return plan(replace(job, chains=(bind("norm"),))).batch_size  # dense rows are formed in pieces
 
 
 def selected_source(job: Job, name: str, places: Tensor) -> SessionSource:
@@ -267,7 +267,7 @@ def selected_source(job: Job, name: str, places: Tensor) -> SessionSource:
 
     def walk() -> Iterator[Batch]:
         for batch in batches(selected, BatchSize(job.batch_size)):
-            own = {"held": used[batch.held]} if isinstance(batch, Tokens) else {}
+            own = {"sample_index": used[batch.sample_index]} if isinstance(batch, Tokens) else {}
             yield replace(batch, index=chosen[batch.index.cpu()].to(batch.index.device), **own)
 
     return _job_source(job, name, bind("identity"), len(chosen), walk)
@@ -352,7 +352,7 @@ def _chosen(file: GradientFile, asked: str | None) -> StoredChain:
     rows = {k: chain for k, chain in enumerate(file.chains) if not chain.reduced}
     if asked is None and rows:
         asked = best_rows([chain.text for chain in rows.values()])
-    if asked is not None and (chain := chain_called(file, asked, reduced=False)) is not None:
+    if asked is not None and (chain := find_chain(file, asked, reduced=False)) is not None:
         return chain
     known = ", ".join(f"{k} ({chain.text})" for k, chain in rows.items()) or "none"
     wanted = "no chain with rows" if asked is None else f"no chain {asked!r} with rows"
@@ -441,7 +441,7 @@ def stored_aggregate(path: str, train: SourceFacts, chain: str) -> dict[str, Ten
 def stored_result(file: GradientFile, chain: str) -> dict[str, Tensor] | None:
     """Return the stored result of a chain, None where the file has none."""
     for name in (chain, *_SAME.get(chain, ())):
-        if (stored := chain_called(file, name, reduced=True)) is not None:
+        if (stored := find_chain(file, name, reduced=True)) is not None:
             return {k: torch.from_numpy(np.asarray(a[...])) for k, a in stored.items()}
     return None
 

@@ -49,7 +49,8 @@ class Request:
     # buffers {name: (n, *shape)} for the gradients, if known
     out: Mapping[str, Tensor] | None = None
     stored: bool = False  # whether each entry of the dense gradients is stored
-    left: int | None = None  # the number of batches to come, including this one, if known
+    # the number of batches to come, including this one, if known
+    batches_left: int | None = None
     proved: bool = False  # whether the result will be proved, including independence of the samples
     factors: bool = False  # whether to keep the gradients' structure, even for a single sample
 
@@ -57,7 +58,7 @@ class Request:
 # {part of an exception's message: (its meaning, the remedy)}
 Reasons = Mapping[str, tuple[str, str]]
 
-ANOTHER = (
+USE_AUTO = (
     'Use backend="auto": it takes the first backend that runs this model and passes the proof. '
     "The backend loop runs every model that can train with a batch of one."
 )
@@ -130,7 +131,7 @@ def one_token_a_sample(backend: Backend, problem: Problem) -> Iterator[Evaluate]
                 found = evaluate(batch.as_samples(), Request(proved=request.proved))
                 return found.losses, found.gradients.dense()
 
-            each = max(_ROWS, len(batch.whole))  # this many samples fit into memory
+            each = max(_ROWS, len(batch.sample_batch))  # this many samples fit into memory
             parts = torch.split(torch.arange(len(batch)), each)
             return dense_evaluation(*in_parts(problem, batch, parts, some))
 
@@ -195,7 +196,7 @@ def refusing(backend: str, model: nn.Module, remedy: str) -> AbstractContextMana
 
 
 @contextmanager
-def explained(backend: str, reasons: Reasons) -> Iterator[None]:
+def explaining(backend: str, reasons: Reasons) -> Iterator[None]:
     """Explain exceptions that are about the internal tensors of a backend."""
     try:
         yield

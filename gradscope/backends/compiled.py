@@ -55,7 +55,7 @@ _REPEATS = 3  # the shortest of these times counts
 
 _COLUMNS = 64  # entries of a sample with separate ranges; more entries share a range
 _LARGEST = torch.iinfo(torch.int64).max
-_NOWHERE: Any = object()  # makes a draw of random numbers by index fail
+_NO_POSITION: Any = object()  # makes a draw of random numbers by index fail
 
 # identifies a program by request and shapes
 Key = tuple[tuple[bool, tuple[str, ...]], tuple[Any, ...]]
@@ -136,7 +136,7 @@ def _quiet() -> Iterator[None]:
 class Program:
     """A compiled program for a request and batches of one shape; `plain` computes the rest.
 
-    `keys` are the reductions inside the program. `outside` gives the reason for each other
+    `keys` are the reductions inside the program. `refusals` gives the reason for each other
     reduction.
     """
 
@@ -146,30 +146,32 @@ class Program:
         except UnsupportedError as error:
             raise NotCompiledError(error.what) from error
         self._problem, self._plain = problem, plain
-        self.outside: dict[str, str] = {}
+        self.refusals: dict[str, str] = {}
         for key in request.keys:
             try:
                 _require_traceable(problem, request.starts, key)
             except NotCompiledError as error:
-                self.outside[key] = str(error)
-        self.keys = tuple(key for key in request.keys if key not in self.outside)
-        self._rows = request.rows or bool(self.outside)
+                self.refusals[key] = str(error)
+        self.keys = tuple(key for key in request.keys if key not in self.refusals)
+        self._rows = request.rows or bool(self.refusals)
         keys, rows, starts = self.keys, self._rows, request.starts
 
         def program(values: dict[str, Tensor], batch: Batch) -> Any:
             # kernels of fused attention would be called once per sample
             with sdpa_kernel(SDPBackend.MATH):
                 losses, gradients = per_sample(problem, values, batch)
-            blocks = _Traced({name: DenseBlock(g) for name, g in gradients.items()}, _NOWHERE)
+            blocks = _TracedGradients(
+                {name: DenseBlock(g) for name, g in gradients.items()}, _NO_POSITION
+            )
             states = starts(keys, blocks) if keys else {}
             return losses, blocks.squared_norms, states, gradients if rows else {}
 
-        with problem.state.kept(), untouched(), torch.no_grad():
+        with problem.state.restoring(), untouched(), torch.no_grad():
             self._serve = compiled(program, *self._arguments(batch))  # type: ignore[arg-type]
 
     def __call__(self, batch: Batch) -> Evaluation:
         """Evaluate a batch; raise `NotCompiledError` if the program does not fit it."""
-        with self._problem.state.kept(), untouched(), torch.no_grad():
+        with self._problem.state.restoring(), untouched(), torch.no_grad():
             losses, squared_norms, states, gradients = self._serve(*self._arguments(batch))
 
         def rows() -> Gradients:
@@ -177,7 +179,7 @@ class Program:
                 return Gradients({name: DenseBlock(g) for name, g in gradients.items()})
             return self._plain(batch).gradients
 
-        found = _Computed(batch.index, squared_norms, rows)
+        found = _ComputedGradients(batch.index, squared_norms, rows)
         return Evaluation(losses, found, states=states, compiled=True)
 
     def _arguments(self, batch: Batch) -> tuple[dict[str, Tensor], Batch]:
@@ -187,7 +189,7 @@ class Program:
         return values, Batch(inputs, targets, batch.index.contiguous())
 
 
-class _Computed(Gradients):
+class _ComputedGradients(Gradients):
     """Gradients with norms computed by a program; the rows are computed on request."""
 
     def __init__(
@@ -211,20 +213,20 @@ class _Computed(Gradients):
         assert self.index is not None
         return len(self.index)
 
-    def bounded(self) -> bool:
+    def has_finite_bounds(self) -> bool:
         """Whether the norms prove that every gradient is finite."""
         return bool(self.norms.isfinite().all())
 
-    def asked(self, powers: frozenset[int]) -> Gradients:
+    def with_powers(self, powers: frozenset[int]) -> Gradients:
         """Return the gradients, with the sums over samples that will be requested."""
-        return self._all.asked(powers)
+        return self._all.with_powers(powers)
 
     @cached_property
     def _all(self) -> Gradients:
         return Gradients(dict(self._rows()), self.index)
 
 
-class _Traced(Gradients):
+class _TracedGradients(Gradients):
     """Gradients inside a program: without locks, branches and positions in the data."""
 
     @property
@@ -242,13 +244,13 @@ class _Traced(Gradients):
         values = self[name].dense()
         return precise(values).sum(0) if power == 1 else squares(doubled(values)).sum(0)
 
-    def asked(self, powers: frozenset[int]) -> "_Traced":
+    def with_powers(self, powers: frozenset[int]) -> "_TracedGradients":
         """Return self: the compiler merges sums into one pass."""
         return self
 
-    def of(self, blocks: Any) -> "_Traced":
+    def of(self, blocks: Any) -> "_TracedGradients":
         """Return a `_Traced` of other blocks for the same samples."""
-        return _Traced(blocks, self.index)
+        return _TracedGradients(blocks, self.index)
 
 
 def _require_traceable(problem: Problem, starts: Starts, key: str) -> None:
@@ -260,7 +262,7 @@ def _require_traceable(problem: Problem, starts: Starts, key: str) -> None:
 
     def reduction(rows: dict[str, Tensor]) -> Any:
         blocks = {name: DenseBlock(g) for name, g in rows.items()}
-        return starts((key,), _Traced(blocks, _NOWHERE))
+        return starts((key,), _TracedGradients(blocks, _NO_POSITION))
 
     own = _copied(reduction)  # type: ignore[arg-type]
     with _quiet():
@@ -276,12 +278,12 @@ class Ranges:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[torch.Size, ...], list[Tensor]] = {}
+        self._limits: dict[tuple[torch.Size, ...], list[Tensor]] = {}
 
     def hold(self, batch: Batch) -> bool:
         """Whether every integer of a batch is within the accepted ranges."""
         numbers = _whole_numbers(batch)
-        seen = self._seen.get(tuple(t.shape[1:] for t in numbers))
+        seen = self._limits.get(tuple(t.shape[1:] for t in numbers))
         if seen is None:
             return False
         return all(
@@ -292,7 +294,7 @@ class Ranges:
         """Add the integers of an accepted batch."""
         numbers = _whole_numbers(batch)
         found = [_bounds(t) for t in numbers]
-        seen = self._seen.setdefault(tuple(t.shape[1:] for t in numbers), found)
+        seen = self._limits.setdefault(tuple(t.shape[1:] for t in numbers), found)
         seen[:] = map(torch.maximum, seen, found)
 
 
@@ -359,7 +361,7 @@ class Compiled:
         self._able, self._took = True, 0.0  # seconds of the last compilation
         self._tolerance = _TOLERANCES.get(problem.dtype, 1e-8)
         self._programs: dict[Key, Program | None] = {}
-        self._met: Counter[Key] = Counter()
+        self._shape_counts: Counter[Key] = Counter()
         self._ranges = Ranges()
 
     def __call__(self, batch: Batch, request: Request = ROWS, /) -> Evaluation:
@@ -381,10 +383,10 @@ class Compiled:
                 self._notes.append(f"no longer compiled: {why}")
         right = self._plain(batch, request)
         self._ranges.widen(batch)
-        self._met[key] += 1
+        self._shape_counts[key] += 1
         # a batch of a second shape may be the last of the data set: wait for another one
-        another = any(met == key[0] and shape != key[1] for met, shape in self._met)
-        waits = another and self._met[key] < _COMES_AGAIN
+        another = any(met == key[0] and shape != key[1] for met, shape in self._shape_counts)
+        waits = another and self._shape_counts[key] < _COMES_AGAIN
         if not waits and key not in self._programs and len(self._programs) < _PROGRAMS:
             self._programs[key] = None
             if self._pays(batch, request):
@@ -399,7 +401,7 @@ class Compiled:
     def forget(self) -> None:
         """Release all programs."""
         self._programs.clear()
-        self._met.clear()
+        self._shape_counts.clear()
 
     def require_equal(self, found: Evaluation, right: Evaluation, request: Request) -> None:
         """Compare a program's result with the plain one; on a difference, disable compilation."""
@@ -414,7 +416,7 @@ class Compiled:
 
     def _pays(self, batch: Batch, request: Request) -> bool:
         """Whether enough work remains for compilation to pay off."""
-        left = None if request.left is None else request.left - 1
+        left = None if request.batches_left is None else request.batches_left - 1
         if left is None or (left and not self._faster):
             return True
         seconds = left * self._seconds(self._plain, batch, request) if left else 0.0
@@ -444,7 +446,7 @@ class Compiled:
                 self._notes.append(f"not compiled: the program's result differs by {off:.1e}")
                 return None
             said += f", equal to the proved result within {off:.0e}"
-        self._notes += [f"{key}: not compiled: {why}" for key, why in program.outside.items()]
+        self._notes += [f"{key}: not compiled: {why}" for key, why in program.refusals.items()]
         if not self._faster:
             self._notes.append(said)
             return program

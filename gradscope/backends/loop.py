@@ -64,7 +64,7 @@ def one_graph(problem: Problem, batch: Tokens) -> Evaluation:
     size = _CACHED if problem.device.type == "cpu" else CHUNK_BYTES
     values = {k: p.new_empty(len(batch), *p.shape) for k, p in problem.parameters.items()}
     found, batched = [], True
-    for k in range(len(batch.whole)):
+    for k in range(len(batch.sample_batch)):
         rows = (batch.sample == k).nonzero().flatten()
         own = batch.select(rows)
         losses = problem.losses(own)

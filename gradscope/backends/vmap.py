@@ -20,17 +20,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradscope.backends.base import (
-    ANOTHER,
     CHUNK_BYTES,
     OF_TEXT,
     ROWS,
+    USE_AUTO,
     Evaluate,
     LossesAndRows,
     Request,
     backends,
     chunks,
     dense_evaluation,
-    explained,
+    explaining,
     in_parts,
     refusing,
     require_unhooked,
@@ -74,15 +74,19 @@ def vmap(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
         require_unhooked("vmap", problem)
         values = {k: p.detach() for k, p in problem.parameters.items()}
         parts = chunks(problem, batch, chunk)
-        with explained("vmap", {"bdim=": OF_TEXT}):
+        with explaining("vmap", {"bdim=": OF_TEXT}):
             try:
-                with refusing("vmap", problem.model, ANOTHER), problem.state.kept(), untouched():
+                with (
+                    refusing("vmap", problem.model, USE_AUTO),
+                    problem.state.restoring(),
+                    untouched(),
+                ):
                     answer = in_parts(problem, batch, parts, partial(per_sample, problem, values))
             except UnsupportedError as error:
                 problem.losses(batch)  # raises the model's own errors
                 if error.__cause__ is not None:
                     text = str(error.__cause__)
-                    error.remedy = next((v for k, v in _REMEDIES.items() if k in text), ANOTHER)
+                    error.remedy = next((v for k, v in _REMEDIES.items() if k in text), USE_AUTO)
                 raise
         return dense_evaluation(*answer)
 
@@ -107,7 +111,7 @@ def per_sample(problem: Problem, values: dict[str, Tensor], batch: Batch) -> Los
 
         each = iter([own(t, constant) for t, constant in zip(sample, shared, strict=True)])
         inputs, targets = map_tensors(lambda _: next(each), (batch.inputs, batch.targets))
-        with _Rewrites(zero, None if problem.state.fixed is None else index):
+        with _Rewrites(zero, None if problem.state.randomness is None else index):
             one = Batch(inputs, targets, index.unsqueeze(0))
             value = problem.functional_losses(values, one)[0]
         return value, value
@@ -115,10 +119,10 @@ def per_sample(problem: Problem, values: dict[str, Tensor], batch: Batch) -> Los
     over = (None, None, [None if s else 0 for s in shared], 0)
     gradient = torch.func.grad(loss, argnums=(0, 1), has_aux=True)
     zero = torch.zeros((), device=problem.device)
-    drawing = "error" if problem.state.fixed is None else "different"
+    drawing = "error" if problem.state.randomness is None else "different"
     every = torch.func.vmap(gradient, in_dims=over, randomness=drawing)
     with torch.no_grad():  # torch.func needs no graph outside
-        (gradients, _), losses = problem.drawn(
+        (gradients, _), losses = problem.with_randomness(
             batch, lambda: every(values, zero, leaves, batch.index), single=True
         )
     return losses, gradients

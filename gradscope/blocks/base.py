@@ -139,7 +139,7 @@ class Block(ABC):
         """The device of the block's tensors."""
 
     @property
-    def held(self) -> Tensor | None:
+    def dense_if_formed(self) -> Tensor | None:
         """The dense form (n, *shape) if it is already in memory, else None."""
         return None
 
@@ -291,15 +291,15 @@ class Block(ABC):
             rows.append(torch.cat([left @ as_rows(precise(b)).mH for _, b in self.tiles()], 1))
         return torch.cat(rows)
 
-    def bound(self) -> Tensor:
+    def norm_bound(self) -> Tensor:
         """Return a cheap upper bound (0-d) on all ‖gᵢ‖; infinite if unknown."""
         return torch.tensor(inf, device=self.device)
 
-    def formed(self, anyway: bool = False) -> "Block":
+    def densify(self, always: bool = False) -> "Block":
         """Return the same gradients, as a dense block if that makes norms plus a sum cheaper.
 
         Args:
-            anyway: The dense gradients are needed in any case, so they cost nothing extra.
+            always: The dense gradients are needed in any case, so they cost nothing extra.
         """
         return self
 
@@ -373,7 +373,7 @@ class DenseBlock(TensorBlock):
         return tuple(self.values.shape[1:])
 
     @property
-    def held(self) -> Tensor:
+    def dense_if_formed(self) -> Tensor:
         return self.values
 
     def dense(self, out: Tensor | None = None) -> Tensor:
@@ -382,7 +382,7 @@ class DenseBlock(TensorBlock):
     def pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
         yield slice(0, self.n), slice(0, prod(self.shape)), as_rows(self.values)
 
-    def bound(self) -> Tensor:
+    def norm_bound(self) -> Tensor:
         return size(self.values)
 
     def squared_norms(self) -> Tensor:

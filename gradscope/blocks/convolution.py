@@ -50,7 +50,7 @@ class Geometry:
         self, values: Tensor, positions: tuple[int, ...], kernel: tuple[int, ...]
     ) -> Tensor:
         """Return the window at each position (N, c·kernel, positions) of (N, c, *space)."""
-        padded = self.padded(values, positions, kernel)
+        padded = self.pad(values, positions, kernel)
         lead, axes = padded.stride()[:2], padded.stride()[2:]
         inside = (a * d for a, d in zip(axes, self.dilation, strict=True))
         across = (a * s for a, s in zip(axes, self.stride, strict=True))
@@ -62,7 +62,7 @@ class Geometry:
         d = len(kernel)
         return windows.flatten(2 + d).flatten(1, 1 + d)
 
-    def padded(self, values: Tensor, positions: tuple[int, ...], kernel: tuple[int, ...]) -> Tensor:
+    def pad(self, values: Tensor, positions: tuple[int, ...], kernel: tuple[int, ...]) -> Tensor:
         """Return (N, c, *space), padded with the zeros that windows at the positions need."""
         pads: list[int] = []
         spans = zip(values.shape[2:], self.reach(positions, kernel), self.padding, strict=True)
@@ -75,13 +75,15 @@ class Geometry:
         walk = zip(positions, kernel, self.stride, self.dilation, strict=True)
         return tuple((t - 1) * step + (k - 1) * spread + 1 for t, k, step, spread in walk)
 
-    def met(self, values: Tensor, positions: tuple[int, ...], kernel: tuple[int, ...]) -> Tensor:
+    def window_products(
+        self, values: Tensor, positions: tuple[int, ...], kernel: tuple[int, ...]
+    ) -> Tensor:
         """Return the inner products of all pairs of windows (N, positions, positions).
 
         `values` is (N, c, *space). The result adds up the Gram matrix of the pixels at the offsets
         of the kernel, one axis after another. There are far fewer pixels than window entries.
         """
-        padded = self.padded(values, positions, kernel)
+        padded = self.pad(values, positions, kernel)
         space, pixels = padded.shape[2:], padded.flatten(2)
         found = torch.bmm(pixels.mT, pixels.conj()).view(-1, *space, *space)
         walk = zip(positions, kernel, self.stride, self.dilation, strict=True)
@@ -227,7 +229,7 @@ class ConvolutionBlock(TensorBlock):
         """Return ‖gᵢ‖² (n,), from the Gram matrices over positions and over input pixels."""
         k, small, large = self.geometry.groups, *map(precise, self._small_and_large)
         rows, values = (f.reshape(self.n * k, -1, *f.shape[3:]) for f in (small, large))
-        windows = self.geometry.met(values, tuple(rows.shape[2:]), self.shape[2:])
+        windows = self.geometry.window_products(values, tuple(rows.shape[2:]), self.shape[2:])
         rows = rows.flatten(2)
         met = (windows * torch.bmm(rows.mT, rows.conj())).sum((1, 2)).real
         return met.view(self.n, k).sum(1).clamp_min(0.0)
@@ -240,11 +242,11 @@ class ConvolutionBlock(TensorBlock):
         )
         return self._kernel(gradients, inputs, self.geometry, self.shape)
 
-    def bound(self) -> Tensor:
+    def norm_bound(self) -> Tensor:
         """Return ‖inputs‖·‖gradients‖ times the kernel size: each entry is in that many windows."""
         return size(self.inputs) * size(self.gradients) * prod(self.shape[2:])
 
-    def formed(self, anyway: bool = False) -> Block:
+    def densify(self, always: bool = False) -> Block:
         """Return the dense block if it fits near the caches and is cheaper than two kernels.
 
         The cost model decides between norms plus the backward kernel, and the dense gradients.
@@ -255,9 +257,9 @@ class ConvolutionBlock(TensorBlock):
             return self
         dense = seconds(work * r * c / 2)
         gram = seconds(0.6 * work * t * (r + c), 4.0 * work * c)
-        apart = min(dense, gram, self._pixel_seconds) + seconds(work * r * c / 4)
+        twice = min(dense, gram, self._pixel_seconds) + seconds(work * r * c / 4)
         once = dense + seconds(0, 8.0 * entries)
-        return DenseBlock(self.dense()) if anyway or once < apart else self
+        return DenseBlock(self.dense()) if always or once < twice else self
 
     def norms(self, p: float = 2.0) -> Tensor:
         return self.outer.norms(p) if p != 2 and self.sizes[1] == 1 else super().norms(p)

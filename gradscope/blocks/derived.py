@@ -88,8 +88,8 @@ class ScaledBlock(DerivedBlock):
     def scale(self, factors: Tensor) -> "ScaledBlock":
         return ScaledBlock(self.base, self.by * factors)
 
-    def bound(self) -> Tensor:
-        return self.base.bound() * self.by.abs().amax()
+    def norm_bound(self) -> Tensor:
+        return self.base.norm_bound() * self.by.abs().amax()
 
     def squared_norms(self) -> Tensor:
         return times(self.base.squared_norms(), squares(self.by))
@@ -141,8 +141,9 @@ class MappedBlock(DerivedBlock):
     fn: Callable[[Tensor], Tensor]
     grows: Callable[[Tensor], Tensor] | None = None
 
-    def bound(self) -> Tensor:
-        return super().bound() if self.grows is None else self.grows(doubled(self.base.bound()))
+    def norm_bound(self) -> Tensor:
+        base = self.base.norm_bound
+        return super().norm_bound() if self.grows is None else self.grows(doubled(base()))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -241,7 +242,7 @@ class CenteredBlock(DerivedBlock):
     mean: Tensor  # μ (*shape), float64 or complex128
 
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
-        if self.base.held is not None:
+        if self.base.dense_if_formed is not None:
             return super().weighted_sum(weights)
         base = wide(self.base).weighted_sum(weights)
         return _rounded(base - self._weight(weights) * self.mean, self)
@@ -294,7 +295,7 @@ class PreconditionedBlock(DerivedBlock):
     diagonal: Tensor  # d (*shape), real, float64
 
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
-        if self.base.held is not None:
+        if self.base.dense_if_formed is not None:
             return super().weighted_sum(weights)
         return _rounded(wide(self.base).weighted_sum(weights) * self.diagonal, self)
 
@@ -347,7 +348,7 @@ class KroneckerBlock(DerivedBlock):
         return cls(base, left, right)
 
     def weighted_sum(self, weights: Tensor | None = None) -> Tensor:
-        if self.base.held is not None:
+        if self.base.dense_if_formed is not None:
             return super().weighted_sum(weights)
         found = wide(self.base).weighted_sum(weights)
         return _rounded(self._values(found.unsqueeze(0))[0], self)

@@ -78,36 +78,36 @@ class Gradients(Mapping[str, Block]):
         for name, own in squared.items():
             lost = ~own.isfinite()
             found[name] = own
-            if bool(lost.any()) and self[name].held is None:
+            if bool(lost.any()) and self[name].dense_if_formed is None:
                 rows = Block.squared_norms(self[name].select(lost))
                 found[name] = own.masked_scatter(lost, rows.to(own.dtype))
         return found
 
     @property
-    def norms_known(self) -> bool:
+    def has_norms(self) -> bool:
         """Whether the norms have been computed."""
         return self._squared is not None
 
-    def formed(self, anyway: bool = False) -> "Gradients":
+    def densify(self, always: bool = False) -> "Gradients":
         """Return the same gradients in the best form for norms followed by a weighted sum.
 
         Args:
-            anyway: The dense gradients are needed in any case.
+            always: The dense gradients are needed in any case.
         """
-        if self.norms_known:
+        if self.has_norms:
             return self
         left, blocks = FORMED_BYTES, {}
         for name, block in self.items():
             size = block.n * prod(block.shape) * block.dtype.itemsize
-            blocks[name] = block.formed(anyway) if size <= left else block
+            blocks[name] = block.densify(always) if size <= left else block
             left -= size if blocks[name] is not block else 0
         found = self.of(blocks)
         self._squared = found.squared_norms
         return found
 
-    def bounded(self) -> bool:
+    def has_finite_bounds(self) -> bool:
         """Whether a cheap bound on the norms proves that every gradient is finite."""
-        bounds = torch.stack([doubled(block.bound()) for block in self.values()])
+        bounds = torch.stack([doubled(block.norm_bound()) for block in self.values()])
         return bool((bounds < torch.finfo(torch.float32).max).all())
 
     def power_sum(self, name: str, power: int) -> Tensor:
@@ -125,7 +125,7 @@ class Gradients(Mapping[str, Block]):
             return both[power]
         return block.weighted_sum() if power == 1 else block.squared_sum()
 
-    def asked(self, powers: frozenset[int]) -> "Gradients":
+    def with_powers(self, powers: frozenset[int]) -> "Gradients":
         """Return the same gradients, with the sums over samples that will be requested."""
         return Gradients(self._blocks, self.index, powers, self.weights)
 
@@ -147,7 +147,7 @@ class Gradients(Mapping[str, Block]):
         """Multiply sample i by `factors[i]`, (n,); dense blocks are not copied."""
 
         def scaled(block: Block) -> Block:
-            dense = block.held is not None
+            dense = block.dense_if_formed is not None
             return ScaledBlock(block, factors) if dense else block.scale(factors)
 
         return self.map(scaled)

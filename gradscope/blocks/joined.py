@@ -133,8 +133,8 @@ class JoinedBlock(Block):
     def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
         return self._each(lambda part: part.two_sided(left, right))
 
-    def bound(self) -> Tensor:
-        return torch.stack([part.bound() for part in self.parts]).amax()
+    def norm_bound(self) -> Tensor:
+        return torch.stack([part.norm_bound() for part in self.parts]).amax()
 
     def _each(self, fn: Callable[[Block], Tensor]) -> Tensor:
         """Return the result of a function for each sample (n, ...), in order."""

@@ -55,7 +55,7 @@ class LayerWeights(NamedTuple):
         own = weight.reshape(shape)
         return torch.cat([own, rows[self.bias].reshape(n, k, -1).unsqueeze(axis).to(own)], axis)
 
-    def apart(self, matrices: Tensor, shapes: Shapes) -> dict[str, Tensor]:
+    def split(self, matrices: Tensor, shapes: Shapes) -> dict[str, Tensor]:
         """Split the matrices (n, k, r, c) into {name: (n, *shape)}."""
         n, axis = len(matrices), 2 if self.below else 3
         if self.bias is None:

@@ -7,7 +7,7 @@ With groups k and positions t, sample i's gradient is
 read in this order as the parameter's shape. In a linear layer, left is the output gradient (r = o)
 and right is the input (c = i). In a convolution, positions are output pixels and right has patches
 (Goodfellow 2015, arXiv:1510.01799; Rochette et al. 2019, arXiv:1912.06015). If a weight is stored
-inputs first, left is the input and right is the output gradient: the positions are `turned`.
+inputs first, left is the input and right is the output gradient (`right_is_gradient`).
 
 The code uses the kernel that is faster on this machine. oneDNN's linear kernel uses the widest
 vector instructions of every processor. torch's matrix kernels do not on some processors (half as
@@ -51,7 +51,7 @@ class OuterBlock(TensorBlock):
     right: Tensor  # (n, k, t, c columns)
     parameter_shape: tuple[int, ...]  # any shape with k·r·c entries
     # whether right is the output gradient, instead of left: one bool, or (t,) bool by position
-    turned: bool | Tensor = False
+    right_is_gradient: bool | Tensor = False
     numbers = ("left", "right")
     kind = "outer"
     has_shortcuts = True
@@ -106,12 +106,12 @@ class OuterBlock(TensorBlock):
         """Swap two axes; for a matrix, swap the factors."""
         k, _, r, c = self.sizes
         if k == 1 and self.shape == (r, c) and {axis0 % 2, axis1 % 2} == {0, 1}:
-            return OuterBlock(self.right, self.left, (c, r), opposite(self.turned))
+            return OuterBlock(self.right, self.left, (c, r), opposite(self.right_is_gradient))
         return super().transpose(axis0, axis1)
 
-    def counted(self) -> Tensor:
+    def nonzero_positions(self) -> Tensor:
         """Return (n, k, t) bool: whether a position's output gradient has a nonzero entry."""
-        return nonzero_gradients(self.left, self.right, self.turned)
+        return nonzero_gradients(self.left, self.right, self.right_is_gradient)
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖² (n,), from Gram matrices over positions if these are smaller."""
@@ -133,7 +133,7 @@ class OuterBlock(TensorBlock):
         left, right = (precise(f).flatten(0, 1) for f in (self.left, self.right))
         return ghost(left, right).view(self.n, -1).sum(1).clamp_min(0.0)
 
-    def formed(self, anyway: bool = False) -> Block:
+    def densify(self, always: bool = False) -> Block:
         """Return the dense block if it fits near the caches and is cheaper than two shortcuts.
 
         The cost model decides between Gram matrices plus one long sum, and the dense gradients.
@@ -142,9 +142,9 @@ class OuterBlock(TensorBlock):
         entries, work = self.n * k * r * c, 2.0 * self.n * k * t
         if t == 1 or entries * self.dtype.itemsize > KEPT or precise(self.left) is not self.left:
             return self
-        apart = seconds(0.6 * work * t * (r + c), 0, 6) + seconds(work * r * c)
+        twice = seconds(0.6 * work * t * (r + c), 0, 6) + seconds(work * r * c)
         once = seconds(work * r * c, 8.0 * entries)
-        return DenseBlock(self.dense()) if anyway or once < apart else self
+        return DenseBlock(self.dense()) if always or once < twice else self
 
     def norms(self, p: float = 2.0) -> Tensor:
         """Return ‖gᵢ‖ₚ (n,); for one outer product it is the product of the factors' p-norms."""
@@ -210,7 +210,7 @@ class OuterBlock(TensorBlock):
                 squared.addcmul_(tile, tile, value=u[i])
         return first.view(self.shape), second.view(self.shape)
 
-    def bound(self) -> Tensor:
+    def norm_bound(self) -> Tensor:
         """Return the product of the factors' norms (Cauchy–Schwarz)."""
         return size(self.left) * size(self.right)
 
@@ -261,19 +261,20 @@ class OuterBlock(TensorBlock):
         return found if bool(found.isfinite().all()) else super().gram()
 
 
-def opposite(turned: bool | Tensor) -> bool | Tensor:
-    """Return `turned` for the transposed block."""
-    return ~turned if isinstance(turned, Tensor) else not turned
+def opposite(right_is_gradient: bool | Tensor) -> bool | Tensor:
+    """Return `right_is_gradient` for the transposed block."""
+    return ~right_is_gradient if isinstance(right_is_gradient, Tensor) else not right_is_gradient
 
 
-def nonzero_gradients(left: Tensor, right: Tensor, turned: bool | Tensor) -> Tensor:
+def nonzero_gradients(left: Tensor, right: Tensor, right_is_gradient: bool | Tensor) -> Tensor:
     """Return (..., t) bool: whether the output gradient at a position has a nonzero entry.
 
-    NaN counts as nonzero. The factors are (..., t, r) and (..., t, c); `turned` as in the block.
+    NaN counts as nonzero. The factors are (..., t, r) and (..., t, c). `right_is_gradient` is the
+    attribute of the block.
     """
-    if isinstance(turned, Tensor):
-        return torch.where(turned, (right != 0).any(-1), (left != 0).any(-1))
-    return ((right if turned else left) != 0).any(-1)
+    if isinstance(right_is_gradient, Tensor):
+        return torch.where(right_is_gradient, (right != 0).any(-1), (left != 0).any(-1))
+    return ((right if right_is_gradient else left) != 0).any(-1)
 
 
 def _single(

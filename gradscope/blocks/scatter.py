@@ -105,7 +105,7 @@ class ScatterBlock(TensorBlock):
         own = None if weights is None else weights[samples]
         return _added(self.size, index, times(squares(merged), own))
 
-    def bound(self) -> Tensor:
+    def norm_bound(self) -> Tensor:
         """Return √t times the norm of all rows: at most t rows have the same index."""
         most: float = max(1, self.rows.shape[1]) ** 0.5
         return size(self.rows) * most

@@ -33,8 +33,10 @@ class SegmentBlock(TensorBlock):
     group: Tensor  # (m,) int64, from 0 to k - 1
     sizes: tuple[int, int]  # (n, k)
     parameter_shape: tuple[int, ...]  # any shape with k·r·c entries
-    turned: Tensor  # (m,) bool, whether right is the row's output gradient, instead of left
-    numbers, places = ("left", "right"), ("sample", "group", "turned")
+    right_is_gradient: (
+        Tensor  # (m,) bool, whether right is the row's output gradient, instead of left
+    )
+    numbers, places = ("left", "right"), ("sample", "group", "right_is_gradient")
     has_shortcuts = True
 
     @staticmethod
@@ -43,10 +45,10 @@ class SegmentBlock(TensorBlock):
         n, k, t, _ = block.left.shape
         rows = block.left.flatten(0, 2), block.right.flatten(0, 2)
         place = torch.arange(n * k, device=block.device).repeat_interleave(t)
-        turned = block.turned
-        if isinstance(turned, Tensor):  # (t,)
-            turned = turned.repeat(n * k)
-        return segmented((*rows, place // k, place % k), (n, k), block.shape, turned)
+        right_is_gradient = block.right_is_gradient
+        if isinstance(right_is_gradient, Tensor):  # (t,)
+            right_is_gradient = right_is_gradient.repeat(n * k)
+        return segmented((*rows, place // k, place % k), (n, k), block.shape, right_is_gradient)
 
     @property
     def n(self) -> int:
@@ -57,11 +59,11 @@ class SegmentBlock(TensorBlock):
         """The sizes (k, r, c)."""
         return self.sizes[1], int(self.left.shape[1]), int(self.right.shape[1])
 
-    def within(self, group: int, groups: int) -> "SegmentBlock":
+    def as_stack_entry(self, group: int, groups: int) -> "SegmentBlock":
         """Return the gradients of a stack (groups, *shape), with this block as entry `group`."""
         place = torch.full_like(self.group, group)
         rows = self.left, self.right, self.sample, place
-        return segmented(rows, (self.n, groups), (groups, *self.shape), self.turned)
+        return segmented(rows, (self.n, groups), (groups, *self.shape), self.right_is_gradient)
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         """Return the gradients (n, *shape), one matrix product per segment."""
@@ -106,13 +108,15 @@ class SegmentBlock(TensorBlock):
         matrix = self.shape == (k, r, c) or (k == 1 and self.shape == (r, c))
         if matrix and {axis0 % rank, axis1 % rank} == {rank - 2, rank - 1}:
             shape = (*self.shape[:-2], c, r)
-            rows = replace(self, left=self.right, right=self.left, turned=~self.turned)
+            rows = replace(
+                self, left=self.right, right=self.left, right_is_gradient=~self.right_is_gradient
+            )
             return rows.reshape(shape)
         return super().transpose(axis0, axis1)
 
-    def counted(self) -> Tensor:
+    def nonzero_positions(self) -> Tensor:
         """Return (m,) bool: whether a row's output gradient has a nonzero entry."""
-        return nonzero_gradients(self.left, self.right, self.turned)
+        return nonzero_gradients(self.left, self.right, self.right_is_gradient)
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖² (n,), summed over segments."""
@@ -135,7 +139,7 @@ class SegmentBlock(TensorBlock):
             torch.mm(part.left.mT.to(dtype), part.right.to(dtype), out=place)
         return found.view(self.shape)
 
-    def bound(self) -> Tensor:
+    def norm_bound(self) -> Tensor:
         """Return the product of the factors' norms (Cauchy–Schwarz)."""
         return size(self.left) * size(self.right)
 
@@ -256,17 +260,17 @@ def segmented(
     rows: Iterable[Tensor],
     sizes: tuple[int, int],
     shape: tuple[int, ...],
-    turned: bool | Tensor = False,
+    right_is_gradient: bool | Tensor = False,
 ) -> SegmentBlock:
     """Return the block of the rows left, right, sample, group; other arguments as in the class.
 
-    `turned` has a bool per row (m,), or is a single bool for all rows.
+    `right_is_gradient` has a bool per row (m,), or is a single bool for all rows.
     """
     kind = RaggedBlock if sizes[1] == 1 else SegmentBlock
     left, right, sample, group = rows
-    if not isinstance(turned, Tensor):
-        turned = torch.full((len(left),), turned, device=left.device)
-    return kind(left, right, sample, group, sizes, shape, turned)
+    if not isinstance(right_is_gradient, Tensor):
+        right_is_gradient = torch.full((len(left),), right_is_gradient, device=left.device)
+    return kind(left, right, sample, group, sizes, shape, right_is_gradient)
 
 
 def _rounded(count: int) -> int:

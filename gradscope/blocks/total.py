@@ -34,15 +34,15 @@ def total(blocks: Sequence[Block]) -> Block:
         found = [b for b in rows if b.rows_by_columns == sizes]
         rows = [b for b in rows if b not in found]
         every = [*found, *map(SegmentBlock.of, alike)]
-        fields = ("left", "right", "sample", "group", "turned")
-        *joined, turned = (_joined([getattr(b, name) for b in every], 0) for name in fields)
-        parts.append(segmented(joined, every[0].sizes, every[0].shape, turned))
+        fields = ("left", "right", "sample", "group", "right_is_gradient")
+        *joined, sides = (_joined([getattr(b, name) for b in every], 0) for name in fields)
+        parts.append(segmented(joined, every[0].sizes, every[0].shape, sides))
     while outer:
         k, _, r, c = outer[0].sizes
         same = [b for b in outer if b.sizes[0::2] == (k, r) and b.sizes[3] == c]
         outer = [b for b in outer if b not in same]
         left, right = _joined([b.left for b in same], 2), _joined([b.right for b in same], 2)
-        parts.append(OuterBlock(left, right, same[0].shape, _turned(same)))
+        parts.append(OuterBlock(left, right, same[0].shape, _gradient_sides(same)))
     if scatter:
         index, values = (_joined([getattr(b, k) for b in scatter], 1) for k in ("index", "rows"))
         parts.append(ScatterBlock(index, values, scatter[0].size))
@@ -51,13 +51,14 @@ def total(blocks: Sequence[Block]) -> Block:
     return parts[0] if len(parts) == 1 else TotalBlock(tuple(parts))
 
 
-def _turned(blocks: list[OuterBlock]) -> bool | Tensor:
-    """Return `turned` for the positions of all blocks together."""
-    first, *others = (block.turned for block in blocks)
-    if isinstance(first, bool) and all(turned is first for turned in others):
+def _gradient_sides(blocks: list[OuterBlock]) -> bool | Tensor:
+    """Return `right_is_gradient` for the positions of all blocks together."""
+    sides = [block.right_is_gradient for block in blocks]
+    first, *others = sides
+    if isinstance(first, bool) and all(other is first for other in others):
         return first
-    each = (torch.as_tensor(b.turned, device=b.device).expand(b.sizes[1]) for b in blocks)
-    return torch.cat([*each])
+    each = zip(sides, blocks, strict=True)
+    return torch.cat([torch.as_tensor(k, device=b.device).expand(b.sizes[1]) for k, b in each])
 
 
 def _joined(factors: list[Tensor], axis: int) -> Tensor:
@@ -128,8 +129,8 @@ class TotalBlock(Block):
         first, *others = (p.two_sided(left, right) for p in self.parts)
         return sum(others, first)
 
-    def bound(self) -> Tensor:
-        return torch.stack([p.bound() for p in self.parts]).sum()
+    def norm_bound(self) -> Tensor:
+        return torch.stack([p.norm_bound() for p in self.parts]).sum()
 
     def squared_norms(self) -> Tensor:
         """Return ‖gᵢ‖² (n,), with the cross terms between the parts."""

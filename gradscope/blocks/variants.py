@@ -122,7 +122,7 @@ class Tuner:
         """Return a tuner that uses measurements of earlier processes on this machine."""
         return cls(cache=known_of, **options)
 
-    def settled(self) -> dict[str, str]:
+    def freeze(self) -> dict[str, str]:
         """Stop measuring; return the variant of each request that was measured and used.
 
         The cost model decides later requests that are not in the result.

@@ -139,7 +139,7 @@ def _nothing_new(resume: bool) -> str:
 def merge(options: MergeOptions) -> None:
     """Join the shards of one run into the file that one process would have written."""
     output = options.output
-    anew = None if options.config is None else run_spec(options.config, {})
+    recompute = None if options.config is None else run_spec(options.config, {})
     from gradscope.report import render_merge, track
     from gradscope.run import merging
 
@@ -149,7 +149,7 @@ def merge(options: MergeOptions) -> None:
     quiet = options.quiet or options.as_json
     with (
         stops.stop_message(lambda: "stopped; nothing was written"),
-        merging(files, output, **how, code=options.code, anew=anew) as under_way,
+        merging(files, output, **how, code=options.code, recompute=recompute) as under_way,
     ):
         total = len(under_way.parts)
         unit = f"{under_way.parts.noun}s"

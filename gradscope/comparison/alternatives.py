@@ -80,7 +80,7 @@ def captured(problem: Problem, batch: Batch) -> Calls:
         if module._parameters or not module._modules or not name
     ]
     try:
-        with problem.state.kept():  # only now, as it puts back hooks that are added within
+        with problem.state.restoring():  # only now, as it puts back hooks that are added within
             losses = problem.losses(batch)
             for call in (call for several in calls.values() for call in several):
                 call.inner = len(call.gradients)
@@ -549,7 +549,7 @@ class Explanation:
 
     def _without_inner(self, i: int) -> dict[str, Tensor]:
         if i not in self._constant:
-            with self.problem.state.kept():
+            with self.problem.state.restoring():
                 with _Detached():
                     losses = self.problem.losses(self.batch.one(i))
                 self._constant[i] = by_autograd(self.problem, losses)
@@ -608,7 +608,7 @@ class Explanation:
 
         @cache
         def alone(i: int) -> dict[str, Tensor]:
-            with mode(), problem.state.kept():
+            with mode(), problem.state.restoring():
                 return one_sample(problem, batch.one(i))[1]
 
         @cache
@@ -617,7 +617,7 @@ class Explanation:
 
         @cache
         def in_batch(i: int) -> dict[str, Tensor]:
-            with mode(), problem.state.kept():
+            with mode(), problem.state.restoring():
                 pick = torch.zeros_like(losses())
                 pick[i] = 1.0
                 return by_autograd(problem, losses(), pick)

@@ -208,7 +208,7 @@ class _Case:
     @classmethod
     def of(cls, problem: Problem, batch: Batch) -> "_Case":
         exact, wide = problem.converted(torch.float64), batch.in_double_precision()
-        with double_precision(), exact.state.kept():
+        with double_precision(), exact.state.restoring():
             return cls(problem, batch, exact, wide, Oracle.of(exact, wide))
 
 
@@ -257,7 +257,7 @@ def compare(
     problem = _problem(model, loss, parameters, rows, fixed)
     batch = Batch.of(inputs, targets, index).detached().to(problem.device, None)
     if rows == "token":
-        batch = Tokens.among(batch, problem.counted(batch)[0])
+        batch = Tokens.among(batch, problem.position_mask(batch)[0])
     case = _Case.of(problem, batch)
     seconds, peak = measure(lambda: _backward(problem, batch), problem.device)
     with Tuner.remembering().active() as tuner:
@@ -272,7 +272,7 @@ def compare(
         coupled=case.oracle.coupled,
         rows=tuple(found),
         ways=tuple(tuner.chosen.values()),
-        tokens=tuple(batch.named) if isinstance(batch, Tokens) else None,
+        tokens=tuple(batch.row_names) if isinstance(batch, Tokens) else None,
     )
 
 
@@ -286,7 +286,7 @@ def _problem(
     """Return what is differentiated, with its random numbers drawn by `fixed`."""
     own = resolve(loss) if rows == "sample" else of_tokens(resolve(loss))
     problem = replace(Problem.of(model, own, parameters), rows=rows)
-    return problem if fixed is None else problem.fixed(fixed)
+    return problem if fixed is None else problem.with_fixed_randomness(fixed)
 
 
 def _backward(problem: Problem, batch: Batch) -> None:
@@ -339,17 +339,17 @@ def _backend_row(name: str, backend: Backend, case: _Case) -> BackendRow:
     """Judge a backend in float64; then measure it, and hold each sample against a batch of one."""
     problem, batch = case.problem, case.batch
     try:
-        with double_precision(), case.exact.state.kept(), backend(case.exact) as evaluate:
+        with double_precision(), case.exact.state.restoring(), backend(case.exact) as evaluate:
             row = _in_every_order(name, evaluate, case)
     except Exception as error:
         return _stopped(name, error, case.exact.model)
     if row.status == "disagrees":
         return row
     try:
-        with problem.state.kept(), backend(problem) as evaluate:
+        with problem.state.restoring(), backend(problem) as evaluate:
             evaluation = evaluate(batch)
             if name != REFERENCE:
-                every = Answer(problem, name, batch, evaluation, alone=len(batch))
+                every = Answer(problem, name, batch, evaluation, singles=len(batch))
                 prove_samples(every)
             del evaluation
             seconds, peak = measure(lambda: evaluate(batch).gradients.dense(), problem.device)

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from gradscope.config.spec import RunSpec, run_options
 from gradscope.config.values import FROM_CHECKPOINT, function_of, is_folder
-from gradscope.core.grammar import anchored
+from gradscope.core.grammar import resolve_paths
 from gradscope.core.registry import suggestion
 from gradscope.errors import SpecError
 
@@ -268,7 +268,7 @@ def _chains(value: Any, base: Path) -> Any:
     """Make the files absolute that chains name: a stage of the user's, a stored vector."""
     if not isinstance(value, list):
         return value
-    return [anchored(chain, base) if isinstance(chain, str) else chain for chain in value]
+    return [resolve_paths(chain, base) if isinstance(chain, str) else chain for chain in value]
 
 
 _ANCHORS: dict[tuple[str, str], Callable[[Any, Path], Any]] = {

@@ -174,8 +174,8 @@ def output(answer: Any) -> Any:
     logits = answer.get("logits") if of_mapping else getattr(answer, "logits", None)
     if isinstance(logits, Tensor):
         return logits
-    held = tensors(answer)
-    return held[0] if len(held) == 1 else answer
+    found = tensors(answer)
+    return found[0] if len(found) == 1 else answer
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class Batch:
         return int(self.index.shape[0])
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """The samples of the batch in words."""
         if not len(self):
             return "no sample"
@@ -279,7 +279,7 @@ class Tokens(Batch):
     Inputs and targets belong to the samples (n, ...). The index (m,) identifies rows.
     """
 
-    held: Tensor  # (n,) int64, the position of each sample in the data set
+    sample_index: Tensor  # (n,) int64, the position of each sample in the data set
     sample: Tensor  # (m,) int64, the sample of each row, as a position among the n samples
     position: Tensor  # (m,) int64, the position of each row in its sample
     positions: int  # t
@@ -290,28 +290,28 @@ class Tokens(Batch):
         sample, position = counted.cpu().nonzero().unbind(1)
         t = counted.shape[1]
         used, own = torch.unique(sample, return_inverse=True)
-        held = batch if len(used) == len(batch) else batch.select(used)
+        samples = batch if len(used) == len(batch) else batch.select(used)
         index = batch.index[sample] * t + position
-        return cls(held.inputs, held.targets, index, held.index, own, position, t)
+        return cls(samples.inputs, samples.targets, index, samples.index, own, position, t)
 
     @property
-    def whole(self) -> Batch:
+    def sample_batch(self) -> Batch:
         """The samples (n, ...)."""
-        return Batch(self.inputs, self.targets, self.held)
+        return Batch(self.inputs, self.targets, self.sample_index)
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """The tokens of the batch in words."""
         what = f"position {int(self.position)}" if len(self) == 1 else f"{len(self)} tokens"
-        return f"{what} of {self.whole.told}"
+        return f"{what} of {self.sample_batch.description}"
 
     @property
     def samples(self) -> Tensor:
         """The position in the data set of each row's sample (m,)."""
-        return self.held[self.sample]
+        return self.sample_index[self.sample]
 
     @property
-    def named(self) -> list[str]:
+    def row_names(self) -> list[str]:
         """SAMPLE:POSITION of each row; SAMPLE is the position in the data set."""
         pairs = zip(self.samples.tolist(), self.position.tolist(), strict=True)
         return [f"{sample}:{position}" for sample, position in pairs]
@@ -321,26 +321,28 @@ class Tokens(Batch):
 
         `Problem.of_single_tokens` takes these batches.
         """
-        many = self.whole.select(self.sample)
+        many = self.sample_batch.select(self.sample)
         return Batch(many.inputs, (many.targets, self.position), many.index)
 
     def select(self, rows: slice | Tensor) -> "Tokens":
         """Return the selected rows, with their samples."""
         used, sample = torch.unique(self.sample[rows], return_inverse=True)
-        held = self.whole
+        held = self.sample_batch
         held = held if len(used) == len(held) else held.select(used)
         own = {"index": self.index[rows], "sample": sample, "position": self.position[rows]}
-        return replace(self, inputs=held.inputs, targets=held.targets, held=held.index, **own)
+        return replace(
+            self, inputs=held.inputs, targets=held.targets, sample_index=held.index, **own
+        )
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> "Tokens":
         """Return the batch with `fn` applied to every tensor among inputs and targets."""
-        mapped = self.whole.map(fn)
+        mapped = self.sample_batch.map(fn)
         return replace(self, inputs=mapped.inputs, targets=mapped.targets)
 
 
-def whole_of(batch: Batch) -> Batch:
+def sample_batch_of(batch: Batch) -> Batch:
     """Return the samples of a batch: `batch.whole` for tokens, else the batch."""
-    return batch.whole if isinstance(batch, Tokens) else batch
+    return batch.sample_batch if isinstance(batch, Tokens) else batch
 
 
 def is_empty(batch: Batch) -> bool:
@@ -358,10 +360,10 @@ def with_samples(batch: Batch, samples: Batch) -> Batch:
     if not isinstance(batch, Tokens):
         return samples
     inputs, targets = samples.inputs, samples.targets
-    return replace(batch, inputs=inputs, targets=targets, held=samples.index)
+    return replace(batch, inputs=inputs, targets=targets, sample_index=samples.index)
 
 
-def require_counted(rows: int) -> None:
+def require_positions(rows: int) -> None:
     """Raise if no position of the batch counts towards the loss."""
     if not rows:
         raise SpecError(

@@ -94,7 +94,7 @@ class Stage:
 
     def error(self, what: str, remedy: str | None = None) -> SpecError:
         """Return an error that shows the chain and points at this stage."""
-        return pointed(self.chain, self.position, what, remedy)
+        return error_at(self.chain, self.position, what, remedy)
 
     def bind(
         self,
@@ -156,10 +156,10 @@ class Stage:
             except SpecError as error:
                 raise self.error(f"{self.name}:{key}: {error.what}", error.remedy) from error
         if known:
-            told = " or ".join(_told(k) for k, _ in known)
-            raise self.error(f"{self.name}:{key} must be {told}, not {text!r}")
+            accepted = " or ".join(_describe_type(k) for k, _ in known)
+            raise self.error(f"{self.name}:{key} must be {accepted}, not {text!r}")
         remedy = "Declare it as int, float, bool, str, Literal or list[float], or without a type."
-        what = f"{self.name}:{key} has the type {_told(kind)}, and text cannot be converted to it"
+        what = f"{self.name}:{key} has the type {_describe_type(kind)}: text cannot be converted"
         raise self.error(what, remedy)
 
     def __str__(self) -> str:
@@ -217,7 +217,7 @@ def _converter(kind: Any, own: Mapping[Any, Callable[[str], Any]]) -> Callable[[
     return None
 
 
-def _told(kind: Any) -> str:
+def _describe_type(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(map(str, get_args(kind)))
     if kind in _NUMBERS:
@@ -264,15 +264,15 @@ def arguments(chain: str, name: str, text: str, position: int) -> dict[str, str]
             elif found:
                 remedy = 'Put a value that contains a comma in double quotes: NAME="1,2".'
             what = f"expected name=value after {name!r}, found {piece.strip()!r}"
-            raise pointed(chain, position, what, remedy)
+            raise error_at(chain, position, what, remedy)
         if key in found:
-            raise pointed(chain, position, f"{key!r} is given twice")
+            raise error_at(chain, position, f"{key!r} is given twice")
         found[key] = _unquoted(value)
         position += len(piece) + 1
     return found
 
 
-def anchored(chain: str, base: Path) -> str:
+def resolve_paths(chain: str, base: Path) -> str:
     """Make the paths in a chain absolute, in `FILE.py:function` and in `Stage.files`.
 
     A chain that does not parse is returned unchanged; binding it reports the error.
@@ -290,7 +290,7 @@ def anchored(chain: str, base: Path) -> str:
     return " | ".join(moved)
 
 
-def pointed(chain: str, position: int, what: str, remedy: str | None = None) -> SpecError:
+def error_at(chain: str, position: int, what: str, remedy: str | None = None) -> SpecError:
     """Return an error that shows `chain` with a caret under the character at `position`."""
     shown = chain.translate(dict.fromkeys(range(32), "�") | {127: "�"})
     picture = f"  {shown}\n  {' ' * position}^"
@@ -304,11 +304,11 @@ def _stage(chain: str, text: str, start: int) -> Stage:
     head = code.group() if code else text.partition(":")[0]
     name, rest = head.strip(), text[len(head) :]
     if not text:
-        raise pointed(
+        raise error_at(
             chain, start, "a stage is empty", "Write stages as in clip:max_norm=1 | mean."
         )
     if not (code or _NAME.fullmatch(name)) or rest[:1] not in ("", ":"):
-        raise pointed(chain, start, f"{name!r} is not the name of a stage")
+        raise error_at(chain, start, f"{name!r} is not the name of a stage")
     given = arguments(chain, name, rest[1:], start + len(head) + 1) if rest else {}
     return Stage(name, given, chain, start)
 

@@ -29,10 +29,10 @@ def article(noun: str) -> str:
 def unequal(first: float, second: float) -> tuple[str, str]:
     """Return two numbers with three digits, or with enough digits to differ."""
     for digits in range(3, 18):
-        told = f"{first:.{digits}g}", f"{second:.{digits}g}"
-        if told[0] != told[1]:
+        texts = f"{first:.{digits}g}", f"{second:.{digits}g}"
+        if texts[0] != texts[1]:
             break
-    return told
+    return texts
 
 
 _UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}

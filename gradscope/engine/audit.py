@@ -17,7 +17,7 @@ from gradscope.engine.certificate import Certificate
 
 SHARE = 0.04  # of the time that audits may take: a twentieth with what goes with them
 WINDOW = 64  # batches, of which one is audited
-_ALONE = 32  # samples of a batch, at most, that are evaluated alone
+_SINGLES = 32  # samples of a batch, at most, that are evaluated alone
 _SAVED = 0.1  # seconds that are not lost while the caller does other things
 
 
@@ -33,7 +33,7 @@ class Audits:
     unproved: tuple[str, ...] = ()  # whose gradient was no more than rounding in one of them
     proves: bool = False  # some gradient of them was not zero
     more: int = 0  # other batches that were proved whole, since there was time for it
-    alone: int = 0  # other batches of which one sample was compared with a batch of one
+    singles: int = 0  # other batches of which one sample was compared with a batch of one
 
     def with_proof(self, proof: Certificate) -> "Audits":
         """Add a batch that was proved whole."""
@@ -55,7 +55,7 @@ class Audits:
     def to_json(self) -> dict[str, Any]:
         """Return what the same run always finds, as plain data."""
         document = asdict(self)
-        del document["more"], document["alone"]
+        del document["more"], document["singles"]
         return document
 
     @classmethod
@@ -72,15 +72,15 @@ class Audits:
         """The audits in one line."""
         whole = self.proved + self.more
         said = f"{whole:,} of {count(self.batches, 'batch')} audited"
-        return f"{said}, of {self.alone:,} more a sample alone" if self.alone else said
+        return f"{said}, of {self.singles:,} more a sample alone" if self.singles else said
 
 
 @dataclass(frozen=True)
 class AuditPlan:
-    """How much of a batch an audit proves."""
+    """How much of a batch an audit proves: nothing, all of it, or single samples."""
 
-    whole: bool = False  # all of it is proved
-    alone: int = 0  # samples that are compared with a batch of one
+    whole_batch: bool = False  # all of it is proved
+    singles: int = 0  # samples that are compared with a batch of one
     recorded: bool = False  # the same run does so every time
 
 
@@ -89,12 +89,13 @@ class Auditor:
     """Decides which batches are audited, and watches the time that audits take."""
 
     seed: int  # of which batches are audited
-    always: bool = False  # every batch is proved, and recorded
+    verify: str = "audit"  # with "always" every batch is proved, and recorded
     clock: Callable[[], float] = time.perf_counter
     audits: Audits = field(default_factory=Audits)
     _sizes: set[int] = field(default_factory=set)  # numbers of samples that were seen
-    _whole: float = 0.0  # seconds that it took last to prove a batch, besides single samples
-    _one: float = 0.0  # and to evaluate one sample alone
+    # seconds that it took last to prove a batch, besides single samples
+    _batch_seconds: float = 0.0
+    _sample_seconds: float = 0.0  # and to evaluate one sample alone
     _credit: float = 0.0  # seconds that audits may take by now
     _last: float = 0.0
 
@@ -104,37 +105,42 @@ class Auditor:
     def begin(
         self, n: int, ordinal: int, *, last: bool, new: bool, proof: Certificate | None
     ) -> AuditPlan:
-        """Return what the audit of a batch is to prove."""
-        if proof is not None and not self._whole:  # which took kernels for the first time
-            self._whole, self._one = proof.seconds / 3, proof.seconds / 10
+        """Return what the audit of a batch is to prove; nothing of a batch with a `proof`."""
+        if proof is not None and not self._batch_seconds:  # which took kernels for the first time
+            self._batch_seconds, self._sample_seconds = proof.seconds / 3, proof.seconds / 10
         new = new or n not in self._sizes
         self._sizes.add(n)
         now = self.clock()
         earned = self._credit + SHARE * (now - self._last)
-        self._credit, self._last = min(earned, max(_SAVED, 4 * self._whole)), now
-        due = proof is not None and (self.always or not self.audits.proves)
-        if last or due or is_chosen(ordinal, self.seed):
-            spare = (self._credit - self._whole) / self._one if self._one else 0.0
-            return AuditPlan(True, max(1, min(n, _ALONE, int(spare))), recorded=True)
-        left = self._credit - 1.5 * self._whole  # which is kept for the last batch
-        return AuditPlan(new or left >= self._whole + self._one, int(new or left >= self._one))
+        self._credit, self._last = min(earned, max(_SAVED, 4 * self._batch_seconds)), now
+        batch, sample = self._batch_seconds, self._sample_seconds
+        due = proof is not None and (self.verify == "always" or not self.audits.proves)
+        recorded = last or due or is_chosen(ordinal, self.seed)
+        if self.verify != "audit" or proof is not None:
+            return AuditPlan(recorded=recorded)
+        if recorded:
+            spare = (self._credit - batch) / sample if sample else 0.0
+            return AuditPlan(True, max(1, min(n, _SINGLES, int(spare))), recorded=True)
+        left = self._credit - 1.5 * batch  # which is kept for the last batch
+        return AuditPlan(new or left >= batch + sample, int(new or left >= sample))
 
-    def end(self, plan: AuditPlan, proof: Certificate | None, *, audited: bool) -> None:
+    def end(self, plan: AuditPlan, proof: Certificate | None) -> None:
         """Count a batch, and the time since `begin`."""
         now, audits = self.clock(), self.audits
         took, self._last = now - self._last, now
         self._credit -= took
-        if audited and plan.whole:
-            self._whole = min(max(took - plan.alone * self._one, took / 4), 2 * self._whole or took)
-        elif audited:
-            self._one = min(took / plan.alone, 2 * self._one or took)
+        if plan.whole_batch:
+            own = max(took - plan.singles * self._sample_seconds, took / 4)
+            self._batch_seconds = min(own, 2 * self._batch_seconds or took)
+        elif plan.singles:
+            self._sample_seconds = min(took / plan.singles, 2 * self._sample_seconds or took)
         audits = replace(audits, batches=audits.batches + 1)
         if proof is not None and plan.recorded:
             audits = audits.with_proof(proof)
         elif proof is not None:
             audits = replace(audits, more=audits.more + 1)
-        elif audited:
-            audits = replace(audits, alone=audits.alone + 1)
+        elif plan.singles:
+            audits = replace(audits, singles=audits.singles + 1)
         self.audits = audits
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ from gradscope.model.rounding import all_in_float64, computed_in, fits_in_float6
 from gradscope.process.stops import time_limit
 
 _PARTS = 8  # other batches of a first proof, besides single samples; an audit takes two
-_ALONE = 3  # samples that a first proof compares with a batch of one; an audit takes one
+_SINGLES = 3  # samples that a first proof compares with a batch of one; an audit takes one
 _COPIED = 2**26  # bytes of a model that is always copied to float64 for `hooks`
 _FLOOR = {torch.float64: 1e-5, torch.float32: 1e-2}  # of the largest norm: smaller count as this
 
@@ -131,7 +131,7 @@ class Answer:
     _: KW_ONLY
     own_loss: bool = False  # samples may be coupled; a row is of the sample's loss in its batch
     seed: int = 0  # of what is drawn at random
-    alone: int = 1  # samples that are compared with a batch of one
+    singles: int = 1  # samples that are compared with a batch of one
     trains: bool = False  # an earlier answer had gradients, so that all of these may well be zero
     phases: dict[str, float] = field(default_factory=dict)  # seconds that each part took so far
 
@@ -194,40 +194,50 @@ def certify(
         ModelError: The losses are cut off from every parameter.
         UnsupportedError: The forward pass is random, or changes what cannot be put back.
     """
-
-    def attempt() -> tuple[Evaluation, Certificate]:
-        with problem.state.watched(), _custom_functions_named(problem, batch):
-            phases: dict[str, float] = {}
-            try:
-                with _timed(phases, "evaluation"):
-                    found = evaluate(batch, PROVED)
-            except (ModelError, RefusedError):
-                if not own_loss:
-                    require_independent(problem, batch)  # where they are coupled, say so
-                raise
-            answer = Answer(
-                problem,
-                backend,
-                batch,
-                found,
-                own_loss=own_loss,
-                seed=seed,
-                alone=_ALONE,
-                trains=trains,
-                phases=phases,
-            )
-            return found, prove(answer)
-
-    known = problem.state.found
+    attempt = partial(_attempt, problem, backend, evaluate, batch, own_loss, seed, trains)
+    known = problem.state.change_count
     try:
         found = attempt()
     except GradscopeError:
-        if problem.state.found == known:
+        if problem.state.change_count == known:
             raise
     else:
-        if problem.state.found == known:
+        if problem.state.change_count == known:
             return found
     return attempt()
+
+
+def _attempt(
+    problem: Problem,
+    backend: str,
+    evaluate: Evaluate,
+    batch: Batch,
+    own_loss: bool,
+    seed: int,
+    trains: bool,
+) -> tuple[Evaluation, Certificate]:
+    """Evaluate a batch and prove the answer; see `certify`."""
+    with problem.state.watching(), _custom_functions_named(problem, batch):
+        phases: dict[str, float] = {}
+        try:
+            with _timed(phases, "evaluation"):
+                found = evaluate(batch, PROVED)
+        except (ModelError, RefusedError):
+            if not own_loss:
+                require_independent(problem, batch)  # where they are coupled, say so
+            raise
+        answer = Answer(
+            problem,
+            backend,
+            batch,
+            found,
+            own_loss=own_loss,
+            seed=seed,
+            singles=_SINGLES,
+            trains=trains,
+            phases=phases,
+        )
+        return found, prove(answer)
 
 
 def prove(answer: Answer, after: Certificate | None = None) -> Certificate:
@@ -303,7 +313,7 @@ def prove_samples(answer: Answer) -> None:
     answer = answer.uncached()
     rows, finite = _examined_rows(answer)
     draw = torch.Generator().manual_seed(answer.seed)
-    chosen = rows[torch.randperm(len(rows), generator=draw)[: answer.alone]]
+    chosen = rows[torch.randperm(len(rows), generator=draw)[: answer.singles]]
     check = _compare_singles(answer, chosen)
     if finite:
         _require_passed(check, "agreement", answer.backend, answer.batch.select(chosen))
@@ -352,7 +362,7 @@ def _compare_with_autograd(
     losses are those of the batch. Other backends may never have seen the samples together.
     """
     draw = torch.Generator().manual_seed(answer.seed)
-    chosen = torch.randperm(len(answer.batch), generator=draw)[: answer.alone]
+    chosen = torch.randperm(len(answer.batch), generator=draw)[: answer.singles]
     problem, batch, weights = answer.problem, answer.batch, _weights(answer, draw)
     together, everyone = Objective.in_one_batch(batch, weights), [torch.arange(len(batch))]
     groups, alone = everyone, 0
@@ -379,11 +389,11 @@ def _compare_with_autograd(
     with answer.timed("sums"):
         claim = Claim.of(answer.evaluation.gradients, weights)
         small = frozenset(after.unproved if after is not None else ())
-        other = (lambda: together.evaluated(problem)[1]) if known else None
+        other = (lambda: together.evaluate(problem)[1]) if known else None
         completeness = compare_claim(problem, claim, objective, right, other, small)
         del right
         if known and answer.backend != "hooks":  # which reads the batch's graph
-            batched = _summed_exactly(answer, weights, groups) or _summed(
+            batched = _compare_batch_sum_in_float64(answer, weights, groups) or _compare_batch_sum(
                 answer, claim, draw, small
             )
             completeness = _worst([completeness, batched])
@@ -410,7 +420,7 @@ def _groups(answer: Answer, alone: Tensor, draw: torch.Generator) -> list[Tensor
     return regrouped(answer.batch, draw, alone.tolist(), _PARTS if len(alone) else 2)
 
 
-def _summed_exactly(
+def _compare_batch_sum_in_float64(
     answer: Answer, weights: Tensor, groups: Sequence[Tensor]
 ) -> LargestError | None:
     """Compare a batch's gradient with the sum of its groups' gradients, in float64.
@@ -422,13 +432,13 @@ def _summed_exactly(
         return None
     try:
         with all_in_float64(problem, batch) as (wide, cast):
-            together = Objective.in_one_batch(cast, weights).evaluated(wide)[1]
+            together = Objective.in_one_batch(cast, weights).evaluate(wide)[1]
             return compared_in_float64(wide, Objective.in_groups(cast, weights, groups), together)
     except (ModelError, RefusedError):
         return None
 
 
-def _summed(
+def _compare_batch_sum(
     answer: Answer, claim: Claim, draw: torch.Generator, small: frozenset[str]
 ) -> LargestError:
     """Compare the sum of the rows with the gradient of their batch, in the model's own dtype."""
@@ -436,10 +446,8 @@ def _summed(
     order = torch.randperm(len(batch), generator=draw)
     moved = Objective.in_one_batch(batch.select(order), weights[order.to(weights.device)])
     together = Objective.in_one_batch(batch, weights)
-    right = together.evaluated(problem)[1]
-    return compare_claim(
-        problem, claim, together, right, lambda: moved.evaluated(problem)[1], small
-    )
+    right = together.evaluate(problem)[1]
+    return compare_claim(problem, claim, together, right, lambda: moved.evaluate(problem)[1], small)
 
 
 def _in_groups(
@@ -512,9 +520,9 @@ def _require_finite_together(answer: Answer) -> None:
 def finite_samples(evaluation: Evaluation) -> Tensor:
     """Return which samples have a finite loss and a finite gradient, (n,) bool."""
     finite, gradients = evaluation.losses.isfinite(), evaluation.gradients
-    if gradients.norms_known and bool(gradients.norms.isfinite().all()):
+    if gradients.has_norms and bool(gradients.norms.isfinite().all()):
         return finite
-    return finite if gradients.bounded() else finite & gradients.norms.isfinite()
+    return finite if gradients.has_finite_bounds() else finite & gradients.norms.isfinite()
 
 
 def _weights(answer: Answer, draw: torch.Generator) -> Tensor:
@@ -548,15 +556,15 @@ def _refuse_losses(answer: Answer, batch: Batch, found: Tensor, right: Tensor) -
     if not same(alone, here, whole, answer.problem.precision):
         one, many = unequal(float(alone), float(here))
         raise UnsupportedError(
-            f"rounding changes the loss of {sample.told} from {one} alone to {many} in a batch: a "
-            "choice of the model (top-k, argmax, a threshold) depends on the last digits",
+            f"rounding changes the loss of {sample.description} from {one} alone to {many} in a "
+            "batch: a choice of the model (top-k, argmax, a threshold) depends on the last digits",
             where="the model or its loss",
             remedy="Compute in float64, where values that nearly tie are told apart: "
             'model.double(), or dtype = "float64" in a run file.',
         )
     given, own = unequal(float(found[worst]), float(right[worst]))
     what = f"gives the loss {given}, the model by itself {own}"
-    raise contradiction(answer.backend, what, sample.told)
+    raise contradiction(answer.backend, what, sample.description)
 
 
 def _require_sum_of_singles(answer: Answer, claim: Claim) -> None:
@@ -677,7 +685,7 @@ def _compare_singles(answer: Answer, chosen: Tensor) -> LargestError:
     problem, batch, losses = answer.problem, answer.batch, answer.evaluation.losses
     require_once = cache(lambda: require_independent(answer.problem, batch))
 
-    def alone(sample: int) -> LargestError:
+    def compare(sample: int) -> LargestError:
         weight = losses.new_ones(1)
         if answer.own_loss:
             right = own_gradient(answer.problem, batch, sample)
@@ -691,7 +699,7 @@ def _compare_singles(answer: Answer, chosen: Tensor) -> LargestError:
             _refuse_losses(answer, one, here, loss)
         return _compare_single(answer, sample, weight, right)
 
-    return _worst([alone(k) for k in chosen.tolist()])
+    return _worst([compare(k) for k in chosen.tolist()])
 
 
 def _compare_single(
@@ -707,7 +715,7 @@ def _compare_single(
     one = batch.one(sample)
     twice = Objective.in_one_batch(one.resized(2), weight.expand(2) / 2)
     objective = Objective.in_one_batch(one, weight)
-    return compare_claim(problem, claim, objective, right, lambda: twice.evaluated(problem)[1])
+    return compare_claim(problem, claim, objective, right, lambda: twice.evaluate(problem)[1])
 
 
 _AGAINST = {"completeness": "the gradient of the total loss", "agreement": "a batch of one"}
@@ -719,7 +727,7 @@ def _require_passed(check: LargestError, what: str, backend: str, batch: Batch) 
             backend,
             f"failed the proof of {what}: relative error {check.error:.2e} against "
             f"{_AGAINST[what]} ({check.dtype}, tolerance {check.tolerance:.0e})",
-            f"parameter {check.parameter!r}, {batch.told}",
+            f"parameter {check.parameter!r}, {batch.description}",
         )
 
 

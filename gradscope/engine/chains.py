@@ -13,7 +13,7 @@ from gradscope.sources.weights.optimizer import read_names, read_optimizer
 from gradscope.stages import chain
 from gradscope.stages.chain import Chain, Chained, Readers
 from gradscope.stages.transforms.base import Vector
-from gradscope.storage import chain_called, open_file
+from gradscope.storage import find_chain, open_file
 
 
 def stored_vector(reference: str) -> Vector:
@@ -23,7 +23,7 @@ def stored_vector(reference: str) -> Vector:
         remedy = "Write FILE.h5:K, K the number or the text of a chain with a reducer in that file."
         raise SpecError(f"{reference!r} names no stored vector", remedy=remedy)
     with open_file(f"{path}.h5") as file:
-        if chain := chain_called(file, name, reduced=True):
+        if chain := find_chain(file, name, reduced=True):
             values = {}
             for key, array in chain.items():
                 stored = array[:]

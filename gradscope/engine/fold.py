@@ -67,7 +67,7 @@ def fold(
         evaluation = session.evaluate(batch, asked, ordinal=number, last=k + 1 == count)
         if sink is not None:
             sink(batch, evaluation)
-        starts, left_out = _after(session, every, batch, evaluation)
+        starts, left_out = _states_after_batch(session, every, batch, evaluation)
         del evaluation  # before the next one
         total.add(dict(zip(chains, starts, strict=False)), carry=False)
         del starts
@@ -75,26 +75,26 @@ def fold(
     return total, skipped
 
 
-def _after(
+def _states_after_batch(
     session: Session, chains: Sequence[Chain], batch: Batch, evaluation: Evaluation
 ) -> tuple[list[State], int]:
     """Return chains' states after one batch, none where no sample is usable; how many are not."""
     if session.labels.mode != "exact":
-        found = _started_if_finite(chains, evaluation)
+        found = _start_states_if_finite(chains, evaluation)
         if found is not None:
             return found, 0
     kept = usable(session, batch, evaluation)
     if kept is None:
         return [], len(batch)
     skipped = len(batch) - samples(kept[2])
-    return _started(chains, {} if skipped else evaluation.states, *kept), skipped
+    return _start_states(chains, {} if skipped else evaluation.states, *kept), skipped
 
 
 def prepare_chains(
     session: Session,
     chains: Sequence[Chain],
     batches: Callable[[], Iterable[Batch]],
-    left: int | None = None,
+    batches_left: int | None = None,
 ) -> tuple[Chain, ...]:
     """Try reducers in parts, and run the earlier passes that chains need (`center`).
 
@@ -104,13 +104,13 @@ def prepare_chains(
         session: Evaluates.
         chains: Any.
         batches: Starts a pass over the data.
-        left: How many batches are to come in all, if that is known.
+        batches_left: How many batches are to come in all, if that is known.
     """
     for chain in chains:
         chain.prepare(session.problem)
-    untried = [c for c in chains if c.reducer is not None and c.text not in session.tried]
+    untried = [c for c in chains if c.reducer is not None and c.text not in session.checked_chains]
     for chain in untried if session.settings.verify != "never" else ():
-        session.tried.add(chain.text)
+        session.checked_chains.add(chain.text)
         found = depends_on_split(reducer_of(chain))
         what = f"samples in several batches have another result ({found}) than in one"
         if found is not None and ".py:" in chain.text:  # a user's own reducer is only named
@@ -121,7 +121,7 @@ def prepare_chains(
     while first := {c.text: c for c in (chain.first_pass for chain in ready) if c is not None}:
         session.notes += [f"an earlier pass over the data for: {text}" for text in first]
         passes = {text: session.labels.chain(chain) for text, chain in first.items()}
-        asked = Request(left=left, factors=request_of(passes.values()).factors)
+        asked = Request(batches_left=batches_left, factors=request_of(passes.values()).factors)
         total, _ = fold(session, batches(), passes, request=asked)
         total.carry()
         means: dict[str, dict[str, Tensor]] = {}
@@ -189,7 +189,7 @@ def usable(session: Session, batch: Batch, evaluation: Evaluation) -> Usable | N
         worst = int((~finite).nonzero()[0])
         raise NonFiniteError(
             "its gradient is not finite",
-            where=labelled.one(worst).told,
+            where=labelled.one(worst).description,
             remedy='Use nonfinite="skip" to leave such samples out, or nonfinite="keep".',
         )
     if not bool(finite.any()):
@@ -201,7 +201,7 @@ def usable(session: Session, batch: Batch, evaluation: Evaluation) -> Usable | N
 
 
 def request_of(
-    chains: Iterable[Chain], *, left: int | None = None, stored: bool = False
+    chains: Iterable[Chain], *, batches_left: int | None = None, stored: bool = False
 ) -> Request:
     """Return what chains will ask of a batch, for a backend that can compute it along."""
     every = list(chains)
@@ -214,10 +214,12 @@ def request_of(
 
     rows = any(chain.key is None for chain in every)
     factors = any(chain.reducer is not None and chain.reducer.raw for chain in every)
-    return Request(rows, tuple(known), starts, stored=stored, left=left, factors=factors)
+    return Request(
+        rows, tuple(known), starts, stored=stored, batches_left=batches_left, factors=factors
+    )
 
 
-def _started_if_finite(chains: Sequence[Chain], evaluation: Evaluation) -> list[State] | None:
+def _start_states_if_finite(chains: Sequence[Chain], evaluation: Evaluation) -> list[State] | None:
     """Return the states after one batch, or None: they do not show that all of it is finite.
 
     A sum over samples is finite only if every one of them is, and so are norms. What has to be
@@ -226,10 +228,10 @@ def _started_if_finite(chains: Sequence[Chain], evaluation: Evaluation) -> list[
     gradients = evaluation.gradients
     if not all(chain.tells for chain in chains) or not evaluation.losses.isfinite().all():
         return None
-    if gradients.norms_known and not bool(gradients.norms.isfinite().all()):
+    if gradients.has_norms and not bool(gradients.norms.isfinite().all()):
         return None
-    found = _started(chains, evaluation.states, gradients)
-    if gradients.norms_known:
+    found = _start_states(chains, evaluation.states, gradients)
+    if gradients.has_norms:
         return found if bool(gradients.norms.isfinite().all()) else None
     raw = (state for chain, state in zip(chains, found, strict=True) if not chain.before)
     sums = next(raw, None)
@@ -242,7 +244,7 @@ def _started_if_finite(chains: Sequence[Chain], evaluation: Evaluation) -> list[
     return found if bool((shown < limit).all()) else None
 
 
-def _started(
+def _start_states(
     chains: Sequence[Chain],
     computed: Mapping[str, State],
     gradients: Gradients,
@@ -273,7 +275,7 @@ def _starts(
     done: dict[str, State] = {}  # by text: a chain that is asked for twice is computed once
     for chain, text in zip(chains, transforms, strict=True):
         if text not in rows:
-            rows[text] = chain.rows(gradients, problem, batch).asked(powers[text])
+            rows[text] = chain.rows(gradients, problem, batch).with_powers(powers[text])
         known = done.get(chain.text) if chain.lasting else None
         found.append(reducer_of(chain).start(rows[text]) if known is None else {**known})
         done[chain.text] = found[-1]

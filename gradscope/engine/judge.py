@@ -117,7 +117,7 @@ class Objective:
         own = (weights[k.to(weights.device)] for k in rows)
         return cls(tuple(batch.select(k) for k in rows), tuple(own))
 
-    def evaluated(self, problem: Problem) -> tuple[Tensor, dict[str, Tensor]]:
+    def evaluate(self, problem: Problem) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the losses (n,) and ∇ Σ wᵢ Lᵢ by every parameter, as autograd gives them."""
         found: list[Tensor] = []
         total: dict[str, Tensor] = {}
@@ -133,7 +133,7 @@ class Objective:
             yield gradients(problem, batch, weights)
 
 
-Other = Callable[[], Mapping[str, Tensor]]
+SecondReference = Callable[[], Mapping[str, Tensor]]
 
 
 def add_gradients(total: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -148,7 +148,7 @@ def compare_claim(
     claim: Claim,
     objective: Objective,
     right: Mapping[str, Tensor],
-    other: Other | None = None,
+    other: SecondReference | None = None,
     small: frozenset[str] = frozenset(),
 ) -> LargestError:
     """Compare a claim with the reference's gradient, within what rounding can do to it.
@@ -162,7 +162,7 @@ def compare_claim(
         small: Parameters of which it is known that their gradient is mere rounding.
     """
     dtype, tolerance = problem.precision, TOLERANCES[problem.precision]
-    gaps, sizes = _compared(problem, claim, right)
+    gaps, sizes = _gaps(problem, claim, right)
     errors = {k: _relative(gap, sizes[k] or norm(right[k])) for k, gap in gaps.items()}
     allowed = dict.fromkeys(right, tolerance)
     doubtful = [k for k in right if not errors[k] <= tolerance]
@@ -186,7 +186,7 @@ def compare_claim(
             if problem.model_parallel is None:  # which cannot be copied
                 with suppress(*tolerated(problem)):
                     truth, dtype = _in_float64(problem, objective, doubtful), torch.float64
-            spread = _spread(problem, objective, {k: truth[k] for k in doubtful}, narrow)
+            spread = _rounding_spread(problem, objective, {k: truth[k] for k in doubtful}, narrow)
             for k in doubtful:
                 size = max(sizes[k], norm(truth[k]))
                 found = compressed(problem, claim.value(k)).to(truth[k])
@@ -205,7 +205,7 @@ def compared_in_float64(
     They may differ in their last digits, and by what rounding the parameters changes in them: a
     gradient may be nothing but rounding.
     """
-    right = objective.evaluated(problem)[1]
+    right = objective.evaluate(problem)[1]
     sizes = {name: norm(value) for name, value in found.items()}
     gaps = {name: norm(value - right[name]) for name, value in found.items()}
     whole = math.sqrt(sum(size**2 for size in sizes.values()))
@@ -217,7 +217,7 @@ def compared_in_float64(
     left = {k: max(gaps[k], norm(doubtful[k])) for k in doubtful if k not in noise}
     noise += _below_rounding(problem, objective, left)
     if len(noise) < len(doubtful):
-        spread = _spread(problem, objective, doubtful, torch.float64)
+        spread = _rounding_spread(problem, objective, doubtful, torch.float64)
         noise = [k for k in doubtful if k in noise or gaps[k] <= _KINKS * spread[k]]
     allowed = dict.fromkeys(errors, tolerance)
     return largest_error(errors, allowed, noise, torch.float64, tolerance)
@@ -250,7 +250,7 @@ def largest_error(
     )
 
 
-def _compared(
+def _gaps(
     problem: Problem, claim: Claim, right: Mapping[str, Tensor]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return how far each sum is from what is right, and its size."""
@@ -268,7 +268,7 @@ def _noise(
     sizes: Mapping[str, float],
     right: Mapping[str, Tensor],
     gaps: Mapping[str, float],
-    other: Other | None,
+    other: SecondReference | None,
     small: frozenset[str],
 ) -> list[str]:
     """Return the parameters, of those with `gaps`, whose whole gradient is no more than rounding.
@@ -312,11 +312,11 @@ def _in_float64(problem: Problem, objective: Objective, names: Sequence[str]) ->
     with double_precision(), widened() if casts else nullcontext():
         wide = problem.converted(None if casts else torch.float64)
         batches = tuple(batch.in_double_precision() for batch in objective.batches)
-        every = replace(objective, batches=batches).evaluated(wide)[1]
+        every = replace(objective, batches=batches).evaluate(wide)[1]
     return {name: every[name] for name in names}
 
 
-def _spread(
+def _rounding_spread(
     problem: Problem, objective: Objective, truth: Mapping[str, Tensor], narrow: torch.dtype
 ) -> dict[str, float]:
     """Return how far rounding can lead away from the gradient by some parameters.
@@ -327,7 +327,7 @@ def _spread(
     spread = dict.fromkeys(truth, 0.0)
     digits = narrow if problem.precision == torch.float64 else None
     for near in nearby(problem, _TRIALS, digits):
-        found = objective.evaluated(near)[1]
+        found = objective.evaluate(near)[1]
         for name, value in truth.items():
             spread[name] = max(spread[name], norm(found[name].to(value) - value))
     return spread
@@ -368,8 +368,8 @@ def require_norms(backend: str, rows: Mapping[str, Tensor], gradients: Gradients
     for name, values in rows.items():
         found = torch.linalg.vector_norm(as_rows(precise(values)), dim=1).square()
         claimed = gradients.squared_norms[name].to(found)
-        bound = _bound(gradients[name], torch.zeros_like(found[0]))
-        lost = _lost(values, bound**2, values.dtype)
+        bound = _norm_bound(gradients[name], torch.zeros_like(found[0]))
+        lost = _rounding_loss(values, bound**2, values.dtype)
         most = 2 * _slip(values) * torch.maximum(found, claimed) + lost
         if bool(((found - claimed).abs() > most).any()):
             what = "contradicts itself: rows have other norms than it has told"
@@ -385,8 +385,8 @@ def _contradictions(few: Block, squared_norms: Tensor) -> Iterator[str]:
     both = few.select(slice(0, 2))  # two show what a sum over samples makes of them
     squared = squared_sizes(right)
     size = squared.sum().sqrt()
-    bound = _bound(few, size)
-    lost = _lost(right, bound**2, few.dtype)
+    bound = _norm_bound(few, size)
+    lost = _rounding_loss(right, bound**2, few.dtype)
 
     def differs(found: Tensor, wanted: Tensor, most: Tensor) -> bool:
         gap = torch.linalg.vector_norm(wanted.sub_(found.to(wanted)))  # nothing else reads it
@@ -413,9 +413,9 @@ def contradiction(backend: str, what: str, where: str) -> CertificateError:
     return CertificateError(f"the {backend} backend {what}", where=where, remedy=remedy)
 
 
-def _bound(block: Block, otherwise: Tensor) -> Tensor:
+def _norm_bound(block: Block, otherwise: Tensor) -> Tensor:
     """Return the bound on a block's norms (0-d), and `otherwise` where it knows none."""
-    found = block.bound().to(otherwise)
+    found = block.norm_bound().to(otherwise)
     return torch.where(found.isfinite(), found, otherwise)
 
 
@@ -423,7 +423,7 @@ def _slip(of: Tensor | Block) -> float:
     return _SLIPS.get(of.dtype.to_real(), _COARSE)
 
 
-def _lost(rows: Tensor, squared: Tensor, dtype: torch.dtype) -> Tensor:
+def _rounding_loss(rows: Tensor, squared: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what sums of squares of rows (n, ...) lose by rounding, where terms are as large."""
     few = _ROUNDINGS * torch.finfo(dtype).eps * squared
     return few + torch.finfo(rows.dtype).tiny * rows[0].numel()

@@ -38,7 +38,7 @@ from gradscope.stages.reducers.base import State, carried_state, joined, parts
 from gradscope.stages.transforms.base import TransformScope, transforms
 
 _EACH = 512  # samples of a process at a time
-_ALONE = 2  # samples that a first proof compares with a batch of one
+_SINGLES = 2  # samples that a first proof compares with a batch of one
 _REFUTED = (CertificateError, CoupledSamplesError, UnsupportedError)
 _SAMPLES = (TransformScope.ELEMENTWISE, TransformScope.FACTOR)
 
@@ -49,7 +49,7 @@ class ModelParallelEvaluator:
 
     Attributes:
         certificate: The proof of the first batch (the last proof, if every batch has one), or None.
-        attended: A process without further samples joins the evaluations of the rest (`attend`).
+        uneven_inputs: A process without further samples joins the others (`join`).
     """
 
     problem: Problem
@@ -57,7 +57,7 @@ class ModelParallelEvaluator:
     auditor: Auditor
     record: Callable[[Batch, Certificate | None], None]  # each batch, and its proof if all has one
     certificate: Certificate | None = None
-    attended: bool = False
+    uneven_inputs: bool = False
 
     def __post_init__(self) -> None:
         processes = self.problem.model_parallel
@@ -65,17 +65,17 @@ class ModelParallelEvaluator:
         self.processes: ModelParallel = processes
         self._stack = ExitStack()
         self._evaluate: Evaluate | None = None
-        self._due = True  # a proof is
-        self._wary = False  # this process has refused a batch: every other is proved
+        self._proof_due = True  # a proof is
+        self._proves_every_batch = False  # this process has refused a batch: every other is proved
 
     def needs_proof(self) -> bool:
         """Return whether the next batch is proved, on all processes."""
-        return self.processes.any(self._due or self._wary)
+        return self.processes.any(self._proof_due or self._proves_every_batch)
 
     def close(self) -> None:
         """Release what the backend holds; it can be used again afterwards."""
         self._stack.close()
-        self._evaluate, self._due = None, True
+        self._evaluate, self._proof_due = None, True
 
     def evaluate(
         self,
@@ -93,34 +93,40 @@ class ModelParallelEvaluator:
         Raises:
             RefusedError: There is no exact, proved answer, on this process or on another.
         """
-        if self.attended:
+        if self.uneven_inputs:
             self.processes.any(True)
         number = self.auditor.audits.batches if ordinal is None else ordinal
-        return self._together(batch, request, number, last=last)
+        return self._evaluate_on_all(batch, request, number, last=last)
 
-    def attend(self, batch: Batch) -> None:
+    def join(self, batch: Batch) -> None:
         """Join the evaluations that other processes still make, with any samples of one's own."""
         while self.processes.any(False):
-            self._together(batch, ROWS, None)
+            self._evaluate_on_all(batch, ROWS, None)
 
-    def _together(
+    def _evaluate_on_all(
         self, batch: Batch, request: Request, number: int | None, *, last: bool = False
     ) -> Evaluation:
         """Evaluate a batch, the process's own one of this number or one for others' sake (None)."""
         processes, n = self.processes, len(batch)
-        counts, due = zip(*processes.of_all((n, self._due or self._wary)), strict=True)
-        self._due = any(due)
+        counts, due = zip(
+            *processes.all_gather((n, self._proof_due or self._proves_every_batch)), strict=True
+        )
+        self._proof_due = any(due)
         whole = batch.resized(max(2, *counts))
         try:
-            with processes.together(), torch.inference_mode(False), self.problem.state.kept():
-                found = self._answered(whole, request)
+            with (
+                processes.raise_on_all(),
+                torch.inference_mode(False),
+                self.problem.state.restoring(),
+            ):
+                found = self._run_backend(whole, request)
                 with processes.exchange():
                     proof = self._proof(whole, found, n, number, last=last)
         except Exception as error:  # all processes have one
             if isinstance(error, CertificateError):
                 error.remedy = "Evaluate the model in float64, or on one process."
-            self._due = True
-            self._wary |= isinstance(error, _REFUTED)
+            self._proof_due = True
+            self._proves_every_batch |= isinstance(error, _REFUTED)
             raise
         finally:  # a layer that stays whole would be used as it is now, whatever is trained
             processes.reshard()
@@ -129,7 +135,7 @@ class ModelParallelEvaluator:
         kept = found.gradients.select(slice(0, n))
         return replace(found, losses=found.losses[:n], gradients=Gradients(kept, batch.index))
 
-    def _answered(self, batch: Batch, request: Request) -> Evaluation:
+    def _run_backend(self, batch: Batch, request: Request) -> Evaluation:
         if self._evaluate is None:
             self._evaluate = self._stack.enter_context(backends.get("hooks")(self.problem))
         try:
@@ -147,38 +153,37 @@ class ModelParallelEvaluator:
         Returns the proof, if all of the batch was proved.
         """
         proof, plan = None, AuditPlan()
-        answer = Answer(self.problem, "hooks", batch, found, alone=1)
+        answer = Answer(self.problem, "hooks", batch, found, singles=1)
         with unmeasured(), other_random_numbers():
-            if self.verify != "never" and (self._due or self.verify == "always"):
+            if self.verify != "never" and (self._proof_due or self.verify == "always"):
                 self._find_precision(batch)
                 seed = derive_seed(self.auditor.seed, 0)
-                proof = prove(replace(answer, seed=seed, alone=_ALONE))
+                proof = prove(replace(answer, seed=seed, singles=_SINGLES))
                 lost = n - int(finite_samples(found)[:n].sum())
                 proof = replace(proof, samples=n, nonfinite=lost)
-                self.certificate, self._due = proof, not proof.proves
+                self.certificate, self._proof_due = proof, not proof.proves
             if number is not None:
                 new = found.new
                 plan = self.auditor.begin(len(batch), number, last=last, new=new, proof=proof)
-            audits = self.verify == "audit" and proof is None
             new = self.verify == "first" and proof is None and found.new
-            whole = self.processes.any((audits and plan.whole) or new)
-            alone = not whole and self.processes.any(audits and plan.alone > 0)
+            whole = self.processes.any(plan.whole_batch or new)
+            alone = not whole and self.processes.any(plan.singles > 0)
             answer = replace(answer, seed=derive_seed(self.auditor.seed, number or 0))
             if whole:
                 proof = prove(answer, after=self.certificate)
             elif alone:
                 prove_samples(answer)
             if number is not None:
-                plan = replace(plan, whole=whole, alone=int(alone))
-                self.auditor.end(plan, proof, audited=whole or alone)
+                plan = replace(plan, whole_batch=whole, singles=int(alone))
+                self.auditor.end(plan, proof)
         return proof
 
     def _find_precision(self, batch: Batch) -> None:
         """Find the narrowest dtype that the model or the device rounds to, on any process."""
-        with self.processes.together():
+        with self.processes.raise_on_all():
             own = computed_in(self.problem, batch)
         own = products(self.problem.device) if own == torch.float32 else own
-        every = self.processes.of_all(own)
+        every = self.processes.all_gather(own)
         self.processes.rounds_to = max(every, key=lambda dtype: torch.finfo(dtype).eps)
 
     def evaluations(self, batch: Batch) -> Iterator[tuple[Batch, Evaluation, bool]]:
@@ -187,7 +192,7 @@ class ModelParallelEvaluator:
         It is not where other processes have more samples than this one.
         """
         cut = [batch.select(slice(k, k + _EACH)) for k in range(0, len(batch), _EACH)]
-        count = max(self.processes.of_all(len(cut)))
+        count = max(self.processes.all_gather(len(cut)))
         for k in range(count):
             part = cut[min(k, len(cut) - 1)]
             found = self.evaluate(part, Request(rows=False), last=k + 1 == count > 1)
@@ -195,16 +200,16 @@ class ModelParallelEvaluator:
 
     def rows(self, batch: Batch) -> dict[str, Tensor]:
         """Return {name: (N, *shape)} of all processes' samples, sharded as the parameters are."""
-        counts = self.processes.of_all(len(batch))
+        counts = self.processes.all_gather(len(batch))
         gradients, found = self.evaluate(batch).gradients, {}
         with torch.no_grad():
             for name, block in gradients.items():
-                own = self._as_optimised(name, block.dense())
-                part = self.processes.spread(name, own, counts)
-                found[name] = self.processes.wrapped(name, part, sum(counts))
+                own = self._cast_as_sharded(name, block.dense())
+                part = self.processes.shard_rows(name, own, counts)
+                found[name] = self.processes.to_dtensor(name, part, sum(counts))
         return found
 
-    def _as_optimised(self, name: str, values: Tensor) -> Tensor:
+    def _cast_as_sharded(self, name: str, values: Tensor) -> Tensor:
         """Cast to the dtype of the parameter as the optimiser knows it."""
         p = self.processes.sharded.get(name)
         return values if p is None else values.to(p.dtype)
@@ -243,13 +248,13 @@ class ModelParallelEvaluator:
             count: How many of them count: none if only other processes still have samples.
         """
         reducer = reducer_of(chain)
-        counts = self.processes.of_all(count)
-        with self.processes.together():
+        counts = self.processes.all_gather(count)
+        with self.processes.raise_on_all():
             rows = chain.rows(gradients)
         states: list[State] = [{} for _ in counts]
         for name, block in rows.items():
-            with self.processes.together():
-                one = rows.of({name: block}).asked(reducer.powers)
+            with self.processes.raise_on_all():
+                one = rows.of({name: block}).with_powers(reducer.powers)
                 made = parts(carried_state(reducer.start(one)))[name]
             for kind, value in made.items():
                 if value.shape != block.shape:
@@ -259,7 +264,7 @@ class ModelParallelEvaluator:
                         where="chain",
                         remedy="Use mean, sum, second_moment, moment, var or std, or one process.",
                     )
-                every = self.processes.spread(name, value[None], [1] * len(counts))
+                every = self.processes.shard_rows(name, value[None], [1] * len(counts))
                 for own, of_rank in zip(states, every, strict=True):
                     own |= joined(own.get("n", of_rank.new_zeros(())), {name: {kind: of_rank}})
         for n, own in zip(counts, states, strict=True):
@@ -272,7 +277,7 @@ class ModelParallelEvaluator:
         found = {}
         for key, value in chain.finish(total.result(k)).items():
             name = key if key in self.problem.parameters else key.rpartition(".")[0]
-            found[key] = self.processes.wrapped(name, self._as_optimised(name, value))
+            found[key] = self.processes.to_dtensor(name, self._cast_as_sharded(name, value))
         return found
 
 

@@ -39,7 +39,8 @@ def gradients(
         return gradient.new_zeros(()).expand_as(gradient)  # the gradient is not kept
 
     named = problem.parameters
-    with problem.model_parallel.together():  # no process enters the backward pass if one has failed
+    # no process enters the backward pass if one has failed
+    with problem.model_parallel.raise_on_all():
         losses = problem.losses(batch)
     handles = [p.register_hook(partial(passes, k)) for k, p in named.items()]  # type: ignore[no-untyped-call]
     try:

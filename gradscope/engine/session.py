@@ -20,7 +20,7 @@ from gradscope.backends.base import (
 )
 from gradscope.backends.compiled import Compiled, not_compiled
 from gradscope.blocks import Evaluation, Gradients, Tuner
-from gradscope.core.batch import Batch, Tokens, is_empty, require_counted, tensors
+from gradscope.core.batch import Batch, Tokens, is_empty, require_positions, tensors
 from gradscope.core.precision import double
 from gradscope.core.registry import suggestion
 from gradscope.engine.audit import Auditor, AuditPlan, derive_seed
@@ -145,17 +145,17 @@ class Session:
         self.settings, self.backend = settings, settings.backend
         self.certificate: Certificate | None = None
         self.notes: list[str] = [*filter(None, [untested()])]
-        self.auditor = Auditor(settings.seed, always=settings.verify == "always")
+        self.auditor = Auditor(settings.seed, settings.verify)
         self.zeros: list[str] = []
-        self.tried: set[str] = set()
+        self.checked_chains: set[str] = set()
         self.rehearses = False  # its answers tell time and memory, and are forgotten
         self.tuner = Tuner.remembering()
         self.predictions = Predictions() if settings.predictions else None
         self._model, self._loss = model, resolve(loss)
-        self._fixed = None
+        self._randomness = None
         if settings.randomness == "fixed":
             require("randomness fixed", probe)
-            self._fixed = FixedRandomness(settings.seed)
+            self._randomness = FixedRandomness(settings.seed)
         if settings.rows == "token":
             self._loss = of_tokens(self._loss)
         self.factored_tokens = False  # the last answer about tokens had none in its dense form
@@ -163,12 +163,12 @@ class Session:
         self._stack = ExitStack()
         self._compiled: Compiled | None = None
         self._evaluate: Evaluate | None = None
-        self._waiting: list[str] = []
-        self._due = True  # a proof is
-        self._trains = False  # some gradient was not zero
-        self._wary = False  # one batch was refused: every other is proved
-        self._doubtful = 0  # batches since the last one that was proved
-        self._unaudited: Batch | None = None  # the last one, unless it was proved
+        self._fallbacks: list[str] = []
+        self._proof_due = True  # a proof is
+        self._had_gradients = False  # some gradient was not zero
+        self._proves_every_batch = False  # one batch was refused: every other is proved
+        self._batches_since_proof = 0  # batches since the last one that was proved
+        self._unaudited_batch: Batch | None = None  # the last one, unless it was proved
         self._facts: list[Any] | None = None
         self._bind()
 
@@ -177,7 +177,9 @@ class Session:
         asked = self.settings
         self.model_parallel: ModelParallelEvaluator | None = None
         self._stack.close()
-        problem = Problem.of(self._model, self._loss, asked.parameters).fixed(self._fixed)
+        problem = Problem.of(self._model, self._loss, asked.parameters).with_fixed_randomness(
+            self._randomness
+        )
         if double(problem.device) != torch.float64:
             self.notes.append(
                 f"the device {problem.device} has no float64: sums are taken in float32, and what "
@@ -186,7 +188,7 @@ class Session:
         self.problem = replace(
             problem,
             running_statistics=asked.coupling == "frozen",
-            seen=None if self.predictions is None else self.predictions.watch,
+            observer=None if self.predictions is None else self.predictions.watch,
             rows=asked.rows,
         )
         self.labels = Labels(asked.labels, self.problem, asked.seed, own_loss=asked.own_loss)
@@ -199,7 +201,7 @@ class Session:
             self.notes.append(f"not compiled: {against}")
         elif asked.compile:
             faster, check = asked.backend == AUTO, asked.verify != "never"
-            own = (self.problem, self._uncompiled, self.notes)
+            own = (self.problem, self._evaluate_uncompiled, self.notes)
             self._compiled = Compiled(*own, faster=faster, check=check)
         part = compiled_part(self._model)
         if part is not None:
@@ -207,7 +209,7 @@ class Session:
                 f"{part} runs as it is written, which may take longer: compiled, it records one "
                 "operation, in which samples cannot be told apart"
             )
-        self._trains, self._wary, self._doubtful = False, False, 0
+        self._had_gradients, self._proves_every_batch, self._batches_since_proof = False, False, 0
         self._facts = None if self.problem.model_parallel else facts(self._model)
         self.close()
         if self.problem.model_parallel is not None:
@@ -226,20 +228,20 @@ class Session:
         return made
 
     @property
-    def proved(self) -> bool:
+    def last_is_proved(self) -> bool:
         """Whether the last answer was proved whole."""
-        return self._doubtful == 0
+        return self._batches_since_proof == 0
 
     def needs_proof(self) -> bool:
         """Return whether the next batch is proved, as the first is, and what follows a change."""
-        self.bound_anew()
-        due = self._due if self.model_parallel is None else self.model_parallel.needs_proof()
+        self.rebind_if_changed()
+        due = self._proof_due if self.model_parallel is None else self.model_parallel.needs_proof()
         return due and self.settings.verify != "never"
 
     @property
-    def has_others(self) -> bool:
+    def has_fallback(self) -> bool:
         """Whether another backend waits for its turn, now that the last one was found wrong."""
-        return 0 < len(self._waiting) < len(self._candidates())
+        return 0 < len(self._fallbacks) < len(self._candidates())
 
     @property
     def compiles(self) -> bool:
@@ -258,7 +260,7 @@ class Session:
         if t is not None:
             return Tokens.among(batch, torch.ones(len(batch), t, dtype=torch.bool))
         with torch.inference_mode(False):
-            counted, said = self.problem.counted(batch.detached())
+            counted, said = self.problem.position_mask(batch.detached())
         if not said:
             self._positions[shapes] = counted.shape[1]
         return Tokens.among(batch, counted)
@@ -283,10 +285,10 @@ class Session:
             RefusedError: No candidate backend has an exact, proved answer.
         """
         batch = self.rows_of(batch)
-        now = self.bound_anew()
+        now = self.rebind_if_changed()
         if is_empty(batch) and self.model_parallel is None:
             return no_samples(self.problem)  # which proves nothing
-        require_counted(len(batch))
+        require_positions(len(batch))
         if self.model_parallel is not None:
             return self.model_parallel.evaluate(
                 batch.detached(), request, ordinal=ordinal, last=last
@@ -297,14 +299,14 @@ class Session:
             self.predictions.forget()
         number = self.auditor.audits.batches if ordinal is None else ordinal
         try:
-            with torch.inference_mode(False), self.problem.state.kept():
-                evaluation, proof = self._answered(batch, request, number, last=last)
+            with torch.inference_mode(False), self.problem.state.restoring():
+                evaluation, proof = self._evaluate_batch(batch, request, number, last=last)
         except RefusedError:
-            self._due = self._wary = True
+            self._proof_due = self._proves_every_batch = True
             raise
         except BaseException as error:
-            self._due = True  # until a proof has passed, nothing more is answered
-            gone = device_error(error, batch.told)
+            self._proof_due = True  # until a proof has passed, nothing more is answered
+            gone = device_error(error, batch.description)
             if gone is None:
                 raise
             raise gone from error
@@ -318,40 +320,40 @@ class Session:
         if self.problem.state.mistaken:
             self._note(MISTAKEN)
         blocks = evaluation.gradients.values()
-        self.factored_tokens = isinstance(batch, Tokens) and any(b.held is None for b in blocks)
+        self.factored_tokens = isinstance(batch, Tokens) and any(
+            b.dense_if_formed is None for b in blocks
+        )
         self._record(batch, proof)
         if request.stored and not request.factors:
-            evaluation = replace(evaluation, gradients=evaluation.gradients.formed(anyway=True))
+            evaluation = replace(evaluation, gradients=evaluation.gradients.densify(always=True))
         return evaluation
 
-    def _answered(
+    def _evaluate_batch(
         self, batch: Batch, request: Request, number: int, *, last: bool
     ) -> tuple[Evaluation, Certificate | None]:
         """Return an answer, audited if it is to be, and its proof if all of it was proved."""
         before, drew = self.certificate, self.problem.state.drew
-        answer: Evaluate = self._uncompiled if self._compiled is None else self._compiled
-        if self._fixed is not None:
-            self._fixed.new = False
+        answer: Evaluate = self._evaluate_uncompiled if self._compiled is None else self._compiled
+        if self._randomness is not None:
+            self._randomness.new = False
         evaluation = answer(batch, request)
         proof = None if self.certificate is before else self.certificate
         new = evaluation.new or self.problem.state.drew > drew
-        new = new or (self._fixed is not None and self._fixed.new)
+        new = new or (self._randomness is not None and self._randomness.new)
         plan = self.auditor.begin(len(batch), number, last=last, new=new, proof=proof)
-        audited = self.settings.verify == "audit" and proof is None
-        audited = audited and (plan.whole or plan.alone > 0)
-        if audited:
-            evaluation, proof = self._audited(batch, request, number, plan, evaluation)
-        self.auditor.end(plan, proof, audited=audited)
+        if plan.whole_batch or plan.singles:
+            evaluation, proof = self._audit(batch, request, number, plan, evaluation)
+        self.auditor.end(plan, proof)
         return evaluation, proof
 
-    def bound_anew(self) -> list[Any]:
+    def rebind_if_changed(self) -> list[Any]:
         """Bind the model again if it was changed; return what a proof takes for granted of it."""
         if self.problem.model_parallel is not None:
             self.problem.model_parallel.reshard()
         now = facts(self.problem.model)
         changed = self._facts is not None and self._facts != now
         if (
-            self.model_parallel is None or not self.model_parallel.attended
+            self.model_parallel is None or not self.model_parallel.uneven_inputs
         ):  # else others may attend to it
             changed = self.problem.any(changed)
         if changed:
@@ -369,21 +371,21 @@ class Session:
             self.certificate = self.model_parallel.certificate
             self._note_precision(self.problem.precision, self.problem.dtype.to_real())
         waits = self.settings.verify == "audit" and proof is None
-        self._unaudited = batch if waits else None  # else nobody's data are held
-        self._doubtful = 0 if proof is not None else self._doubtful + 1
+        self._unaudited_batch = batch if waits else None  # else nobody's data are held
+        self._batches_since_proof = 0 if proof is not None else self._batches_since_proof + 1
 
-    def predicted(self, batch: Batch, evaluation: Evaluation) -> Columns:
+    def predictions_of(self, batch: Batch, evaluation: Evaluation) -> Columns:
         """Return what the model predicts of the batch that was evaluated last, if that is kept."""
         if self.predictions is None:
             return {}
         with torch.inference_mode(False):
             return self.predictions.of(self.problem, self.labels, batch, evaluation)
 
-    def _uncompiled(self, batch: Batch, request: Request = ROWS, /) -> Evaluation:
+    def _evaluate_uncompiled(self, batch: Batch, request: Request = ROWS, /) -> Evaluation:
         """Answer by the first candidate that does not refuse, proved where a proof is due."""
         while True:
             try:
-                found = self._proved(batch, request)
+                found = self._evaluate_and_certify(batch, request)
                 return replace(found, gradients=Gradients(found.gradients, batch.index))
             except CoupledSamplesError:
                 raise  # true for every backend
@@ -391,13 +393,13 @@ class Session:
                 if not self.drop_backend(error):
                     raise
 
-    def _proved(self, batch: Batch, request: Request) -> Evaluation:
+    def _evaluate_and_certify(self, batch: Batch, request: Request) -> Evaluation:
         asked = self.settings
         if self._evaluate is None:
-            self.backend = self._waiting.pop(0)
+            self.backend = self._fallbacks.pop(0)
             backend = backend_of(self.backend, asked.rows, own_loss=asked.own_loss)
             self._evaluate = self._stack.enter_context(backend(self.problem))
-        due = self._due or self._wary or asked.verify == "always"
+        due = self._proof_due or self._proves_every_batch or asked.verify == "always"
         if asked.verify == "never" or not due:
             return self._evaluate(batch, request)
         bound, seed = self._evaluate, derive_seed(asked.seed, 0)
@@ -414,13 +416,14 @@ class Session:
                 batch,
                 own_loss=asked.own_loss,
                 seed=seed,
-                trains=self._trains,
+                trains=self._had_gradients,
             )
         first, self.certificate = self.certificate is None, proof
-        if first or (proof.proves and not self._trains):  # what was said before held no proof
+        # what was said before held no proof
+        if first or (proof.proves and not self._had_gradients):
             before, self.zeros = self.zeros, zero_notes(self.problem, batch, proof)
             self.notes[:] = [*(note for note in self.notes if note not in before), *self.zeros]
-        self._due, self._trains = not proof.proves, self._trains or proof.proves
+        self._proof_due, self._had_gradients = not proof.proves, self._had_gradients or proof.proves
         with suppress(ModelError):  # not every model takes one sample of them
             self._note_precision(computed_in(self.problem, batch), self.problem.precision)
         return evaluation
@@ -440,28 +443,28 @@ class Session:
 
     def drop_backend(self, error: RefusedError) -> bool:
         """Let go of a backend that has no right answer; return whether there is another."""
-        self._due = True
+        self._proof_due = True
         self.notes.append(f"{self.backend} refused: {error.what}")
         self._stack.close()
         self._evaluate = None
-        if self._waiting:
+        if self._fallbacks:
             return True
-        self._waiting = self._candidates()
+        self._fallbacks = self._candidates()
         return False
 
     def _candidates(self) -> list[str]:
         return [*candidates(self.settings.backend, own_loss=self.settings.own_loss)]
 
-    def _audited(
+    def _audit(
         self, batch: Batch, request: Request, number: int, plan: AuditPlan, evaluation: Evaluation
     ) -> tuple[Evaluation, Certificate | None]:
         """Look at an answer once more; return it, and its proof if all of it was proved."""
         state, uncompiled = self.problem.state, evaluation
-        known = state.found
+        known = state.change_count
         try:
-            with state.watched(again=True) if plan.recorded else nullcontext():
+            with state.watching(again=True) if plan.recorded else nullcontext():
                 if evaluation.compiled and self._compiled is not None:
-                    uncompiled = self._uncompiled(batch)
+                    uncompiled = self._evaluate_uncompiled(batch)
                     self._compiled.require_equal(evaluation, uncompiled, request)
                 answer = Answer(
                     self.problem,
@@ -470,30 +473,30 @@ class Session:
                     uncompiled,
                     own_loss=self.settings.own_loss,
                     seed=derive_seed(self.settings.seed, number),
-                    alone=plan.alone,
-                    trains=self._trains,
+                    singles=plan.singles,
+                    trains=self._had_gradients,
                 )
                 proof = None
-                if plan.whole:
+                if plan.whole_batch:
                     proof = prove(answer, after=self.certificate)
                 else:
                     prove_samples(answer)
-            if state.found == known:
+            if state.change_count == known:
                 return evaluation, proof
             # what the forward pass changes here is put back from now on: does it matter?
-            again = self._uncompiled(batch)
+            again = self._evaluate_uncompiled(batch)
             if same(again.losses, evaluation.losses, precision=self.problem.precision):
-                return self._audited(batch, request, number, plan, again)
+                return self._audit(batch, request, number, plan, again)
             raise CertificateError(
                 f"the forward pass changes {state.latest}, and with it the losses",
-                where=batch.told,
+                where=batch.description,
                 remedy="It is put back from now on: begin again with the first batch.",
             )
         except CertificateError as error:
             self.drop_backend(error)
             raise
 
-    def repeated(self, run: Callable[[], T], *, again: bool = True) -> T:
+    def retry(self, run: Callable[[], T], *, again: bool = True) -> T:
         """Return what `run` returns, with another backend where an audit found the first wrong.
 
         That is, where all answers that were given before have been proved.
@@ -502,7 +505,7 @@ class Session:
             run: What there is to do.
             again: Whether it can be begun again: not where other processes are in the middle of it.
         """
-        doubtful = self._doubtful
+        doubtful = self._batches_since_proof
         while True:
             try:
                 with self.tuner.active():
@@ -513,14 +516,14 @@ class Session:
                         f"The answers to {doubtful} batches since the last that was proved may be "
                         f"wrong as well.\n{error.remedy}"
                     )
-                if doubtful or self._evaluate is not None or not (again and self.has_others):
+                if doubtful or self._evaluate is not None or not (again and self.has_fallback):
                     raise
 
     def close(self) -> None:
         """Let go of what the backend holds; the session can be used again afterwards."""
         self._stack.close()
-        self._evaluate, self._due, self._unaudited = None, True, None
-        self._waiting = self._candidates()
+        self._evaluate, self._proof_due, self._unaudited_batch = None, True, None
+        self._fallbacks = self._candidates()
         if self._compiled is not None:
             self._compiled.forget()
         if self.model_parallel is not None:
@@ -532,7 +535,7 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Audit the last batch, unless that was done or an error is under way, and close."""
         try:
-            if kind is None and self._unaudited is not None:
-                self.evaluate(self._unaudited, last=True)
+            if kind is None and self._unaudited_batch is not None:
+                self.evaluate(self._unaudited_batch, last=True)
         finally:
             self.close()

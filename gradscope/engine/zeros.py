@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gradscope.core.batch import Batch, whole_of
+from gradscope.core.batch import Batch, sample_batch_of
 from gradscope.core.texts import listed
 from gradscope.engine.certificate import Certificate
 from gradscope.model.problem import Problem
@@ -32,16 +32,16 @@ def zero_notes(problem: Problem, batch: Batch, proof: Certificate) -> list[str]:
     """
     lost = unreached(problem, batch, proof.unused) if proof.unused else ()
     still = [name for name in proof.unused if name not in lost]
-    told = whole_of(batch).told
-    notes = [] if proof.proves else [f"{NOTHING} ({told})"]
+    which = sample_batch_of(batch).description
+    notes = [] if proof.proves else [f"{NOTHING} ({which})"]
     if lost:
         notes.append(
-            f"no loss of {told} reaches {listed(lost)}: the gradient is zero. If it is to be "
+            f"no loss of {which} reaches {listed(lost)}: the gradient is zero. If it is to be "
             "trained, look for detach, for a value that is kept from a forward pass under "
             "torch.no_grad, and for a branch that none of these samples takes"
         )
     if still and proof.proves:
         notes.append(
-            f"the losses of {told} reach {listed(still)}, and each gradient there is exactly zero"
+            f"the losses of {which} reach {listed(still)}, and each gradient there is exactly zero"
         )
     return notes

@@ -183,10 +183,10 @@ def _made(func: Any, given: dict[str, Any], words: Words) -> Any:
         raise UnsupportedError(
             f"fixed random numbers of dtype {dtype} are not supported", remedy=EVAL
         )
-    drawn = _DRAWS[kind](words(shape, torch.device(place or "cpu")), given | {"dtype": dtype})
+    values = _DRAWS[kind](words(shape, torch.device(place or "cpu")), given | {"dtype": dtype})
     if func._schema.name.endswith("_"):
-        return given["self"].copy_(drawn)
-    return cast(drawn, dtype=dtype)
+        return given["self"].copy_(values)
+    return cast(values, dtype=dtype)
 
 
 def _dropout(func: Any, given: dict[str, Any], words: Words) -> Any:

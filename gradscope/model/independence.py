@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from gradscope.core.batch import Batch, Tokens, samples_of, tensors, whole_of, with_samples
+from gradscope.core.batch import Batch, Tokens, sample_batch_of, samples_of, tensors, with_samples
 from gradscope.core.precision import doubled
 from gradscope.core.texts import unequal
 from gradscope.errors import CoupledSamplesError, ModelError, RefusedError, UnsupportedError
@@ -34,9 +34,9 @@ from gradscope.model.rounding import (
     all_in_float64,
     computed_in,
     fits_in_float64,
+    is_close,
     nearby,
     same,
-    within,
 )
 from gradscope.process.shortage import is_machine_error
 
@@ -113,7 +113,7 @@ def regrouped(
     the batch. The remaining samples form `parts` random parts of nearly equal size.
     """
     if isinstance(batch, Tokens):  # tokens of one sample stay together
-        rows, groups = samples_of(batch), regrouped(batch.whole, draw, (), parts)
+        rows, groups = samples_of(batch), regrouped(batch.sample_batch, draw, (), parts)
         left = ~torch.isin(torch.arange(len(batch)), torch.tensor([*alone], dtype=torch.int64))
         shared = [torch.cat([(left & (rows == k)).nonzero().flatten() for k in g]) for g in groups]
         return [*(torch.tensor([k]) for k in alone), *(part for part in shared if len(part))]
@@ -200,8 +200,8 @@ def _coupled(
         where = mixing_layer(problem, batch, int(rows[worst]), tolerance)
     numbers = unequal(float(here[worst]), float(other[worst]))
     return CoupledSamplesError(
-        f"the loss of {batch.select(rows[worst][None]).told} {said.format(*numbers)}: it depends "
-        "on other samples",
+        f"the loss of {batch.select(rows[worst][None]).description} {said.format(*numbers)}: "
+        "it depends on other samples",
         where=where,
         remedy=coupled_remedy(where, batch),
     )
@@ -285,7 +285,7 @@ def require_unaffected(
         with all_in_float64(problem, batch) as (wide, cast):
             _require_unaffected_exactly(wide, cast, seed)
     except (ModelError, RefusedError) as error:
-        random = isinstance(error, UnsupportedError) and problem.state.fixed is None
+        random = isinstance(error, UnsupportedError) and problem.state.randomness is None
         if random or isinstance(error, CoupledSamplesError):
             raise
         return False
@@ -295,7 +295,7 @@ def require_unaffected(
 def _unchanged(losses: Tensor, found: Sequence[tuple[Tensor, Tensor]]) -> bool:
     """Whether losses (n,) equal those found at some rows to the last bit; NaN equals NaN."""
     pairs = ((losses[rows.to(losses.device)], again) for rows, again in found)
-    return all(within(own, again, 0.0) for own, again in pairs)
+    return all(is_close(own, again, 0.0) for own, again in pairs)
 
 
 def _replaced(problem: Problem, batch: Batch, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -303,7 +303,7 @@ def _replaced(problem: Problem, batch: Batch, seed: int) -> Iterator[tuple[Tenso
 
     First half of the samples is kept, then the other half.
     """
-    whole, owner = whole_of(batch), samples_of(batch)
+    whole, owner = sample_batch_of(batch), samples_of(batch)
     draw = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(whole), generator=draw)
     for kept, gone in (order.tensor_split(2), order.tensor_split(2)[::-1]):
@@ -336,7 +336,7 @@ def _require_equal(
     """Raise if losses of rows (m,) of a batch differ from `found` by more than rounding."""
     own = losses[rows.to(losses.device)]
     tolerance = _EXACT * torch.finfo(problem.precision).eps
-    equal = within(own, found, tolerance, losses)
+    equal = is_close(own, found, tolerance, losses)
     if problem.any(not equal):
         equal = _is_spread(problem, batch, rows, losses, found) or equal
     if not problem.any(not equal):
@@ -360,7 +360,7 @@ def require_own_gradients(problem: Problem, batch: Batch, seed: int = 0) -> Tens
         return problem.losses(batch).detach()
     draw = torch.Generator().manual_seed(seed)
     owner = samples_of(batch)
-    n = len(whole_of(batch))
+    n = len(sample_batch_of(batch))
     powers = torch.randint(0, 4 if problem.precision == torch.float16 else 12, (n,), generator=draw)
     signs = torch.randint(0, 2, (n,), generator=draw) * 2 - 1
     weights = signs * 2.0**powers
@@ -390,10 +390,10 @@ def _require_own(
         others = (samples_of(batch) != k).to(losses)
         left = [_rows(t).nan_to_num() for t in slopes(losses, inputs, others)]
         if any(bool(t[k].norm() > 64 * eps * t.norm()) for t in left):
-            where = mixing_layer(problem, whole_of(batch), k)
+            where = mixing_layer(problem, sample_batch_of(batch), k)
             raise CoupledSamplesError(
                 "the loss of another sample has a gradient with respect to the inputs of "
-                f"{whole_of(batch).one(k).told}",
+                f"{sample_batch_of(batch).one(k).description}",
                 where=where,
                 remedy=coupled_remedy(where, batch),
             )
@@ -465,10 +465,10 @@ def mixing_layer(
     an expert.
     """
     if isinstance(batch, Tokens):
-        sample, batch = int(batch.sample[sample]), batch.whole
+        sample, batch = int(batch.sample[sample]), batch.sample_batch
     n = len(batch)
     moved = torch.arange(n).roll(-sample)
-    equal = same if tolerance is None else partial(within, tolerance=tolerance)
+    equal = same if tolerance is None else partial(is_close, tolerance=tolerance)
     found = None
     try:
         first = _recorded(problem, batch)

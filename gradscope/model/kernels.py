@@ -65,9 +65,9 @@ class _Layout(NamedTuple):
     def of(cls, t: Tensor) -> "_Layout":
         last = torch.channels_last if t.dim() == 4 else torch.channels_last_3d
         row_by_row = t.is_contiguous()
-        behind = t.dim() in (4, 5) and t.is_contiguous(memory_format=last)
-        named = behind and not row_by_row and t.stride(0) >= t[0].numel()
-        return cls(row_by_row, behind, last if named else torch.contiguous_format)
+        channels_last = t.dim() in (4, 5) and t.is_contiguous(memory_format=last)
+        named = channels_last and not row_by_row and t.stride(0) >= t[0].numel()
+        return cls(row_by_row, channels_last, last if named else torch.contiguous_format)
 
     def taken_for(self, other: "_Layout") -> bool:
         """Whether the kernel misreads this layout if the gradient has the layout `other`."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gradscope.core.batch import Batch, tensors, whole_of
+from gradscope.core.batch import Batch, sample_batch_of, tensors
 from gradscope.core.texts import count
 from gradscope.errors import GradscopeError, ModelError, UnsupportedError
 from gradscope.model.randomness import Unplanned
@@ -197,13 +197,13 @@ PACKED = (
 
 def shapes_of(batch: Batch) -> str:
     """Return "3 samples: inputs (3, 4) float32; targets (3,) int64"."""
-    samples = whole_of(batch)
+    samples = sample_batch_of(batch)
 
-    def listed(tree: object) -> str:
+    def describe(tree: object) -> str:
         found = (f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors(tree))
         return ", ".join(found) or "none"
 
-    inputs, targets = listed(samples.inputs), listed(samples.targets)
+    inputs, targets = describe(samples.inputs), describe(samples.targets)
     return f"{count(len(samples), 'sample')}: inputs {inputs}; targets {targets}"
 
 
@@ -303,10 +303,10 @@ def _hint(error: BaseException, batch: Batch | None) -> tuple[str | None, str]:
 
 def _sample(tree: object, batch: Batch, value: int) -> str | None:
     """Return the first sample whose integers contain `value`."""
-    samples = whole_of(batch)
+    samples = sample_batch_of(batch)
     for tensor in tensors(tree):
         if tensor.dtype in _WHOLE and tensor.dim() and len(tensor) == len(samples):
             rows: Tensor = (tensor == value).reshape(len(samples), -1).any(1)
             if rows.any():
-                return samples.one(int(rows.nonzero()[0])).told
+                return samples.one(int(rows.nonzero()[0])).description
     return None

@@ -17,14 +17,22 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from gradscope.core.batch import Batch, Tokens, call, map_tensors, output, token_losses, whole_of
+from gradscope.core.batch import (
+    Batch,
+    Tokens,
+    call,
+    map_tensors,
+    output,
+    sample_batch_of,
+    token_losses,
+)
 from gradscope.core.precision import cast, double
 from gradscope.core.texts import listed
 from gradscope.errors import ModelError, RefusedError, SpecError, UnsupportedError
 from gradscope.model.copies import deep_copy, graph_leaves
 from gradscope.model.locate import PACKED, shapes_of, user_code
 from gradscope.model.randomness import FixedRandomness, forked, switched_off
-from gradscope.model.ranks import ModelParallel, Ranks, alone, ranks_of
+from gradscope.model.ranks import ModelParallel, Ranks, ranks_of, without_ddp
 from gradscope.model.reach import reachable
 from gradscope.model.state import ModelState
 from gradscope.process.shortage import is_machine_error
@@ -33,7 +41,7 @@ from gradscope.process.stops import require_time
 T = TypeVar("T")
 Loss = Callable[..., Tensor]
 RowKind = Literal["sample", "token"]
-Seen = Callable[[Loss, Any, Any, Tensor], None]  # loss, outputs, targets, losses
+OutputObserver = Callable[[Loss, Any, Any, Tensor], None]  # loss, outputs, targets, losses
 
 
 class Predictive(NamedTuple):
@@ -136,7 +144,9 @@ class Problem:
     # whether normalisation layers use running statistics in any mode
     running_statistics: bool = False
     state: ModelState = None  # type: ignore[assignment]  # created if not given
-    seen: Seen | None = None  # called after each forward pass that leaves its outputs unchanged
+    observer: OutputObserver | None = (
+        None  # called after forward passes that leave their outputs unchanged
+    )
     ranks: Ranks | None = None  # the processes that train the model together, or None
     # the kind of rows; with tokens, the loss returns (n, t) and batches are `Tokens`
     rows: RowKind = "sample"
@@ -171,7 +181,7 @@ class Problem:
         ranks = ranks_of(model)
         # the graph contains them in the form of the forward pass
         if isinstance(ranks, ModelParallel):
-            chosen = {k: ranks.whole.get(k, p) for k, p in chosen.items()}
+            chosen = {k: ranks.unsharded.get(k, p) for k, p in chosen.items()}
         return cls(model, loss, chosen, ranks=ranks)
 
     @property
@@ -183,7 +193,7 @@ class Problem:
         """Whether `flag` is true on any process of a sharded model."""
         return flag if self.model_parallel is None else self.model_parallel.any(flag)
 
-    def fixed(self, fixed: FixedRandomness | None) -> "Problem":
+    def with_fixed_randomness(self, fixed: FixedRandomness | None) -> "Problem":
         """Return the same problem with random numbers drawn by `fixed`."""
         return replace(self, state=ModelState(self.model, self.function, fixed))
 
@@ -224,13 +234,15 @@ class Problem:
         For `Tokens`, the result has one loss per row. For other batches with rows="token", it is
         (n, t).
         """
-        return self.drawn(batch, partial(self._evaluated, batch, graph=graph))
+        return self.with_randomness(batch, partial(self._evaluate, batch, graph=graph))
 
-    def counted(self, batch: Batch) -> tuple[Tensor, bool]:
+    def position_mask(self, batch: Batch) -> tuple[Tensor, bool]:
         """Return which positions of samples count, (n, t) bool, and whether the loss decides it."""
-        return self.drawn(batch, partial(self._counted, batch))
+        return self.with_randomness(batch, partial(self._find_positions, batch))
 
-    def drawn(self, batch: Batch, evaluate: Callable[[], T], *, single: bool = False) -> T:
+    def with_randomness(
+        self, batch: Batch, evaluate: Callable[[], T], *, single: bool = False
+    ) -> T:
         """Return the result of `evaluate`, with fixed random numbers if the problem has them.
 
         Args:
@@ -238,29 +250,31 @@ class Problem:
             evaluate: Runs the model on the samples.
             single: Whether the model sees a batch of one that represents all samples.
         """
-        fixed = self.state.fixed
+        fixed = self.state.randomness
         if fixed is None:
             return evaluate()
-        losses = replace(self, seen=None)._of_samples
-        return fixed.over(self.model, whole_of(batch), evaluate, losses, single=single)
+        losses = replace(self, observer=None)._of_samples
+        return fixed.evaluate_batch(
+            self.model, sample_batch_of(batch), evaluate, losses, single=single
+        )
 
-    def _evaluated(self, batch: Batch, *, graph: bool = True) -> Tensor:
+    def _evaluate(self, batch: Batch, *, graph: bool = True) -> Tensor:
         try:
-            with self._guarded(batch, graph=graph):
-                losses = self._checked(self._raw(batch, self.seen), batch)
+            with self._evaluating(batch, graph=graph):
+                losses = self._check_losses(self._raw(batch, self.observer), batch)
         except ModelError as error:  # for example, because the dtype differs from the copy's
-            if names := self._held():
-                raise _shared(names) from error
+            if names := self._original_names():
+                raise _sharing_error(names) from error
             raise
         self._require_own(losses)
         return losses
 
     def _of_samples(self, batch: Batch) -> Tensor:
-        losses = self._evaluated(batch)
+        losses = self._evaluate(batch)
         return losses if losses.dim() == 1 else losses.sum(1)
 
-    def _counted(self, batch: Batch) -> tuple[Tensor, bool]:
-        with self._guarded(batch, graph=False):
+    def _find_positions(self, batch: Batch) -> tuple[Tensor, bool]:
+        with self._evaluating(batch, graph=False):
             values, counted = token_losses(self._raw(batch), len(batch), self._loss_name)
             if counted is None:
                 return torch.ones(values.shape, dtype=torch.bool), False
@@ -274,9 +288,9 @@ class Problem:
         return switched_off(torch.backends.cudnn) if evaluates else nullcontext()
 
     @contextmanager
-    def _guarded(self, batch: Batch, *, graph: bool) -> Iterator[None]:
+    def _evaluating(self, batch: Batch, *, graph: bool) -> Iterator[None]:
         with (
-            self.state.kept(),
+            self.state.restoring(),
             self._differentiable(),
             self._scratch_buffers(),
             self._frozen_statistics(),
@@ -305,7 +319,7 @@ class Problem:
             for table, key, own in places:
                 table[key] = given[id(own)]
             with self._frozen_statistics():
-                return self._checked(self._raw(batch), batch)
+                return self._check_losses(self._raw(batch), batch)
         finally:
             for table, key, own in places:
                 table[key] = own
@@ -320,7 +334,7 @@ class Problem:
         try:
             with torch.no_grad():  # TorchScript copies parameters with a recorded operation
                 leaves = dtype == torch.float64 and double(self.device) != dtype
-                model, copies = deep_copy(self.model, _hosted(self.model) if leaves else {})
+                model, copies = deep_copy(self.model, _cpu_copies(self.model) if leaves else {})
         except RefusedError:
             raise
         except Exception as error:  # deepcopy runs the user's code
@@ -344,7 +358,7 @@ class Problem:
         loss = copies.of(self.loss)
         loss = model_loss(loss) if self.of_model and not is_model_loss(loss) else loss
         made = replace(self, model=model, loss=loss, parameters=parameters, original=self)
-        return replace(made, state=ModelState(model, made.function, self.state.fixed))
+        return replace(made, state=ModelState(model, made.function, self.state.randomness))
 
     def _require_own(self, losses: Tensor) -> None:
         """Raise if losses of a copied model are computed with the original's parameters."""
@@ -353,9 +367,9 @@ class Problem:
         others = {id(p): name for name, p in self.original.model.named_parameters()}
         names = sorted({others[id(leaf)] for leaf in graph_leaves(losses) if id(leaf) in others})
         if names:
-            raise _shared(names)
+            raise _sharing_error(names)
 
-    def _held(self) -> list[str]:
+    def _original_names(self) -> list[str]:
         """Return the original's modules and parameters to which a copied model still refers."""
         if self.original is None:
             return []
@@ -383,33 +397,33 @@ class Problem:
             for layer in layers:
                 layer.training = True
 
-    def _raw(self, batch: Batch, seen: Seen | None = None) -> Any:
+    def _raw(self, batch: Batch, observer: OutputObserver | None = None) -> Any:
         if not torch.compiler.is_compiling():
             require_time(self.any)
         # a forward pass may write to its arguments, so it gets copies; all have the same layout:
         # then any selection of samples runs the same program
         own = batch.map(lambda t: t.clone(memory_format=torch.contiguous_format))
-        with alone(self.model):
-            return self._of_copies(own, batch, seen)
+        with without_ddp(self.model):
+            return self._of_copies(own, batch, observer)
 
-    def _of_copies(self, own: Batch, batch: Batch, seen: Seen | None) -> Any:
+    def _of_copies(self, own: Batch, batch: Batch, observer: OutputObserver | None) -> Any:
         if self.of_model:
             return self.loss(self.model, own.inputs, own.targets)
         outputs = call(self.model, own.inputs)
-        told = output(outputs)
-        if seen is None or type(told) is not Tensor or told.is_inference():
+        tensor = output(outputs)
+        if observer is None or type(tensor) is not Tensor or tensor.is_inference():
             return self.loss(outputs, own.targets)
-        version = told._version
+        version = tensor._version
         losses = self.loss(outputs, own.targets)
-        if told._version == version and isinstance(losses, Tensor):
-            seen(self.loss, told, batch.targets, losses)
+        if tensor._version == version and isinstance(losses, Tensor):
+            observer(self.loss, tensor, batch.targets, losses)
         return losses
 
     @property
     def _loss_name(self) -> str:
         return getattr(self.loss, "__name__", type(self.loss).__name__)
 
-    def _checked(self, losses: Any, batch: Batch) -> Tensor:
+    def _check_losses(self, losses: Any, batch: Batch) -> Tensor:
         if self.rows == "token":
             return self._of_tokens(losses, batch)
         name, n = self._loss_name, len(batch)
@@ -445,7 +459,7 @@ class Problem:
     def _of_tokens(self, found: Any, batch: Batch) -> Tensor:
         """Return the losses (m,) of token rows; for other batches, (n, t)."""
         rows = batch if isinstance(batch, Tokens) else None
-        n = len(batch) if rows is None else len(rows.held)
+        n = len(batch) if rows is None else len(rows.sample_index)
         values, _ = token_losses(found, n, self._loss_name)
         if rows is None:
             return values
@@ -553,7 +567,7 @@ def _require_ordinary(name: str, p: Tensor) -> None:
     raise UnsupportedError(what, where=f"parameter {name!r}", remedy=remedy)
 
 
-def _shared(names: list[str]) -> RefusedError:
+def _sharing_error(names: list[str]) -> RefusedError:
     return RefusedError(
         f"a copy of the model, made for a cross-check, uses {listed(names)} of the original model, "
         "through a global variable or a class attribute",
@@ -563,7 +577,7 @@ def _shared(names: list[str]) -> RefusedError:
     )
 
 
-def _hosted(model: nn.Module) -> dict[int, Any]:
+def _cpu_copies(model: nn.Module) -> dict[int, Any]:
     """Return copies on the CPU for `deepcopy` to use instead of parameters and buffers, by id."""
     parameters = {id(p): nn.Parameter(p.detach().cpu(), False) for p in model.parameters()}
     return parameters | {id(b): b.detach().cpu() for b in model.buffers()}

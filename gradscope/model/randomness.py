@@ -110,11 +110,11 @@ class _ForwardPass:
     single: bool = False  # whether the model sees a batch of one
     recorded: list[Call] | None = None  # the list of all calls, if they are recorded
     # the calls in which the sample at position 1 draws other numbers, and the trial
-    other: tuple[frozenset[int], int] = (frozenset(), 0)
+    redraw: tuple[frozenset[int], int] = (frozenset(), 0)
     # states of the model's own generators
     before: dict[torch.Generator, Tensor] = field(default_factory=dict)
     program: int = 0  # a hash of the operations so far
-    picked: int = 0  # a hash of the rows that indices have selected so far
+    picks: int = 0  # a hash of the rows that indices have selected so far
     # whether a call was unplanned; TorchScript converts the signal to its own error
     unplanned: bool = False
     ended: bool = False  # whether the pass has ended, so that further draws are recomputations
@@ -163,7 +163,7 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     _programs: set[int] = field(default_factory=set)
     _plans: list[DrawPlan] = field(default_factory=list)
     _runs: OrderedDict[int, _ForwardPass] = field(default_factory=OrderedDict)
-    _begun: int = 0
+    _run_number: int = 0
     _active: bool = False
     _open: list[_ForwardPass] = field(default_factory=list)  # stack of running passes
 
@@ -190,7 +190,7 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._active = False
 
-    def over(
+    def evaluate_batch(
         self,
         model: nn.Module,
         batch: Batch,
@@ -229,11 +229,11 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def _run(self, run: _ForwardPass) -> Iterator[None]:
         before = torch.default_generator.initial_seed()
-        self._begun = (self._begun + 1) % 2**_RUNS or 1
-        self._runs[self._begun] = run
+        self._run_number = (self._run_number + 1) % 2**_RUNS or 1
+        self._runs[self._run_number] = run
         if len(self._runs) > _KEPT:
             self._runs.popitem(last=False)
-        torch.default_generator.manual_seed(_code(self._begun))
+        torch.default_generator.manual_seed(_code(self._run_number))
         self._open.append(run)
         random.seed(self.seed)  # draws from these two are the same for all samples
         np.random.seed(self.seed % 2**32)
@@ -262,15 +262,15 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
             chosen = None if run.single else _choice(func, args, len(run.index))
             if chosen is not None:
                 with torch._C._DisableTorchDispatch():
-                    run.picked = hash((run.picked, chosen.cpu().numpy().tobytes()))
+                    run.picks = hash((run.picks, chosen.cpu().numpy().tobytes()))
         if func is _NUMBER and not isinstance(args[0], Tensor):
             return args[0]  # a value that an operation saved is already a number
         if not is_random(func) or (not self._open and kwargs.get("generator") is not None):
             return func(*args, **kwargs)  # for example in a proof
-        result = self.drawn(func, args, kwargs)
+        result = self.draw(func, args, kwargs)
         return _undrawn(func, args, kwargs) if result is NotImplemented else result
 
-    def drawn(self, func: Any, args: Any, kwargs: dict[str, Any], wrap: Wrap | None = None) -> Any:
+    def draw(self, func: Any, args: Any, kwargs: dict[str, Any], wrap: Wrap | None = None) -> Any:
         """Return an operation's result from fixed numbers, or NotImplemented.
 
         Args:
@@ -339,9 +339,9 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if place.axis is None:
             shared = made(None, place.shape)[0]
             return shared.expand(n, *place.shape).reshape(full) if stacked else shared
-        run.program = hash((run.program, run.picked))  # the program depends on the order of rows
+        run.program = hash((run.program, run.picks))  # the program depends on the order of rows
         each = made(run.index, place.shape)
-        calls, trial = run.other
+        calls, trial = run.redraw
         if call in calls:
             each[1] = made(run.index[1:2], place.shape, trial)[0]
         if stacked:
@@ -351,7 +351,7 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _learnt(self, batch: Batch, losses: Callable[[Batch], Tensor]) -> DrawPlan:
         """Find the sample axes of a model's draws; store and return the plan."""
         try:
-            first, second = (self._recorded(batch.resized(n), losses) for n in (2, 3))
+            first, second = (self._record_calls(batch.resized(n), losses) for n in (2, 3))
             if [call[:2] for call in first] != [call[:2] for call in second]:
                 raise _unclear("it draws different kinds of numbers for two and for three samples")
             plan: DrawPlan = {}
@@ -361,9 +361,9 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if any(place.axis is None for places in plan.values() for place in places):
                 # shared by all samples, or drawn for one of them?
                 for k in range(min(len(batch), 3)):
-                    if self._recorded(batch.select(torch.tensor([k, k])), losses) != first:
+                    if self._record_calls(batch.select(torch.tensor([k, k])), losses) != first:
                         raise _unclear("the kind or shape of a draw differs between samples")
-            plan = self._settled(plan, batch.resized(3), losses)
+            plan = self._order_axes(plan, batch.resized(3), losses)
         except ModelError as error:
             raise _unclear(
                 f"the model does not run on two or three samples: {error.what}"
@@ -373,26 +373,28 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._plans = [*(p for p in self._plans[-_PLANS:] if p != plan), plan]
         return plan
 
-    def _recorded(self, batch: Batch, losses: Callable[[Batch], Tensor]) -> list[Call]:
+    def _record_calls(self, batch: Batch, losses: Callable[[Batch], Tensor]) -> list[Call]:
         """Return the draws of a model for a batch, in order."""
         found: list[Call] = []
         with self._run(_ForwardPass(batch.index, [], recorded=found)):
             losses(batch)
         return found
 
-    def _settled(self, plan: DrawPlan, three: Batch, losses: Callable[[Batch], Tensor]) -> DrawPlan:
+    def _order_axes(
+        self, plan: DrawPlan, three: Batch, losses: Callable[[Batch], Tensor]
+    ) -> DrawPlan:
         """Return the plan with the order of samples and the axes that they are merged with.
 
         First it is tested whether all axes have the samples in front. Otherwise each is tested.
         """
         merged = [(k, place) for k, places in plan.items() for place in places if place.merged > 1]
-        if not merged or self._own(plan, [k for k, _ in merged], three, losses):
+        if not merged or self._is_own(plan, [k for k, _ in merged], three, losses):
             return plan
         for k, place in merged:
             ways = [d for d in (1, place.merged, *range(2, place.merged)) if place.merged % d == 0]
             others = tuple(other for other in plan[k] if other != place)
             tried = (plan | {k: (*others, replace(place, before=d))} for d in ways)
-            found = next((way for way in tried if self._own(way, [k], three, losses)), None)
+            found = next((way for way in tried if self._is_own(way, [k], three, losses)), None)
             if found is None:
                 raise _unclear(
                     f"the numbers of {place.kind}, of shape {place.at(3)} for three samples, "
@@ -401,14 +403,14 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
             plan = found
         return plan
 
-    def _own(
+    def _is_own(
         self, plan: DrawPlan, calls: Iterable[int], three: Batch, losses: Callable[[Batch], Tensor]
     ) -> bool:
         """Whether other numbers for one of three samples in some calls change only its own loss."""
 
         def found(trial: int) -> Tensor:
             other = (frozenset(calls if trial else ()), trial)
-            with self._run(_ForwardPass(three.index, [plan], other=other)):
+            with self._run(_ForwardPass(three.index, [plan], redraw=other)):
                 return doubled(losses(three).detach()).nan_to_num()
 
         before = found(0)
@@ -427,14 +429,14 @@ def probe() -> None:
     """
     fixed, layer, three = FixedRandomness(0), nn.Dropout(), Batch.of(torch.ones(3, 8, device="cpu"))
 
-    def drawn(batch: Batch) -> Tensor:
+    def draw(batch: Batch) -> Tensor:
         def losses(batch: Batch) -> Tensor:
             found: Tensor = layer(batch.inputs).sum(1)
             return found
 
-        return fixed.over(layer, batch, lambda: losses(batch), losses)
+        return fixed.evaluate_batch(layer, batch, lambda: losses(batch), losses)
 
-    if not torch.equal(drawn(three)[2:], drawn(three.one(2))):
+    if not torch.equal(draw(three)[2:], draw(three.one(2))):
         raise RuntimeError("a sample has different numbers in a batch")
 
 

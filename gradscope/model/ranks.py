@@ -60,7 +60,7 @@ class Ranks:
         Raises:
             RefusedError: Another rank has failed.
         """
-        return self._most(int(flag)) > 0
+        return self._all_reduce_max(int(flag)) > 0
 
     def agree(self, error: BaseException | None = None) -> None:
         """Raise if any rank has an error: its own error there, a `RefusedError` on other ranks.
@@ -69,10 +69,10 @@ class Ranks:
         """
         if error is not None and (error is self._failed or isinstance(error, OutOfStepError)):
             raise error
-        self._most(0 if error is None else 2, error)
+        self._all_reduce_max(0 if error is None else 2, error)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def raise_on_all(self) -> Iterator[None]:
         """Turn an error of the body on one rank into an error on all ranks."""
         try:
             yield
@@ -105,16 +105,16 @@ class Ranks:
                 remedy="End this process (torchrun then ends all others), and start all again.",
             ) from error
 
-    def of_all(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Return the values of all ranks.
 
         Raises:
             RefusedError: Another rank has failed.
         """
         self.agree()
-        return self._gathered(value)
+        return self._all_gather_object(value)
 
-    def added(self, value: Tensor) -> Tensor:
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
         """Return the sum of the values of all ranks, which have one shape.
 
         Raises:
@@ -126,12 +126,12 @@ class Ranks:
         self._call(lambda: dist.all_reduce(given, group=self.group))
         return total
 
-    def _gathered(self, value: T) -> list[T]:
+    def _all_gather_object(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.size
         self._call(lambda: dist.all_gather_object(found, value, group=self.group))
         return found
 
-    def numbered(self, make: Callable[[], Batch], what: str, *, given: bool = False) -> Batch:
+    def number_samples(self, make: Callable[[], Batch], what: str, *, given: bool = False) -> Batch:
         """Return a batch whose samples are numbered over all ranks; all ranks must call it.
 
         Args:
@@ -139,24 +139,24 @@ class Ranks:
             what: A description of the request.
             given: Whether the samples already have numbers.
         """
-        with self.together():
+        with self.raise_on_all():
             batch = make()
         self.require_same(what)
-        before = sum(self.of_all(len(batch))[: self.rank])
+        before = sum(self.all_gather(len(batch))[: self.rank])
         return batch if given else replace(batch, index=batch.index + before)
 
     def require_same(self, what: str) -> None:
         """Raise if other ranks have a different request."""
-        told = self.of_all(what)
-        if len({*told}) > 1:
+        asked = self.all_gather(what)
+        if len({*asked}) > 1:
             raise SpecError(
-                f"the processes make different requests: {', '.join(map(repr, told))}",
+                f"the processes make different requests: {', '.join(map(repr, asked))}",
                 remedy="Make the same calls, in the same order, on every process.",
             )
 
     def states(self, state: dict[str, Tensor] | None) -> Iterator[dict[str, Tensor] | None]:
         """Yield each rank's state in turn: tensors by name, or None."""
-        shapes = self.of_all(
+        shapes = self.all_gather(
             None if state is None else {k: (v.shape, v.dtype) for k, v in state.items()}
         )
         for rank, wanted in enumerate(shapes):
@@ -178,13 +178,13 @@ class Ranks:
         source = dist.get_global_rank(self.group, rank)
         self._call(lambda: dist.broadcast(value, source, group=self.group))
 
-    def _most(self, number: int, error: BaseException | None = None) -> int:
+    def _all_reduce_max(self, number: int, error: BaseException | None = None) -> int:
         """Return the largest number of all ranks; 2 stands for an error, which all ranks raise."""
         told = torch.tensor([number], device=self.device)
         self._call(lambda: dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group))
         if int(told) < 2:
             return int(told)
-        every = self._gathered(None if error is None else (_words(error), _refutes(error)))
+        every = self._all_gather_object(None if error is None else (_words(error), _refutes(error)))
         if error is None:
             failed = {rank: told for rank, told in enumerate(every) if told is not None}
             rank, (text, _) = next(iter(failed.items()))
@@ -237,8 +237,8 @@ class ModelParallel(Ranks):
 
     Attributes:
         sharded: The optimiser's parameters by name: a part on each process.
-        whole: The same parameters in the form of the forward pass; their memory exists only during
-            it.
+        unsharded: The same parameters in the form of the forward pass; their memory exists only
+            during it.
         rounds_to: The narrowest dtype that a forward pass was found to round to.
 
     Raises:
@@ -263,23 +263,23 @@ class ModelParallel(Ranks):
             )
         group = self.mesh.get_group() if self.mesh.ndim == 1 else dist.group.WORLD
         super().__init__(group, next(iter(self.sharded.values())).to_local().device)
-        self.whole: dict[str, nn.Parameter] = {}
+        self.unsharded: dict[str, nn.Parameter] = {}
         self._home: dict[int, Any] = {}
         # for each layer: one parameter, as the module that has it and its name there
         self._first: dict[int, tuple[nn.Module, str]] = {}
-        self._whole_of: dict[int, nn.Parameter] = {}
+        self._unsharded_of: dict[int, nn.Parameter] = {}
         for module in self.modules:
             with self._present(module):
                 for name, p in model.named_parameters():
-                    if name not in self.whole and p is not named[name]:
-                        self.whole[name], self._home[id(p)] = p, module
+                    if name not in self.unsharded and p is not named[name]:
+                        self.unsharded[name], self._home[id(p)] = p, module
                         path, _, last = name.rpartition(".")
                         self._first.setdefault(id(module), (model.get_submodule(path), last))
-                        self._whole_of.setdefault(id(module), p)
+                        self._unsharded_of.setdefault(id(module), p)
         # the layers in the order in which a forward pass gathers them, as far as known
         self._order = [m for m in self.modules if id(m) in self._first]
-        self.device = next(iter(self.whole.values())).device
-        for name, p in self.whole.items():
+        self.device = next(iter(self.unsharded.values())).device
+        for name, p in self.unsharded.items():
             if isinstance(p, DTensor):
                 raise _tensor_parallel(name)
 
@@ -360,7 +360,7 @@ class ModelParallel(Ranks):
 
         def note(module: nn.Module, _: Any) -> None:
             owner, name = self._first.get(id(module), (module, ""))
-            if name and owner._parameters[name] is not self._whole_of[id(module)]:
+            if name and owner._parameters[name] is not self._unsharded_of[id(module)]:
                 gathered.append(module)
 
         handle, own = register_module_forward_pre_hook(note), checkpointing._checkpoint_hook
@@ -385,7 +385,7 @@ class ModelParallel(Ranks):
         """Make torch forget an unfinished forward pass."""
         reset = getattr(self.modules[0], "reset_iter_state", None)  # since torch 2.13
         if reset is not None:
-            leaves = [*self.sharded.values(), *self.whole.values()]
+            leaves = [*self.sharded.values(), *self.unsharded.values()]
             gradients = [p.grad for p in leaves]  # the training's gradients, which reset drops
             reset()
             for p, gradient in zip(leaves, gradients, strict=True):
@@ -400,7 +400,7 @@ class ModelParallel(Ranks):
             state._modules_to_run_forward.clear()
             state._state_ctx.iter_forward_root = None
 
-    def spread(self, name: str, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    def shard_rows(self, name: str, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Exchange rows between ranks: each rank gets its part of every row.
 
         Args:
@@ -431,7 +431,7 @@ class ModelParallel(Ranks):
                 rows = rows.narrow(placement.dim, start, min(each, whole - start))
         return rows
 
-    def wrapped(self, name: str, part: Tensor, *lead: int) -> Tensor:
+    def to_dtensor(self, name: str, part: Tensor, *lead: int) -> Tensor:
         """Return this rank's part (*lead, *part) as a DTensor (*lead, *shape)."""
         from torch.distributed.tensor import DTensor
 
@@ -497,7 +497,7 @@ def parallel(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def alone(model: nn.Module) -> Iterator[None]:
+def without_ddp(model: nn.Module) -> Iterator[None]:
     """Run forward passes of a DistributedDataParallel model without other processes."""
     before = [(vars(m), vars(m).get("forward")) for m in parallel(model)]
     try:
@@ -519,14 +519,14 @@ def apply_fully_shard(model: nn.Module, device: str) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    def held(module: nn.Module) -> Counter[int]:
+    def count_parameters(module: nn.Module) -> Counter[int]:
         tables = (m._parameters.values() for m in module.modules())
         return Counter(id(p) for table in tables for p in table if p is not None)
 
     mesh = init_device_mesh(device, (dist.get_world_size(),))
-    whole = held(model)
+    whole = count_parameters(model)
     for layer in [*_repeated(model)]:
-        own = held(layer)
+        own = count_parameters(layer)
         if own and all(whole[key] == count for key, count in own.items()):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -43,7 +43,7 @@ class StateTable:
     read: Callable[[], Items]  # the values, in order
     write: Callable[[Items], object]
 
-    def named(self, key: Any) -> str:
+    def name_of(self, key: Any) -> str:
         """Return the name of a value; names of torch's own tables in a module are omitted."""
         usual = key in ("_modules", "_parameters", "_buffers", "cell_contents")
         return self.name if usual else f"{self.name}.{key}"
@@ -72,7 +72,7 @@ def reachable(
         tables, more = _looked_into(value, name)
         for k, table in enumerate(tables):
             yield (id(value), k), table
-            waiting.extend((v, table.named(key)) for key, v in table.read().items())
+            waiting.extend((v, table.name_of(key)) for key, v in table.read().items())
         waiting.extend(more)
 
 

@@ -40,10 +40,10 @@ def same(
     """
     dtypes = (a.dtype, b.dtype, precision)
     tolerance = max(_ROUNDING.get(dtype, _root(dtype)) for dtype in dtypes)
-    return within(a, b, tolerance, among)
+    return is_close(a, b, tolerance, among)
 
 
-def within(a: Tensor, b: Tensor, tolerance: float, among: Tensor | None = None) -> bool:
+def is_close(a: Tensor, b: Tensor, tolerance: float, among: Tensor | None = None) -> bool:
     """Whether two tensors agree up to a relative error; integers and booleans must be equal."""
     if a.shape != b.shape:
         return False

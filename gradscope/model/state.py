@@ -71,7 +71,7 @@ class _Snapshot:
         moved = moved or not all(_same(now[k], v) for k, v in self.items.items())
         return moved, {k for k, mark in self.marks.items() if _differs(self.items[k], mark)}
 
-    def repaired(self, keys: set[Hashable]) -> list[str]:
+    def repair(self, keys: set[Hashable]) -> list[str]:
         """Undo changes in place; return the names of values that cannot be restored."""
         for key in keys & self.copies.keys():
             value, before = self.items[key], self.copies[key]
@@ -82,7 +82,7 @@ class _Snapshot:
             else:
                 self.items[key] = before
         lost = {k for k in keys if k not in self.copies or isinstance(self.items[k], nn.Parameter)}
-        return sorted(map(self.table.named, lost))
+        return sorted(map(self.table.name_of, lost))
 
     def replaceable(self, keys: set[Hashable]) -> set[Hashable]:
         """Return the keys whose values can be replaced by copies during a forward pass."""
@@ -101,29 +101,29 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module, loss: Any, fixed: FixedRandomness | None = None) -> None:
-        self._model, self._loss, self.fixed = model, loss, fixed
+        self._model, self._loss, self.randomness = model, loss, fixed
         self.drew = self.untrained = self.mistaken = False
         self.latest = ""
         # tables, each with the keys of values that change in place
-        self._known: dict[Hashable, tuple[StateTable, set[Hashable]]] = {}
+        self._changing: dict[Hashable, tuple[StateTable, set[Hashable]]] = {}
         self._before: tuple[list[tuple[Any, Any]], list[_Snapshot]] | None = None
         self._parts: list[weakref.ref[_CheckpointedPart]] = []
 
     @property
-    def found(self) -> int:
+    def change_count(self) -> int:
         """The number of values that forward passes change and that are restored each time."""
-        return sum(1 + len(keys) for _, keys in self._known.values())
+        return sum(1 + len(keys) for _, keys in self._changing.values())
 
     @contextmanager
     def noticing(self, device: torch.device) -> Iterator[None]:
         """Detect whether the body uses torch's generators, of the CPU and of a device."""
         reads = states(device)
-        before = [read() for read in reads] if self.fixed is None and not self.drew else []
+        before = [read() for read in reads] if self.randomness is None and not self.drew else []
         yield
         self.drew |= any(not torch.equal(a, r()) for a, r in zip(before, reads, strict=False))
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def restoring(self) -> Iterator[None]:
         """Restore what the body changes; an inner use begins with the state of the outer use.
 
         Backward passes belong inside the body, because they may recompute code. In the body, the
@@ -133,19 +133,19 @@ class ModelState:
             self._begin()
             yield
             return
-        fixed = nullcontext() if self.fixed is None else self.fixed.active(self._model)
+        fixed = nullcontext() if self.randomness is None else self.randomness.active(self._model)
         with self._as_written(), fixed:
-            yield from self._kept()
+            yield from self._restore_after()
 
-    def _kept(self) -> Iterator[None]:
-        held = [(table, table.copy()) for table in _module_tables(self._model)]
-        self._before = held, [_snapshot(*found) for found in self._known.values()]
+    def _restore_after(self) -> Iterator[None]:
+        module_tables = [(table, table.copy()) for table in _module_tables(self._model)]
+        self._before = module_tables, [_snapshot(*found) for found in self._changing.values()]
         try:
-            if self._known:
+            if self._changing:
                 self._begin()
             yield
         finally:
-            _put_back(held)
+            _put_back(module_tables)
             for taken in reversed(self._before[1]):  # the first snapshots have the original state
                 taken.put(taken.items)
             self._before = None
@@ -173,18 +173,18 @@ class ModelState:
             checkpointing.CheckpointFunction = types.SimpleNamespace(  # type: ignore[misc,assignment]
                 apply=self._checkpointed
             )
-            checkpointing._checkpoint_without_reentrant_generator = partial(self._begun, part)
-            with _eager(), step_by_step(), patched_kernels(self._took_for_another):
+            checkpointing._checkpoint_without_reentrant_generator = partial(self._start_part, part)
+            with _eager(), step_by_step(), patched_kernels(self._note_mistake):
                 yield
         finally:
             checkpointing.CheckpointFunction = own  # type: ignore[misc]
             checkpointing._checkpoint_without_reentrant_generator = part
             self._end_parts()
 
-    def _took_for_another(self) -> None:
+    def _note_mistake(self) -> None:
         self.mistaken = True
 
-    def _begun(
+    def _start_part(
         self, part: Callable[..., _CheckpointedPart], *args: Any, **kwargs: Any
     ) -> _CheckpointedPart:
         made = part(*args, **kwargs)
@@ -212,7 +212,7 @@ class ModelState:
         return found
 
     @contextmanager
-    def watched(self, *, again: bool = False) -> Iterator[None]:
+    def watching(self, *, again: bool = False) -> Iterator[None]:
         """Search everywhere for changes by the body; undo them, now and in later evaluations.
 
         The global random generators of Python and NumPy are also restored. Values recomputed by
@@ -231,7 +231,7 @@ class ModelState:
         tables = until_time_limit(reachable(roots, own))
         before = {key: _snapshot(table, but=known, room=room) for key, table in tables}
         generators = {
-            value.gi_frame: taken.table.named(key)
+            value.gi_frame: taken.table.name_of(key)
             for taken in before.values()
             for key, value in taken.items.items()
             if isinstance(value, types.GeneratorType) and value.gi_frame is not None
@@ -258,13 +258,13 @@ class ModelState:
         for key, taken in before.items():
             moved, in_place = taken.changed()
             if moved or in_place:
-                lost += taken.repaired(in_place)
+                lost += taken.repair(in_place)
                 self.latest = taken.table.name
-                known = self._known.setdefault(key, (taken.table, set()))[1]
+                known = self._changing.setdefault(key, (taken.table, set()))[1]
                 known |= taken.replaceable(in_place)
             taken.put(taken.items)
             if (moved or in_place) and self._before is not None:
-                self._before[1].append(_snapshot(*self._known[key]))
+                self._before[1].append(_snapshot(*self._changing[key]))
         return lost
 
 
@@ -511,8 +511,8 @@ def _module_tables(model: nn.Module) -> Iterator[Any]:
                 yield value
 
 
-def _put_back(held: list[tuple[Any, Any]]) -> None:
-    for now, before in held:
+def _put_back(tables: list[tuple[Any, Any]]) -> None:
+    for now, before in tables:
         if not now and not before:  # true for almost all hooks
             continue
         if isinstance(now, list):

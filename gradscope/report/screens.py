@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gradscope.blocks import ChosenVariant
     from gradscope.comparison import BackendRow, Comparison
     from gradscope.run import DiskSpace, Estimate, Inspection, MergeReport, RunReport
-    from gradscope.storage import Exported
+    from gradscope.storage import ExportedFile
 
 
 _ROWS = 20  # parameters that disagree, unless all are asked for
@@ -164,7 +164,7 @@ def render_merge(result: "MergeReport", console: Console) -> None:
     print_facts(console, rows)
 
 
-def render_export(found: Sequence["Exported"], console: Console) -> None:
+def render_export(found: Sequence["ExportedFile"], console: Console) -> None:
     """Print each file with its size and what is in it."""
     for one in found:
         if one.shape is None:

@@ -62,83 +62,83 @@ _WRITER = 16 * 2**20  # HDF5, the checks of the finished file, pieces on their w
 class MemoryPlan:
     """The batch size of a run and the memory that it takes."""
 
-    samples: int  # computed at a time
+    batch_size: int
     notes: tuple[str, ...] = ()  # the reason, if the batch size is smaller than usual
     peak: int | None = None  # bytes in addition to model and data; None if not measured
     available: int | None = None  # free bytes; None if the system does not report them
 
 
-def plan(job: Job, *, measured: bool = False, there: int | None = None) -> MemoryPlan:
+def plan(job: Job, *, measured: bool = False, free: int | None = None) -> MemoryPlan:
     """Return the batch size that was asked for, or one that fits into memory.
 
     Args:
         job: The run.
         measured: Measure the peak, even if the batch size does not depend on it.
-        there: Free bytes, by default what the system reports.
+        free: Free bytes, by default what the system reports.
 
     Raises:
         SpecError: A single sample takes more than `--memory`.
     """
-    there = available(job.session.problem.device) if there is None else there
+    free = available(job.session.problem.device) if free is None else free
     asked = job.session.settings
     proved = asked.verify != "never" and not asked.own_loss and len(job.rows) > 1
     try:
-        found = _planned(job, there, measured=measured)
+        found = _choose_plan(job, free, measured=measured)
     except ModelError:
         if proved:
             _require_independent(job)  # one sample alone may be too few, which is to be said
         raise
-    if proved and job.spec.compute.batch_size is None and found.samples == 1:
+    if proved and job.spec.compute.batch_size is None and found.batch_size == 1:
         _require_independent(job)
     return found
 
 
-def _planned(job: Job, there: int | None, *, measured: bool) -> MemoryPlan:
+def _choose_plan(job: Job, free: int | None, *, measured: bool) -> MemoryPlan:
     asked = job.spec.compute
     if asked.memory is not None:
         with rehearsal(job) as rehearsed:
-            return _within(rehearsed, parse_memory(asked.memory), there)
+            return _plan_within(rehearsed, parse_memory(asked.memory), free)
     given = asked.batch_size is not None or job.session.settings.own_loss
-    if there is None and not given:
+    if free is None and not given:
         return MemoryPlan(min(job.batch_size, max_dense_samples(job.session)))
     if given and not measured:
-        return MemoryPlan(job.batch_size, available=there)
+        return MemoryPlan(job.batch_size, available=free)
     with rehearsal(job) as rehearsed:
-        return _beside_others(rehearsed, there, fixed=given, measured=measured)
+        return _plan_by_sizes(rehearsed, free, fixed=given, measured=measured)
 
 
 def _require_independent(job: Job) -> None:
     """Compare two samples' losses with those alone: batches of one will not show coupling."""
 
     def compared(problem: Problem, batch: Batch) -> None:
-        with problem.state.watched():
+        with problem.state.watching():
             losses = problem.losses(batch).detach()
             require_independent(problem, batch, losses)
             require_unaffected(problem, batch, losses, judged=True)
 
     with rehearsal(job) as one:
         problem = one.session.problem
-        known, two = problem.state.found, one.session.labels.of(one.load(0, 2)).detached()
+        known, two = problem.state.change_count, one.session.labels.of(one.load(0, 2)).detached()
         try:
             compared(problem, two)
         except Exception as error:
             if is_shortage(error):
                 return  # there is no room for two
-            if problem.state.found == known:
+            if problem.state.change_count == known:
                 raise
             compared(problem, two)  # now that what the forward pass changes is put back
 
 
-def _within(job: Job, memory: int, there: int | None) -> MemoryPlan:
+def _plan_within(job: Job, memory: int, free: int | None) -> MemoryPlan:
     """Return the largest power of two whose measured peak stays within `--memory`."""
     most, budget = min(len(job.rows), _LARGEST), _MARGIN * memory
     found = Rehearsals(job).curve(most, budget)
     if found is None:
         return MemoryPlan(
-            job.batch_size, ("how much memory is taken is not known here",), None, there
+            job.batch_size, ("how much memory is taken is not known here",), None, free
         )
-    samples = found.most(budget, most)
-    if not samples:
+    batch_size = found.most(budget, most)
+    if not batch_size:
         least = memory_text(int(found.peak(1) / _MARGIN))
         raise SpecError(
             f"a single sample at a time takes about {memory_text(found.peak(1))}",
@@ -146,41 +146,42 @@ def _within(job: Job, memory: int, there: int | None) -> MemoryPlan:
             remedy=f"Give more than {least}, of which it is {_MARGIN:.0%}, or compute fewer "
             "--parameters at a time.",
         )
-    note = f"batches of {count(samples, 'sample')} are to take {memory_text(found.peak(samples))}"
+    peak = found.peak(batch_size)
+    note = f"batches of {count(batch_size, 'sample')} are to take {memory_text(peak)}"
     note += f" of the {memory_text(memory)} of --memory"
-    return MemoryPlan(samples, (note,), max(found.largest, found.peak(samples)), there)
+    return MemoryPlan(batch_size, (note,), max(found.largest, peak), free)
 
 
-def _beside_others(job: Job, there: int | None, *, fixed: bool, measured: bool) -> MemoryPlan:
+def _plan_by_sizes(job: Job, free: int | None, *, fixed: bool, measured: bool) -> MemoryPlan:
     """Keep to the batch size of the job, unless it is not `fixed` and memory is short."""
     rehearsals = Rehearsals(job) if measured else None  # first: loaded code is a part of the peak
-    samples, sizes, notes = job.batch_size, Sizes.of(job), list[str]()
-    limit = inf if there is None else there
+    batch_size, sizes, notes = job.batch_size, Sizes.of(job), list[str]()
+    limit = inf if free is None else free
     if sizes is not None and not fixed:
         raw = any(c.reducer is not None and c.reducer.raw for c in job.chains)
         least = 2 if raw or job.spec.compute.layout != "dense" else 1  # structure shows in two
-        samples = min(samples, max(least, sizes.busy(job.session.problem.device)))
-        wanted = min(samples, len(job.rows))
+        batch_size = min(batch_size, max(least, sizes.busy(job.session.problem.device)))
+        wanted = min(batch_size, len(job.rows))
         fitting = sizes.fitting(wanted, _SHARE * limit)
         if fitting < wanted:
-            samples, half = fitting, memory_text(_SHARE * limit)
-            note = f"batches of {count(samples, 'sample')}: larger ones may take more than {half}"
+            batch_size, half = fitting, memory_text(_SHARE * limit)
+            note = f"batches of {count(fitting, 'sample')}: larger ones may take more than {half}"
             notes.append(f"{note}, half of the memory there is")
-    most = min(samples, len(job.rows))
+    most = min(batch_size, len(job.rows))
     takes = inf if sizes is None else sizes.most(most)
     if inf > takes > limit and not fixed:
         note = f"any batch may take up to {memory_text(takes)}: there is {memory_text(limit)}"
         notes.append(note)
     if rehearsals is None:
-        return MemoryPlan(samples, tuple(notes), available=there)
+        return MemoryPlan(batch_size, tuple(notes), available=free)
     found = rehearsals.curve(most, limit) if takes > limit else None
     if found is None:
-        return MemoryPlan(samples, tuple(notes), rehearsals.peak(most), there)
+        return MemoryPlan(batch_size, tuple(notes), rehearsals.peak(most), free)
     peak, fits = found.peak(most), found.most(limit, most)
     if peak > limit:
         note = f"batches of {count(most, 'sample')} take about {memory_text(peak)}, and there is"
         notes.append(f"{note} {memory_text(limit)}: {fits:,} would fit")
-    return MemoryPlan(samples, tuple(notes), peak, there)
+    return MemoryPlan(batch_size, tuple(notes), peak, free)
 
 
 @dataclass(frozen=True)
@@ -199,10 +200,10 @@ class Sizes:
             with rehearsal(job, verify="never") as one:
                 n = 1 if one.tokens is None else min(2, len(one.rows))  # do positions meet?
                 sample = one.load(0, n)
-                graph = recorded(one.session.problem, one.session.labels.of(sample))
+                graph = graph_bytes(one.session.problem, one.session.labels.of(sample))
                 chains = prepare_chains(one.session, one.chains, lambda: [sample])
-                rows, states = Run(one, chains, Path(), NullWriter(), BatchSize(n)).reduced(
-                    sample, left=n
+                rows, states = Run(one, chains, Path(), NullWriter(), BatchSize(n)).reduce_batch(
+                    sample, samples_left=n
                 )
                 if one.tokens is not None and one.session.factored_tokens:
                     graph //= one.tokens.positions  # one pass for all of them
@@ -328,20 +329,20 @@ class Rehearsals:
         return PeakCurve(tuple(points), complete=True)
 
 
-def recorded(problem: Problem, batch: Batch) -> int:
+def graph_bytes(problem: Problem, batch: Batch) -> int:
     """Return the bytes that the graph of a batch's losses holds, beside parameters and buffers."""
-    held: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
 
-    def seen(t: Tensor) -> Tensor:
+    def keep(t: Tensor) -> Tensor:
         if t.layout == torch.strided:
-            held[t.untyped_storage().data_ptr()] = t.untyped_storage()
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage()
         return t.detach()  # an output would hold its own node, and that it: for good
 
-    with torch.autograd.graph.saved_tensors_hooks(seen, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         problem.losses(batch.detached())
     own = chain(problem.model.parameters(), problem.model.buffers())
-    others = held.keys() - {t.untyped_storage().data_ptr() for t in own}
-    return sum(held[place].nbytes() for place in others)
+    others = storages.keys() - {t.untyped_storage().data_ptr() for t in own}
+    return sum(storages[place].nbytes() for place in others)
 
 
 class NullWriter:
@@ -353,7 +354,7 @@ class NullWriter:
     completed = 0
 
     def __init__(self) -> None:
-        self._kept: Any = None
+        self._last_rows: Any = None
         self._scratch = Scratch()
 
     def append(
@@ -363,12 +364,12 @@ class NullWriter:
 
         States are copied where a writer copies them.
         """
-        self._kept = None
+        self._last_rows = None
         own = [t for state in (states or {}).values() for t in state.values()]
         copies = [t.clone() for t in own] if sum(t.nbytes for t in own) <= KEEP_BYTES else []
-        self._kept = rows, copies
+        self._last_rows = rows, copies
         for block in (b for gradients in rows.chains for b in (gradients or {}).values()):
-            if block.held is not None:
+            if block.dense_if_formed is not None:
                 continue
             for some in slices(block.n, prod(block.shape) * block.dtype.itemsize, PART_BYTES):
                 part = block.select(some)

@@ -2,9 +2,10 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, asdict, dataclass, field, replace
 from functools import partial
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from gradscope.blocks import Evaluation, Tuner
 from gradscope.core.batch import Batch, Tokens
+from gradscope.core.texts import unequal
 from gradscope.engine.audit import Audits
 from gradscope.engine.certificate import finite_samples
 from gradscope.engine.chains import bind
@@ -21,6 +23,7 @@ from gradscope.engine.fold import fold
 from gradscope.engine.session import Session
 from gradscope.errors import (
     CertificateError,
+    GradscopeError,
     NonFiniteError,
     OutputError,
     RefusedError,
@@ -48,12 +51,12 @@ from gradscope.stats import parameter_rows, require_consistent
 from gradscope.storage import FinishedBatch, GradientFile, open_file, writing
 
 PROGRESS = "progress"  # beside the reducers' states of an unfinished file: see `Progress`
-ALIKE = {
+REPRODUCED = {  # relative difference of a sample's numbers when it is computed again
     torch.float64: 1e-6,
     torch.float32: 1e-3,
     torch.bfloat16: 5e-2,
     torch.float16: 5e-2,
-}  # relative: numbers of a sample that is computed again
+}
 _NOT_VERIFIED = {"verified": False, "verdict": "not asked for (verify = never)"}
 _FEW = 64  # samples of the first batch that a run going on has to find again
 _SMALL_STATES = 2**24  # bytes of reducers' states that a dense file keeps, to be merged with others
@@ -96,7 +99,7 @@ class Run:
     path: Path
     writer: RowWriter
     size: BatchSize
-    begun: float = 0.0  # on the performance counter
+    start_time: float = 0.0  # on the performance counter
     notes: tuple[str, ...] = ()  # before it began
     before: InitVar[Mapping[str, State] | None] = None  # states of reducers, of a stopped run
     progress: Progress = Progress()
@@ -148,7 +151,7 @@ class Run:
         self.progress = replace(Progress.of(kept), batch_size=self.size.samples)
         self.job.session.auditor.audits = self.progress.audits(self.done)
         self.returns += 1
-        if not (isinstance(error, CertificateError) and self.job.session.has_others):
+        if not (isinstance(error, CertificateError) and self.job.session.has_fallback):
             proved = f"The first {self.done:,} samples are kept" if self.done else "Nothing is kept"
             error.remedy = f"{error.remedy}\n{proved}: what was proved before."
             raise error
@@ -168,27 +171,27 @@ class Run:
         if not kept and MEAN_GRADIENT in states:
             states[MEAN_GRADIENT] = {"n": states[MEAN_GRADIENT]["n"]}
         chains = dict(enumerate(self.chains))
-        results, counts, self.total.states = results_of(chains, states, kept=kept)
+        results, counts, self.total.states = results_of(chains, states, keep_states=kept)
         self._judge(counts)
         self.writer.finish(
             results=results,
             certificate=self.progress.certificate or _NOT_VERIFIED,
             norm_attributes=norms,
             states=self.states if kept else {},
-            look=lambda file: seen.append(self._checked(file)),
+            look=lambda file: seen.append(self._check_file(file)),
         )
         if not seen:  # it was complete before
             with open_file(self.path) as file:
                 seen.append(self._report(file, aggregates=True))
         with writing(self.path):
             size = self.path.stat().st_size
-        more = {"bytes": size, "seconds": time.perf_counter() - self.begun}
+        more = {"bytes": size, "seconds": time.perf_counter() - self.start_time}
         return seen[0].model_copy(update=more)
 
-    def _checked(self, file: GradientFile) -> RunReport:
+    def _check_file(self, file: GradientFile) -> RunReport:
         """Hold the file against itself before it gets to its place."""
-        chains, kept = dict(enumerate(self.chains)), self.job.session.settings.nonfinite == "keep"
-        require_written(file, self.job.rows, chains, self.states, kept=kept)
+        chains, nonfinite = dict(enumerate(self.chains)), self.job.session.settings.nonfinite
+        require_written(file, self.job.rows, chains, self.states, nonfinite=nonfinite)
         try:
             require_consistent(file, self.job.session.settings.seed)
         except ResultFileError as error:
@@ -224,12 +227,12 @@ class Run:
     def _add(self, batch: Batch, start: int, n: int) -> int:
         """Compute and append n samples of a batch, or leave everything as it was."""
         part = batch if n == len(batch) else batch.select(slice(start, start + n))
-        rows, states = self.reduced(part, left=len(self.job.rows) - self.done)
+        rows, states = self.reduce_batch(part, samples_left=len(self.job.rows) - self.done)
         self.writer.wait()  # it may still write what changes now
         self.total.add(states)
-        if self._summed in self.states:
-            self.states[MEAN_GRADIENT] = self.states[self._summed]
-        choices = self.tuner.settled()  # of the first batch: it is known when a run goes on
+        if self._sum_owner in self.states:
+            self.states[MEAN_GRADIENT] = self.states[self._sum_owner]
+        choices = self.tuner.freeze()  # of the first batch: it is known when a run goes on
         self.record["kernels"] = choices
         self.progress = Progress(
             batch_size=self.size.samples,
@@ -238,51 +241,53 @@ class Run:
             choices=choices,
         )
         progress = {PROGRESS: self.progress.to_state()}
-        self.writer.append(rows, self.states | progress, proved=self.job.session.proved)
+        self.writer.append(rows, self.states | progress, proved=self.job.session.last_is_proved)
         self.done += n
         return n
 
-    def reduced(self, batch: Batch, left: int) -> tuple[FinishedBatch, dict[str, State]]:
+    def reduce_batch(
+        self, batch: Batch, samples_left: int
+    ) -> tuple[FinishedBatch, dict[str, State]]:
         """Compute a batch; return its rows and, by owner, its states.
 
         Args:
             batch: Any samples.
-            left: How many there are to come, these included.
+            samples_left: How many there are to come, these included.
         """
         made: list[tuple[FinishedBatch, State]] = []
 
         def sink(batch: Batch, evaluation: Evaluation) -> None:
             rows = rows_of(self.job, self.chains, batch, evaluation)
-            made.append((rows, self._overflowed(rows)))
+            made.append((rows, self._count_nonfinite(rows)))
 
         n = len(batch)
         found, _ = fold(
             self.job.session,
             [batch],
-            self._reduced,
+            self._reducing_chains,
             sink,
-            request=self.job.request(left=-(-left // n)),
+            request=self.job.request(batches_left=-(-samples_left // n)),
             ordinal=self.done // (self.progress.batch_size or n),
-            count=1 if n == left else None,
+            count=1 if n == samples_left else None,
         )
         ((rows, overflowed),) = made
         return rows, found.states | ({NONFINITE: overflowed} if overflowed else {})
 
     @property
-    def _reduced(self) -> dict[str, Chain]:
+    def _reducing_chains(self) -> dict[str, Chain]:
         """The chains with a reducer, by owner of a state."""
         found = {str(k): chain for k, chain in enumerate(self.chains) if chain.reducer is not None}
-        return found | {self._summed: self.job.session.labels.chain(bind("mean"))}
+        return found | {self._sum_owner: self.job.session.labels.chain(bind("mean"))}
 
     @property
-    def _summed(self) -> str:
+    def _sum_owner(self) -> str:
         """Who owns the sum of the raw gradients: a chain that is their mean has it anyway."""
         chains = enumerate(self.chains)
         return next((str(k) for k, c in chains if c.text == "mean" and c.lasting), MEAN_GRADIENT)
 
     def _accumulator(self, states: Mapping[str, State]) -> Accumulator[str]:
         """Return what adds batches to the states of the batches before, by owner."""
-        reducers = {key: reducer_of(chain) for key, chain in self._reduced.items()}
+        reducers = {key: reducer_of(chain) for key, chain in self._reducing_chains.items()}
         return Accumulator({**reducers, NONFINITE: COUNTS}, states)
 
     @property
@@ -290,7 +295,7 @@ class Run:
         """The states of reducers over all batches so far, by number and owner."""
         return self.total.states
 
-    def _overflowed(self, rows: FinishedBatch) -> State:
+    def _count_nonfinite(self, rows: FinishedBatch) -> State:
         """Return, by chain, how many numbers of rows a stage has made infinite or NaN."""
         found: State = {}
         for k, (chain, made) in enumerate(zip(self.chains, rows.chains, strict=True)):
@@ -385,7 +390,7 @@ def table_of(session: Session, batch: Batch, evaluation: Evaluation) -> dict[str
         table |= {"sample": batch.samples, "position": batch.position}
     elif isinstance(targets, Tensor) and targets.dim() > 0 and targets[0].numel() == 1:
         table["target"] = targets.flatten()  # any other kind is not stored
-    return table | session.predicted(batch, evaluation)
+    return table | session.predictions_of(batch, evaluation)
 
 
 def keeps_states(job: Job, size: int) -> bool:
@@ -394,6 +399,28 @@ def keeps_states(job: Job, size: int) -> bool:
     A shard does, and others where they are small; not where factors were chosen to save space.
     """
     return job.shard is not None or (job.spec.compute.layout == "dense" and size <= _SMALL_STATES)
+
+
+def require_reproduced(
+    sample: Batch,
+    numbers: Iterable[tuple[str, float, float, float]],
+    precision: torch.dtype,
+    error: Callable[[str, str, str, str], GradscopeError],
+) -> None:
+    """Raise an error if a number of a sample is not computed again as it was stored.
+
+    Args:
+        sample: A batch of one.
+        numbers: What each number is, as stored, as computed, and the difference that is allowed in
+            addition to `REPRODUCED`.
+        precision: That of the model.
+        error: Makes the error from sample and number in words, as stored, and as computed.
+    """
+    for what, stored, found, slack in numbers:
+        most = REPRODUCED[precision] * max(abs(stored), abs(found)) + slack
+        same = stored == found or (isnan(stored) and isnan(found))
+        if not same and not abs(stored - found) <= most:
+            raise error(sample.description, what, *unequal(stored, found))
 
 
 def first_of(rows: FinishedBatch) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -170,7 +170,7 @@ def inspect(job: Job) -> Inspection:
     evaluation = job.session.evaluate(batch, job.request())
     labelled = job.session.labels.of(batch)
     finite = finite_samples(evaluation).reshape(len(batch), -1).all(1)
-    predicted = job.session.predicted(batch, evaluation)
+    predicted = job.session.predictions_of(batch, evaluation)
     other = predicted["prediction"] != batch.targets.flatten() if "margin" in predicted else None
 
     def spread(values: Tensor) -> tuple[float, float, float]:
@@ -212,7 +212,7 @@ def _phases(job: Job, batch: Batch, took: Mapping[str, float]) -> tuple[Phase, .
     problem, labelled = job.session.problem, job.session.labels.of(batch)
 
     def plain() -> tuple[Tensor, ...]:
-        with problem.state.kept():
+        with problem.state.restoring():
             return slopes(problem.losses(labelled), problem.parameters.values())
 
     once = min(timed(plain, problem.device)[0] for _ in range(2))
@@ -222,7 +222,7 @@ def _phases(job: Job, batch: Batch, took: Mapping[str, float]) -> tuple[Phase, .
 def estimate(job: Job, path: Path | None) -> Estimate:
     """Plan the batch size, and evaluate, prove and time the first batch; nothing is written."""
     budget = plan(job, measured=True)
-    size = BatchSize(budget.samples, fixed=job.session.settings.own_loss)
+    size = BatchSize(budget.batch_size, fixed=job.session.settings.own_loss)
     with job.tuner().active() as tuner:
         room = size.fitting(partial(_tried, job, path), len(job.rows))
     notes = (*job.notes, *budget.notes, *job.session.notes, *size.notes)
@@ -356,16 +356,16 @@ def _aggregate_shapes(
         part, times = slice(0, few), (len(job.rows) - n) / (n - few)
         given = gradients.select(part), problem, samples.select(part)
         before = [carried_state(chain.start(*given)) for chain in every]
-    stored = [_grown(a, b, times) for a, b in zip(states, before, strict=True)]
+    stored = [_scale_shapes(a, b, times) for a, b in zip(states, before, strict=True)]
     results = [
-        _grown(chain.result(a), chain.result(b), times)
+        _scale_shapes(chain.result(a), chain.result(b), times)
         for chain, a, b in zip(every[1:], states[1:], before[1:], strict=True)
     ]
     size = sum(prod(shape) * dtype.itemsize for one in stored for shape, dtype in one.values())
     return results, stored if keeps_states(job, size) else []
 
 
-def _grown(found: Mapping[str, Tensor], half: Mapping[str, Tensor], times: float) -> Shapes:
+def _scale_shapes(found: Mapping[str, Tensor], half: Mapping[str, Tensor], times: float) -> Shapes:
     """Return shapes that have grown by their difference to those of `half`, so many times."""
 
     def shape(key: str) -> tuple[int, ...]:

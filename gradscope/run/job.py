@@ -27,7 +27,7 @@ from gradscope.config import (
     parse_compression,
     parse_shard,
 )
-from gradscope.core.batch import Batch, Tokens, require_counted
+from gradscope.core.batch import Batch, Tokens, require_positions
 from gradscope.core.grammar import parse
 from gradscope.core.precision import cast, dtype_name
 from gradscope.engine.chains import bind
@@ -69,7 +69,8 @@ class TokenRows:
 
     samples: range  # of the data set
     positions: int  # t, of each sample
-    counted: Tensor | None  # (m,) int64, row by row: the sample's place · t + position; None: all
+    # (m,) int64, row by row: the sample's place · t + position; None: all
+    row_numbers: Tensor | None
 
     @classmethod
     def of(cls, session: Session, load: Callable[[range], Batch], samples: range) -> "TokenRows":
@@ -78,13 +79,13 @@ class TokenRows:
         Raises:
             SpecError: The loss does not return (n, t), t differs, or no position counts.
         """
-        first, said = session.problem.counted(load(samples[:1]))
+        first, said = session.problem.position_mask(load(samples[:1]))
         t = first.shape[1]
         if not said:
             return cls(samples, t, None)
         found: list[Tensor] = []
         for start in range(0, len(samples), _AT_A_TIME):
-            mask, _ = session.problem.counted(load(samples[start : start + _AT_A_TIME]))
+            mask, _ = session.problem.position_mask(load(samples[start : start + _AT_A_TIME]))
             if mask.shape[1] != t:
                 raise SpecError(
                     f"the loss has {mask.shape[1]} positions of some samples, {t} of others",
@@ -93,27 +94,28 @@ class TokenRows:
                 )
             found.append(mask.cpu().flatten().nonzero().flatten() + start * t)
         counted = torch.cat(found)
-        require_counted(len(counted))
+        require_positions(len(counted))
         return cls(samples, t, counted)
 
     def __len__(self) -> int:
-        return len(self.samples) * self.positions if self.counted is None else len(self.counted)
+        rows = self.row_numbers
+        return len(self.samples) * self.positions if rows is None else len(rows)
 
     def batch(self, load: Callable[[range], Batch], rows: range) -> Tokens:
         """Return some rows, which are next to each other, with the samples that they are of."""
         places = torch.arange(rows.start, rows.stop)
-        places = places if self.counted is None else self.counted[places]
+        places = places if self.row_numbers is None else self.row_numbers[places]
         sample, position = places // self.positions, places % self.positions
         used, own = torch.unique(sample, return_inverse=True)
         first = int(used[0])
-        held = load(self.samples[first : int(used[-1]) + 1]).select(used - first)
+        loaded = load(self.samples[first : int(used[-1]) + 1]).select(used - first)
         index = torch.arange(rows.start, rows.stop)
-        data = (held.inputs, held.targets, index, held.index, own, position)
+        data = (loaded.inputs, loaded.targets, index, loaded.index, own, position)
         return Tokens(*data, self.positions)
 
     def some(self, rows: Tensor) -> tuple["TokenRows", Tensor]:
         """Return some rows (m,) as the only ones, and the samples (n,) that they are of."""
-        places = rows if self.counted is None else self.counted[rows]
+        places = rows if self.row_numbers is None else self.row_numbers[rows]
         used, own = torch.unique(places // self.positions, return_inverse=True)
         counted = own * self.positions + places % self.positions
         part = TokenRows(range(len(used)), self.positions, counted)
@@ -121,7 +123,9 @@ class TokenRows:
 
     def record(self) -> dict[str, Any]:
         """Return what tells these rows from others, as plain data."""
-        counted = None if self.counted is None else int(self.counted.double().square().sum())
+        counted = (
+            None if self.row_numbers is None else int(self.row_numbers.double().square().sum())
+        )
         span = [self.samples.start, self.samples.stop]
         return {"samples": span, "positions": self.positions, "rows": len(self), "sum": counted}
 
@@ -136,7 +140,7 @@ class Job:
     checkpoint: CheckpointReport  # what was loaded into the model
     dataset: Dataset
     rows: range  # the positions of the selected samples in it; of tokens, rows of all of them
-    whole: range  # those of the run that this is a shard of; `rows` if it is none
+    run_rows: range  # those of the run that this is a shard of; `rows` if it is none
     batch_size: int  # samples a batch, if memory allows it
     shard: Shard | None  # which part of a run this is, if it is not the whole
     compression: Compression | None  # of rows in the result file
@@ -165,16 +169,19 @@ class Job:
         """The positions of the selected samples in the data set."""
         return self.rows if self.tokens is None else self.tokens.samples
 
-    def request(self, left: int | None = None) -> Request:
-        """Return what is asked of every batch, with `left` to come: chains, and mean gradient."""
+    def request(self, batches_left: int | None = None) -> Request:
+        """Return what is asked of every batch: the chains, and the mean gradient."""
         asked = map(self.session.labels.chain, (bind("mean"), *self.chains))
-        return request_of(asked, left=left, stored=_keeps_gradients(self.spec, self.chains))
+        return request_of(
+            asked, batches_left=batches_left, stored=_keeps_gradients(self.spec, self.chains)
+        )
 
-    def tuner(self, kept: Mapping[str, str] | None = None) -> Tuner:
-        """Return what chooses kernels: by measuring, or by what was `kept` of an earlier part."""
+    def tuner(self, choices: Mapping[str, str] | None = None) -> Tuner:
+        """Return what chooses kernels: by measuring, or by the `choices` of an earlier part."""
         cached = self.spec.compute.cache and known_of(self.session.problem.device) is not None
-        if kept is not None or not cached:
-            return Tuner(measures=False, kept=kept)  # or the same run would not give the same bits
+        if choices is not None or not cached:
+            # or the same run would not give the same bits
+            return Tuner(measures=False, kept=choices)
         return Tuner.remembering()
 
     def record(self) -> dict[str, Any]:
@@ -197,7 +204,10 @@ class Job:
         if self.previews is not None:
             record["previews"] = self.previews.record
         if self.shard is not None:
-            record["shard"] = {**asdict(self.shard), "samples": [self.whole.start, self.whole.stop]}
+            record["shard"] = {
+                **asdict(self.shard),
+                "samples": [self.run_rows.start, self.run_rows.stop],
+            }
         return record
 
     def fingerprint(self) -> dict[str, Any]:
@@ -240,9 +250,9 @@ def prepare(spec: RunSpec) -> Job:
         SpecError: A name or an argument does not fit.
         InputError: Something cannot be read, or does not fit together.
     """
-    asked, (bound, loss) = spec.compute, resolve_names(spec)
-    labels.require(asked.labels, loss, bound)
-    shard = _shard(asked.shard, bound)
+    asked, (chains, loss) = spec.compute, resolve_names(spec)
+    labels.require(asked.labels, loss, chains)
+    shard = _shard(asked.shard, chains)
     if asked.memory is not None and asked.coupling == "own-loss":
         raise SpecError(
             "with own-loss coupling the answer depends on which samples share a batch, so memory "
@@ -258,7 +268,7 @@ def prepare(spec: RunSpec) -> Job:
     dataset = open_dataset(spec.dataset)
     if not is_model_loss(loss):  # which calls the model itself
         require_order(loaded.model, spec.dataset.inputs)
-    whole = dataset.rows(asked.samples)
+    run_rows = dataset.rows(asked.samples)
     settings = asked.model_dump(
         mode="json", include={field.name for field in fields(SessionSettings)}
     )
@@ -267,43 +277,43 @@ def prepare(spec: RunSpec) -> Job:
     session = Session(model, loss, SessionSettings(**settings))
     tokens = None
     if asked.rows == "token":
-        tokens = TokenRows.of(session, partial(read, dataset, session.problem), whole)
-        whole = range(len(tokens))
+        tokens = TokenRows.of(session, partial(read, dataset, session.problem), run_rows)
+        run_rows = range(len(tokens))
     size = asked.previews if tokens is None else 0  # a sample's would stand in each of its rows
     each = 1 if tokens is None else tokens.positions
     asked_size = (asked.batch_size or 0) * each
-    batch_size = asked_size or _usual_batch(spec, bound, session, dataset, whole, each)
+    batch_size = asked_size or _usual_batch(spec, chains, session, dataset, run_rows, each)
     if asked.sharded and shard is not None and not asked.batch_size:
-        batch_size = min(batch_size, max(1, len(whole) // shard.count))  # none is left out
+        batch_size = min(batch_size, max(1, len(run_rows) // shard.count))  # none is left out
     return Job(
         spec=spec,
-        chains=bound,
+        chains=chains,
         session=session,
         checkpoint=loaded.checkpoint,
         dataset=dataset,
-        rows=whole if shard is None else shard.rows(whole, batch_size),
-        whole=whole,
+        rows=run_rows if shard is None else shard.rows(run_rows, batch_size),
+        run_rows=run_rows,
         batch_size=batch_size,
         shard=shard,
         compression=compression,
-        digests=_digests(spec, loaded, dataset, bound),
+        digests=_digests(spec, loaded, dataset, chains),
         notes=(*loaded.notes, *dataset.notes),
-        previews=Previews(dataset, size, whole[0]) if size else None,
+        previews=Previews(dataset, size, run_rows[0]) if size else None,
         tokens=tokens,
     )
 
 
-def _shard(text: str | None, bound: tuple[Chain, ...]) -> Shard | None:
+def _shard(text: str | None, chains: tuple[Chain, ...]) -> Shard | None:
     """Return the part of the run that is asked for, None for the whole, which 0/1 is, too."""
     shard = None if text is None else parse_shard(text)
     if shard is None or shard.count == 1:
         return None
-    require_one_pass(bound)
+    require_one_pass(chains)
     return shard
 
 
 def _digests(
-    spec: RunSpec, loaded: LoadedModel, dataset: Dataset, bound: tuple[Chain, ...]
+    spec: RunSpec, loaded: LoadedModel, dataset: Dataset, chains: tuple[Chain, ...]
 ) -> dict[str, Any]:
     """Return the SHA-256 of all that a run computes with: files, and code of the user's."""
     name = spec.loss.stage.name
@@ -313,7 +323,7 @@ def _digests(
         "dataset_code": dataset.code,
         "model": loaded.digests,
         "loss": code.code_digests(name, "loss") if ":" in name else {},
-        "stages": stages_digests(bound),
+        "stages": stages_digests(chains),
     }
 
 
@@ -335,7 +345,7 @@ def _in_turn(spec: RunSpec) -> tuple[LoadedModel, nn.Module]:
     ranks = Ranks(dist.group.WORLD, device)
     mine: list[tuple[LoadedModel, nn.Module]] = []
     for turn in range(ranks.size):
-        with ranks.together():
+        with ranks.raise_on_all():
             if turn == ranks.rank:
                 loaded = load_model(spec.model, spec.checkpoint, lean=True, dtype=_dtype(spec))
                 model = apply_fully_shard(loaded.model, device.type)
@@ -346,7 +356,7 @@ def _in_turn(spec: RunSpec) -> tuple[LoadedModel, nn.Module]:
 def resolve_names(spec: RunSpec) -> tuple[tuple[Chain, ...], Loss]:
     """Return the chains and the loss, bound."""
     problems: list[SpecError] = []
-    bound: list[Chain] = []
+    chains: list[Chain] = []
 
     @contextmanager
     def collected(section: str, key: str, index: str = "") -> Iterator[None]:
@@ -362,7 +372,7 @@ def resolve_names(spec: RunSpec) -> tuple[tuple[Chain, ...], Loss]:
         if len(problems) > MAX_ERRORS:
             raise combine_errors(problems)
         with collected("compute", "transform", f"[{k}]"):
-            bound.append(bind(text))
+            chains.append(bind(text))
     with collected("compute", "backend"):
         candidates(spec.compute.backend, own_loss=spec.compute.coupling == "own-loss")
     for name in spec.compare.backends[: MAX_ERRORS + 1]:
@@ -376,12 +386,12 @@ def resolve_names(spec: RunSpec) -> tuple[tuple[Chain, ...], Loss]:
         raise combine_errors(problems)
     if ":" in stage.name:
         loss = bound_loss(load_function(stage.name, "loss"), stage)
-    return tuple(bound), loss
+    return tuple(chains), loss
 
 
-def require_one_pass(bound: Iterable[Chain]) -> None:
+def require_one_pass(chains: Iterable[Chain]) -> None:
     """Refuse chains that need a result over all samples first: a part of a run has only its own."""
-    for chain in bound:
+    for chain in chains:
         first = chain.first_pass
         if first is not None:
             raise RefusedError(
@@ -409,9 +419,9 @@ def file_plan(job: Job) -> FilePlan:
     )
 
 
-def stages_digests(bound: Iterable[Chain]) -> dict[str, str]:
+def stages_digests(chains: Iterable[Chain]) -> dict[str, str]:
     """Return the SHA-256 of the files that stages stand for: the user's code, stored vectors."""
-    stages = [stage for chain in bound for stage in parse(chain.text)]
+    stages = [stage for chain in chains for stage in parse(chain.text)]
     own = dict.fromkeys(s.name for s in stages if ".py:" in s.name)
     stored = dict.fromkeys(path for stage in stages for path in stage.files.values())
     found: dict[str, str] = {}
@@ -456,13 +466,13 @@ def require_usable(device: torch.device) -> None:
         ) from error
 
 
-def _keeps_gradients(spec: RunSpec, bound: Iterable[Chain]) -> bool:
-    return spec.compute.layout == "dense" and any(chain.text == "identity" for chain in bound)
+def _keeps_gradients(spec: RunSpec, chains: Iterable[Chain]) -> bool:
+    return spec.compute.layout == "dense" and any(chain.text == "identity" for chain in chains)
 
 
 def _usual_batch(
     spec: RunSpec,
-    bound: Iterable[Chain],
+    chains: Iterable[Chain],
     session: Session,
     dataset: Dataset,
     rows: range,
@@ -473,7 +483,7 @@ def _usual_batch(
     A sample has `each` rows, if these are of tokens.
     """
     samples = min(_BATCH_SAMPLES if each == 1 else -(-_BATCH_TOKENS // each) * each, len(rows))
-    if _keeps_gradients(spec, bound) or spec.compute.backend not in ("auto", "hooks"):
+    if _keeps_gradients(spec, chains) or spec.compute.backend not in ("auto", "hooks"):
         samples = min(samples, max_dense_samples(session))
     if session.labels.mode == "exact":
         samples //= session.labels.each(read(dataset, session.problem, rows[:1]))

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,19 +23,19 @@ import torch
 from pydantic import ValidationError
 
 from gradscope.config import ComputeSpec, RunSpec, parse_compression
+from gradscope.core.batch import Batch
 from gradscope.core.grammar import Stage, parse
 from gradscope.core.precision import dtype_name
-from gradscope.core.texts import unequal
 from gradscope.engine.audit import derive_seed
 from gradscope.engine.chains import bind
 from gradscope.errors import RefusedError, ResultFileError, SpecError
-from gradscope.run.execute import ALIKE, rows_of
+from gradscope.run.execute import REPRODUCED, require_reproduced, rows_of
 from gradscope.run.job import Job, file_plan, prepare, require_one_pass, stages_digests
 from gradscope.run.outcome import (
     COUNTS,
     MEAN_GRADIENT,
     NONFINITE,
-    combined,
+    combine_certificates,
     mean_gradient_norms,
     nonfinite_of_file,
     require_written,
@@ -52,7 +53,7 @@ from gradscope.storage import (
     RunFiles,
     check_files,
     differences,
-    named,
+    dtype_named,
     open_file,
     open_joiner,
     require_output,
@@ -92,7 +93,7 @@ class Merge:
     chains: Mapping[int, Chain]  # the reduced ones
     path: Path
     joiner: Joiner  # the file that is written, open
-    begun: float  # on the performance counter
+    start_time: float  # on the performance counter
     virtual: bool = False
     recomputed: int = 0  # samples
     notes: tuple[str, ...] = ()  # why no more of them were
@@ -107,16 +108,18 @@ class Merge:
 
     def finish(self) -> MergeReport:
         """Write the aggregates, verify the file and put it in its place."""
-        results, _, states = results_of(self.chains, self.total.states, kept=True)
-        certificate = combined(self.parts.files, self.parts.noun)
+        results, _, states = results_of(self.chains, self.total.states, keep_states=True)
+        certificate = combine_certificates(self.parts.files, self.parts.noun)
         index = range(self.parts.start, self.parts.stop)
-        kept = self.parts.run.get("spec", {}).get("compute", {}).get("nonfinite") == "keep"
+        nonfinite = self.parts.run.get("spec", {}).get("compute", {}).get("nonfinite", "skip")
         self.joiner.finish(
             results=results,
             certificate=certificate,
             norm_attributes=mean_gradient_norms(states, self.parts.parameters),
             states=states,
-            look=lambda file: require_written(file, index, self.chains, states, kept=kept),
+            look=lambda file: require_written(
+                file, index, self.chains, states, nonfinite=nonfinite
+            ),
         )
         with writing(self.path):
             size = self.path.stat().st_size
@@ -135,7 +138,7 @@ class Merge:
             certificate=certificate,
             recomputed=self.recomputed,
             notes=self.notes,
-            seconds=time.perf_counter() - self.begun,
+            seconds=time.perf_counter() - self.start_time,
             noun=self.parts.noun,
         )
 
@@ -148,7 +151,7 @@ def merging(
     overwrite: bool = False,  # a file that is there
     virtual: bool = False,  # leave the rows where they are, and refer to them
     code: Iterable[Path] = (),  # Python files that chains name and that may be run
-    anew: RunSpec | None = None,  # the run, to compute a few samples of each file anew
+    recompute: RunSpec | None = None,  # the run, to compute a few samples of each file anew
 ) -> Iterator[Merge]:
     """Check that files are the parts of one run, and yield their merge.
 
@@ -164,8 +167,8 @@ def merging(
     parts = check_files(paths)
     chains = _reduced_chains(parts, code)
     require_output(output, parts, overwrite=overwrite)
-    samples = [sample for part in parts.files for sample in _looked_at(part)]
-    recomputed, notes = (0, ()) if anew is None else _recompute(parts, samples, anew)
+    samples = [sample for part in parts.files for sample in _spot_check(part)]
+    recomputed, notes = (0, ()) if recompute is None else _recompute(parts, samples, recompute)
     plan = _plan(parts)
     size = plan.run.get("batch_size", _USUAL_BATCH)
     with open_joiner(output, plan, parts, size, overwrite=overwrite, virtual=virtual) as joiner:
@@ -200,7 +203,7 @@ def _plan(parts: RunFiles) -> FilePlan:
         n=len(parts),
         parameters=parts.parameters,
         chains=tuple(ChainPlan(text, reduced) for text, reduced in parts.chains),
-        dtype=named(stored["dtype"]),
+        dtype=dtype_named(stored["dtype"]),
         layout=stored["layout"],
         compression=None if compression is None else parse_compression(compression),
     )
@@ -216,7 +219,7 @@ def _reduced_chains(parts: RunFiles, code: Iterable[Path]) -> dict[int, Chain]:
         stages = [parse(text) for text, _ in parts.chains]
         if not parts.identity["shard"]:  # of a shard this is known
             known = [[s for s in chain if ".py:" not in s.name] for chain in stages]
-            require_one_pass([_bound(chain) for chain in known if chain])
+            require_one_pass([_bind(chain) for chain in known if chain])
         ends = {}
         for k, chain in enumerate(stages):
             if parts.chains[k][1]:
@@ -225,7 +228,7 @@ def _reduced_chains(parts: RunFiles, code: Iterable[Path]) -> dict[int, Chain]:
                 ends[k] = chain[first:]
         if any(".py:" in stage.name for end in ends.values() for stage in end):
             _require_known_code(parts, stages, code)
-        return {k: _bound(end) for k, end in ends.items()}
+        return {k: _bind(end) for k, end in ends.items()}
     except SpecError as error:  # the chain is the files' own, not what the user wrote
         raise ResultFileError(
             f"the files hold a chain that is none here: {error.what}",
@@ -235,7 +238,7 @@ def _reduced_chains(parts: RunFiles, code: Iterable[Path]) -> dict[int, Chain]:
         ) from error
 
 
-def _bound(stages: Sequence[Stage]) -> Chain:
+def _bind(stages: Sequence[Stage]) -> Chain:
     return bind(" | ".join(map(str, stages)))
 
 
@@ -264,7 +267,7 @@ def _require_known_code(
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredSample:
     """What a file says of one sample: loss and gradient norms, and the file's largest of each."""
 
     path: Path
@@ -275,7 +278,7 @@ class _Stored:
     largest: tuple[float, float]
 
 
-def _looked_at(part: PartialFile) -> list[_Stored]:
+def _spot_check(part: PartialFile) -> list[_StoredSample]:
     """Return what a file says of a few samples; refuse one whose numbers contradict each other."""
     seed = derive_seed(part.start)
     with open_file(part.path) as file:
@@ -286,7 +289,7 @@ def _looked_at(part: PartialFile) -> list[_Stored]:
         sizes = [np.abs(wide(column)) for column in (loss, norm)]
         largest = [float(size[np.isfinite(size)].max(initial=0.0)) for size in sizes]
     return [
-        _Stored(
+        _StoredSample(
             path=part.path,
             index=int(index[row]),
             loss=float(loss[row]),
@@ -299,7 +302,7 @@ def _looked_at(part: PartialFile) -> list[_Stored]:
 
 
 def _recompute(
-    parts: RunFiles, samples: Sequence[_Stored], spec: RunSpec
+    parts: RunFiles, samples: Sequence[_StoredSample], spec: RunSpec
 ) -> tuple[int, tuple[str, ...]]:
     """Compute samples anew by the backend `loop`, each as a batch of its own, and compare.
 
@@ -319,24 +322,16 @@ def _recompute(
     if reason is not None:
         return 0, (f"no sample was computed anew: {reason}",)
     with chdir(Path.cwd()):  # to which it goes back, wherever the user's code may go
-        job = prepare(_as_they_were(parts, spec))
+        job = prepare(_single_sample_spec(parts, spec))
         _require_same_run(parts, job)
         for sample in samples:
-            for what, stored, found, tolerance in _numbers(job, sample):
-                if not abs(stored - found) <= tolerance:
-                    then, now = unequal(stored, found)
-                    raise ResultFileError(
-                        f"{job.load(sample.index, 1).told} has the {what} {then} in this "
-                        f"file, and {now} when it is computed anew: model, loss, data or "
-                        "what they use have changed",
-                        where=str(sample.path),
-                        remedy="Compute the file again with the code and the data of today, or "
-                        "merge where they are as they were.",
-                    )
+            batch, error = job.load(sample.index, 1), partial(_not_reproduced, sample.path)
+            numbers = _numbers(job, sample, batch)
+            require_reproduced(batch, numbers, job.session.problem.precision, error)
     return len(samples), ()
 
 
-def _as_they_were(parts: RunFiles, spec: RunSpec) -> RunSpec:
+def _single_sample_spec(parts: RunFiles, spec: RunSpec) -> RunSpec:
     """Return a run of single samples on what `spec` names, with the files' own settings."""
     kept: Any = parts.run.get("spec", {}).get("compute", {})
     settings = ("parameters", "dtype", "seed", "labels", "coupling", "randomness")
@@ -374,22 +369,27 @@ def _require_same_run(parts: RunFiles, job: Job) -> None:
         )
 
 
-def _numbers(job: Job, sample: _Stored) -> Iterator[tuple[str, float, float, float]]:
-    """Yield a sample's numbers: which, as stored, as computed, by how much they may differ."""
-    batch = job.load(sample.index, 1)
-    made = rows_of(job, (), batch, job.session.evaluate(batch))
-    eps, alike = (
-        torch.finfo(job.session.problem.precision).eps,
-        ALIKE[job.session.problem.precision],
+def _not_reproduced(path: Path, sample: str, what: str, stored: str, now: str) -> ResultFileError:
+    return ResultFileError(
+        f"{sample} has the {what} {stored} in this file, and {now} when it is computed anew: "
+        "model, loss, data or what they use have changed",
+        where=str(path),
+        remedy="Compute the file again with the code and the data of today, or merge where they "
+        "are as they were.",
     )
-    loss, norm = (min(_ROUNDINGS * eps, alike) * largest for largest in sample.largest)
 
-    def compared(what: str, stored: float, found: Any, slack: float) -> Any:
-        return what, stored, float(found), alike * max(abs(stored), abs(float(found))) + slack
 
-    yield compared("loss", sample.loss, made.samples["loss"], loss)
-    yield compared("gradient norm", sample.norm, made.samples["norm"], norm)
-    _, share = tolerances(dtype_name(job.session.problem.precision))
+def _numbers(
+    job: Job, sample: _StoredSample, batch: Batch
+) -> Iterator[tuple[str, float, float, float]]:
+    """Yield a sample's numbers: which, as stored, as computed, their slack."""
+    made = rows_of(job, (), batch, job.session.evaluate(batch))
+    precision = job.session.problem.precision
+    most = min(_ROUNDINGS * torch.finfo(precision).eps, REPRODUCED[precision])
+    loss, norm = (most * largest for largest in sample.largest)
+    yield "loss", sample.loss, float(made.samples["loss"]), loss
+    yield "gradient norm", sample.norm, float(made.samples["norm"]), norm
+    _, share = tolerances(dtype_name(precision))
     slack = norm + share * sample.norm
     for name, value in made.norms.items():
-        yield compared(f"gradient norm by {name!r}", sample.norms[name], value, slack)
+        yield f"gradient norm by {name!r}", sample.norms[name], float(value), slack

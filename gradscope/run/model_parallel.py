@@ -97,7 +97,7 @@ def compute_model_parallel(
     """
     place, report = None, None
     with stops.stop_message(lambda: _stopped(place, output, overwrite=overwrite, complete=report)):
-        with processes(spec.compute.device) as ranks, ranks.together():
+        with processes(spec.compute.device) as ranks, ranks.raise_on_all():
             job = prepare(spec.computing(predictions=False))
             for chain in job.chains:
                 if any(isinstance(step, NeedsProblem) for step in chain.before):
@@ -109,7 +109,7 @@ def compute_model_parallel(
             place = job.place(output)
             require_free(output, overwrite=overwrite)
             _part(job, place, overwrite=overwrite, resume=restarted)
-            every = ranks.of_all(str(place))
+            every = ranks.all_gather(str(place))
         if ranks.rank == 0:  # nobody waits for it: that may take long
             report = _merged(job, every, output, overwrite=overwrite)
             report = _without(every, output, report)
@@ -147,11 +147,11 @@ def _part(job: Job, place: Path, **how: bool) -> None:
     """Compute this process's samples, and then wait upon the others."""
     sharded = job.session.model_parallel
     assert sharded is not None
-    sharded.attended = True
+    sharded.uneven_inputs = True
     with start(job, place, **how) as run:
         for batch in run.remaining():
             run.add(batch)
-        sharded.attend(job.load(0, 1))
+        sharded.join(job.load(0, 1))
         run.finish()
 
 

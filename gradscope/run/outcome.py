@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradscope.blocks import Gradients
 from gradscope.blocks.base import as_rows
+from gradscope.engine.session import NonFinite
 from gradscope.errors import OutputError
 from gradscope.stages.chain import Chain
 from gradscope.stages.reducers.base import Reducer, State, taken_result
@@ -62,7 +63,7 @@ def nonfinite_of_rows(rows: Gradients, finite: Tensor) -> Tensor:
     Of samples only that are themselves: `finite` is (n,) bool.
     """
     found = torch.zeros((), dtype=torch.int64, device=finite.device)
-    if rows.bounded():
+    if rows.has_finite_bounds():
         return found
     for block in rows.values():
         for part, tile in block.tiles():
@@ -72,20 +73,20 @@ def nonfinite_of_rows(rows: Gradients, finite: Tensor) -> Tensor:
 
 
 def results_of(
-    chains: Mapping[int, Chain], states: Mapping[str, State], *, kept: bool
+    chains: Mapping[int, Chain], states: Mapping[str, State], *, keep_states: bool
 ) -> tuple[dict[int, dict[str, Tensor]], dict[int, int], dict[str, State]]:
     """Return the results of reduced chains, how many numbers of each are not finite, and states.
 
     Where all are, but some were not before the last stages, how many these were. The states have
-    the counts, too, where there is anything to count. Unless they are `kept`, they are empty by
-    then of what results were made of.
+    the counts, too, where there is anything to count. Unless `keep_states`, what results are made
+    of is removed from them.
     """
     results, counts = {}, {}
     for k, chain in chains.items():
         if chain.reducer is None or str(k) not in states:
             continue
         state = states[str(k)]
-        before = taken_result(chain.reducer, {**state} if kept else state)
+        before = taken_result(chain.reducer, {**state} if keep_states else state)
         results[k], counts[k] = chain.finish(before), 0
         for result in (results[k], before):
             bad = sum(map(_nonfinite, result.values()))
@@ -133,14 +134,14 @@ def require_written(
     chains: Mapping[int, Chain],
     states: Mapping[str, State],
     *,
-    kept: bool,
+    nonfinite: NonFinite,
 ) -> None:
     """Hold a file that has just been written against itself before it takes its place.
 
     The checksums tell that the bytes are those that were handed over; this tells whether these were
     the right ones: rows of the samples `index`, and states of reducers that have counted as many
-    samples as there are (all of them where `kept`, else the finite ones). What a reducer of the
-    user's own has in its state is not known.
+    samples as there are (with `nonfinite` "keep" all of them, else the finite ones). What a reducer
+    of the user's own has in its state is not known.
     """
     if not np.array_equal(file.samples["index"], np.asarray(index)):
         raise OutputError(
@@ -148,7 +149,7 @@ def require_written(
             where="/samples/index",
             remedy=_REPORT,
         )
-    right = file.n if kept else int(np.count_nonzero(file.samples["finite"]))
+    right = file.n if nonfinite == "keep" else int(np.count_nonzero(file.samples["finite"]))
     own = {str(k) for k, chain in chains.items() if ".py:" in chain.text}
     for owner, state in states.items():
         n = None if owner in own else state.get("n")
@@ -192,7 +193,7 @@ class _FirstBatch(BaseModel):
             return cls()
 
 
-def combined(parts: Sequence[PartialFile], noun: str = "sample") -> dict[str, Any]:
+def combine_certificates(parts: Sequence[PartialFile], noun: str = "sample") -> dict[str, Any]:
     """Return the certificate of files that become one, given in the order of their rows.
 
     The proofs of their first batches stand together: counts are sums, errors the largest. It is
@@ -212,8 +213,8 @@ def combined(parts: Sequence[PartialFile], noun: str = "sample") -> dict[str, An
     merged = {
         "count": len(parts),
         "verified": len(proved),
-        "unverified": _joined(unverified),
-        "first_only": _joined(first_only),
+        "unverified": _merge_spans(unverified),
+        "first_only": _merge_spans(first_only),
     }
     if not proved:
         return {**parts[0].certificate, "merged": merged}
@@ -239,7 +240,7 @@ def _audit(proofs: Sequence[tuple[PartialFile, Proof]]) -> dict[str, Any]:
         "verify": words.pop() if len(words) == 1 else "mixed",
         "batches": sum(batches),
         "proved": sum(proof.proved or int(bool(proof.verified)) for _, proof in proofs),
-        "audited": _joined(chained(*(proof.audited for _, proof in proofs))),
+        "audited": _merge_spans(chained(*(proof.audited for _, proof in proofs))),
         "error": worst.error or 0.0,
         "parameter": worst.parameter or "",
     }
@@ -270,7 +271,7 @@ def _first_batches(found: Sequence[_FirstBatch], noun: str) -> dict[str, Any]:
     }
 
 
-def _joined(spans: Iterable[tuple[int, int]]) -> list[list[int]]:
+def _merge_spans(spans: Iterable[tuple[int, int]]) -> list[list[int]]:
     """Return first and last positions, neighbours as one."""
     found: list[list[int]] = []
     for first, last in spans:

@@ -23,7 +23,7 @@ from gradscope.errors import OutputError, RefusedError
 from gradscope.model.locate import first_line
 from gradscope.process.memory import accelerator_module, release_freed_memory
 from gradscope.process.shortage import is_shortage, thread_pool
-from gradscope.storage import FinishedBatch, States, Writer, deferred
+from gradscope.storage import FinishedBatch, States, Writer, deferring_signals
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ def prefetch(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     stream = CopyStream(device)
 
     def load() -> Batch | None:
-        with stream.entered():
+        with stream.use():
             return next(batches, None)
 
     with thread_pool(1, "gradscope-loader") as thread:
@@ -167,13 +167,15 @@ class BackgroundWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        with deferred():  # a second Ctrl-C waits, too: nobody else may touch the file meanwhile
+        with (
+            deferring_signals()
+        ):  # a second Ctrl-C waits, too: nobody else may touch the file meanwhile
             self._thread.shutdown()
         if kind is None:
             self.wait()
 
     def _write(self, rows: FinishedBatch, states: States | None, mark: Any, proved: bool) -> None:
-        with torch.no_grad(), self._stream.entered(mark):  # grad mode is a thread's own
+        with torch.no_grad(), self._stream.use(mark):  # grad mode is a thread's own
             taken = rows if self._pinned is None else dense_on_host(rows, self._pinned)
             self._writer.append(taken, states, proved=proved)
 
@@ -207,7 +209,7 @@ class CopyStream:
         return self._module.current_stream(self._stream.device).record_event()
 
     @contextmanager
-    def entered(self, mark: Any = None) -> Iterator[None]:
+    def use(self, mark: Any = None) -> Iterator[None]:
         """Work on the stream in the body; when that is left, the work is done."""
         if self._stream is None:
             yield
@@ -252,15 +254,15 @@ class PinnedBuffers:
 
     def __init__(self, *, pin: bool) -> None:
         self._pin = pin  # without a GPU, pages cannot be pinned
-        self._held: dict[torch.dtype, list[Tensor]] = {}
+        self._buffers: dict[torch.dtype, list[Tensor]] = {}
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return memory of any content, which stays untouched until the next but one is taken."""
-        held = self._held.setdefault(dtype, [torch.empty(0, dtype=dtype)] * 2)
-        buffer, size = held.pop(0), prod(shape)
+        buffers = self._buffers.setdefault(dtype, [torch.empty(0, dtype=dtype)] * 2)
+        buffer, size = buffers.pop(0), prod(shape)
         if buffer.numel() < size:
             buffer = torch.empty(size, dtype=dtype, pin_memory=self._pin)
-        held.append(buffer)
+        buffers.append(buffer)
         return buffer[:size].view(shape)
 
 

@@ -15,20 +15,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from gradscope.config import function_of
 from gradscope.core.grammar import parse
-from gradscope.core.texts import unequal
 from gradscope.engine.fold import prepare_chains
 from gradscope.errors import OutputError
 from gradscope.run.budget import MemoryPlan, plan
 from gradscope.run.execute import (
-    ALIKE,
     Progress,
     Run,
     batches,
     first_of,
+    require_reproduced,
     rows_of,
     without_progress,
 )
@@ -36,7 +33,9 @@ from gradscope.run.job import Job, file_plan
 from gradscope.run.outcome import RunReport
 from gradscope.run.overlap import BackgroundWriter, BatchSize
 from gradscope.stages.chain import Chain
-from gradscope.storage import open_writer, require_other, writing
+from gradscope.storage import open_writer, require_distinct, writing
+
+_SLACK = 1e-8  # absolute difference of numbers that are computed again
 
 
 @contextmanager
@@ -60,9 +59,9 @@ def start(
     with open_writer(path, layout, overwrite=overwrite, resume=resume) as writer:
         before = Progress.of(writer.states)
         done, budget = writer.completed, _budget(job, before, writer.completed)
-        layout.run["batch_size"] = budget.samples  # the file is laid out with the first batch
-        size = BatchSize(budget.samples, fixed=job.session.settings.own_loss)
-        left = -(-len(job.rows) // size.samples)
+        layout.run["batch_size"] = budget.batch_size  # the file is laid out with the first batch
+        size = BatchSize(budget.batch_size, fixed=job.session.settings.own_loss)
+        batches_left = -(-len(job.rows) // size.samples)
         tuner = job.tuner(before.choices)
         with (
             tuner.active(),
@@ -71,7 +70,9 @@ def start(
             ) as background,
         ):
             chains = size.fitting(
-                lambda n: prepare_chains(job.session, job.chains, lambda: batches(job, size), left),
+                lambda n: prepare_chains(
+                    job.session, job.chains, lambda: batches(job, size), batches_left
+                ),
                 len(job.rows),
             )
             progress = replace(before, batch_size=size.samples)
@@ -118,19 +119,19 @@ def _recheck(
     batch = size.fitting(partial(job.load, 0), len(job.rows))
     evaluation = job.session.evaluate(batch, job.request(), ordinal=0)
     found = first_of(rows_of(job, chains, batch, evaluation))
-    for what, then, now in zip(("loss", "gradient norm"), before.first, found, strict=True):
-        a, b = (torch.tensor(values[: min(len(then), len(now))]) for values in (then, now))
-        differ = ~torch.isclose(a, b, rtol=ALIKE[job.session.problem.precision], equal_nan=True)
-        if differ.any():
-            first = int(differ.int().argmax())
-            began, has = unequal(then[first], now[first])
-            raise OutputError(
-                f"{batch.one(first).told} had the {what} {began} when the run "
-                f"began, and has {has} now: model, loss or data have changed",
-                where=str(path),
-                remedy="Go on with the code and the data that the run began with, or start again "
-                "with overwrite=True.",
-            )
+
+    def error(sample: str, what: str, began: str, now: str) -> OutputError:
+        return OutputError(
+            f"{sample} had the {what} {began} when the run began, and has {now} now: model, loss "
+            "or data have changed",
+            where=str(path),
+            remedy="Go on with the code and the data that the run began with, or start again with "
+            "overwrite=True.",
+        )
+
+    for k, (loss, norm, loss_now, norm_now) in enumerate(zip(*before.first, *found, strict=False)):
+        pairs = ("loss", loss, loss_now, _SLACK), ("gradient norm", norm, norm_now, _SLACK)
+        require_reproduced(batch.one(k), pairs, job.session.problem.precision, error)
 
 
 def compute(job: Job, path: Path, **how: bool) -> RunReport:
@@ -148,7 +149,7 @@ def refuse_inputs(job: Job, path: Path) -> None:
     code = (ref.rpartition(":")[0] for ref in named if ":" in ref)
     stages = (stage for chain in job.chains for stage in parse(chain.text))
     with writing(path):
-        require_other(path, job.checkpoint.files, "the checkpoint")
-        require_other(path, spec.dataset.sources, "the data")
-        require_other(path, map(Path, code), "the code")
-        require_other(path, (file for stage in stages for file in stage.files.values()))
+        require_distinct(path, job.checkpoint.files, "the checkpoint")
+        require_distinct(path, spec.dataset.sources, "the data")
+        require_distinct(path, map(Path, code), "the code")
+        require_distinct(path, (file for stage in stages for file in stage.files.values()))

@@ -119,7 +119,7 @@ class Chain:
     ) -> State:
         """Return the reducer's state of a batch of raw gradients; see `rows`."""
         reducer = reducer_of(self)
-        return reducer.start(self.rows(gradients, problem, batch).asked(reducer.powers))
+        return reducer.start(self.rows(gradients, problem, batch).with_powers(reducer.powers))
 
     def result(self, state: State) -> dict[str, Tensor]:
         """Return {name: (*shape)}: the reducer's result after the transforms that follow it."""

@@ -129,7 +129,7 @@ def _passed(problem: Problem, batch: Batch, *, graph: bool) -> tuple[Tensor, Col
         seen.append(predicted(loss, outputs, targets))
 
     try:
-        losses = replace(problem, seen=keep).losses(batch, graph=graph)
+        losses = replace(problem, observer=keep).losses(batch, graph=graph)
     except Exception as error:  # the model's code, in a way that no backend runs it
         if is_machine_error(error):
             raise

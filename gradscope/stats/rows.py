@@ -147,7 +147,7 @@ class RowSums:
         sums: Tensor | None = None
         squares, picked = torch.zeros((), dtype=torch.float64), list[Block]()
         for places, block in walk(self._rows):
-            if not block.sums_squares and block.held is None:
+            if not block.sums_squares and block.dense_if_formed is None:
                 block = DenseBlock(block.dense())  # which is needed for the squares
             if sums is None:
                 sums = torch.zeros(self._count, *block.shape, dtype=torch.float64)
@@ -190,7 +190,7 @@ class RowSums:
 
 def _gram(blocks: list[Block]) -> Tensor:
     """Return ⟨gᵢ, gⱼ⟩ (m, m) of all samples of some blocks, in float64."""
-    if all(block.held is None for block in blocks):
+    if all(block.dense_if_formed is None for block in blocks):
         return joined(blocks, torch.arange(sum(block.n for block in blocks))).gram()
     rows = [as_rows(block.dense()) for block in blocks]
     found: Any = 0.0

@@ -1,19 +1,19 @@
 """Result files: HDF5, format version 1 (docs/format.md). It alone writes HDF5."""
 
-from gradscope.storage.export import Exported, export
+from gradscope.storage.export import ExportedFile, export
 from gradscope.storage.format.files import (
-    deferred,
+    deferring_signals,
     locked,
     put_in_place,
+    require_distinct,
     require_free,
-    require_other,
     require_place,
     write_page,
     writing,
     written,
 )
 from gradscope.storage.format.layout import require_compression
-from gradscope.storage.format.numbers import named
+from gradscope.storage.format.numbers import dtype_named
 from gradscope.storage.merge import (
     Joiner,
     PartialFile,
@@ -27,7 +27,7 @@ from gradscope.storage.read.file import (
     GradientFile,
     StoredArray,
     StoredChain,
-    chain_called,
+    find_chain,
     open_file,
     stored_gradients,
 )
@@ -41,7 +41,7 @@ __all__ = [
     "LONGEST",
     "PART_BYTES",
     "ChainPlan",
-    "Exported",
+    "ExportedFile",
     "FilePlan",
     "FinishedBatch",
     "GradientFile",
@@ -54,21 +54,21 @@ __all__ = [
     "StoredArray",
     "StoredChain",
     "Writer",
-    "chain_called",
     "check_files",
-    "deferred",
+    "deferring_signals",
     "differences",
+    "dtype_named",
     "export",
     "file_bytes",
+    "find_chain",
     "locked",
-    "named",
     "open_file",
     "open_joiner",
     "open_writer",
     "put_in_place",
     "require_compression",
+    "require_distinct",
     "require_free",
-    "require_other",
     "require_output",
     "require_place",
     "stored_gradients",

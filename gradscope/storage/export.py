@@ -30,8 +30,8 @@ from gradscope.storage.format.files import (
     Write,
     excess,
     reporting_errors,
+    require_distinct,
     require_free,
-    require_other,
     require_place,
     require_short,
     written,
@@ -41,14 +41,16 @@ from gradscope.storage.read.file import (
     GradientFile,
     StoredArray,
     StoredChain,
-    chain_called,
+    find_chain,
     stored_gradients,
 )
 
 FORMATS = (".npy", ".safetensors", ".parquet", ".csv")
 
 _TABLES = (".parquet", ".csv")
-_KNOWN: dict[str, HeadTest] = {  # whether a file that begins so is of the format; a table, of ours
+_HEAD_TESTS: dict[
+    str, HeadTest
+] = {  # whether a file that begins so is of the format; a table, of ours
     ".npy": lambda head: head.startswith(b"\x93NUMPY"),
     ".safetensors": lambda head: head[8:10] == b'{"',
     ".parquet": lambda head: head.startswith(b"PAR1"),
@@ -60,11 +62,11 @@ _BLOCK_BYTES = 2**25  # of dense numbers in memory at a time
 _TABLE_ROWS = 2**16  # at a time
 _DTYPES = {"float16": "F16", "float32": "F32", "float64": "F64", "complex64": "C64"}
 _DTYPES |= {"int64": "I64", "int32": "I32", "uint8": "U8", "bool": "BOOL"}
-_ALIGNED = 8
+_ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedFile:
     """A file that was written."""
 
     path: str  # where
@@ -74,11 +76,11 @@ class Exported:
     bytes: int  # its size
 
 
-Made = tuple[Exported, Write]  # with the least of bytes that it takes, and what writes it
+ExportTask = tuple[ExportedFile, Write]  # with the least of bytes that it takes, and what writes it
 
 
 @dataclass(frozen=True)
-class _Selected:
+class _ArrayRows:
     """Some rows of one array, by their positions in it; None: all of an aggregate."""
 
     array: StoredArray
@@ -120,7 +122,7 @@ def export(
     samples: slice | None = None,
     *,
     overwrite: bool = False,
-) -> list[Exported]:
+) -> list[ExportedFile]:
     """Write a part of a result file in the format that the ending of `path` says.
 
     Args:
@@ -139,7 +141,7 @@ def export(
     """
     require_short(path, DRAFT if path.suffix else "")
     with reporting_errors(path):
-        require_other(path, [file.path])
+        require_distinct(path, [file.path])
         suffix = "" if path.is_dir() else path.suffix.lower()
     if suffix in _TABLES:
         if chain is not None:
@@ -169,7 +171,7 @@ def _require_room(places: Sequence[Path], size: int, overwrite: bool) -> None:
             free = shutil.disk_usage(place.absolute().parent).free
             ending = place.suffix.lower()
             kind = f"export to {ending}"
-            require_free(place, overwrite=overwrite, kind=kind, known=_KNOWN[ending])
+            require_free(place, overwrite=overwrite, kind=kind, known=_HEAD_TESTS[ending])
         if size > free:
             raise OutputError(
                 f"the file would take {size:,} bytes, the disk has {free:,}",
@@ -180,9 +182,9 @@ def _require_room(places: Sequence[Path], size: int, overwrite: bool) -> None:
 
 def _select(
     file: GradientFile, name: str, globs: Sequence[str], samples: slice | None
-) -> tuple[StoredChain, list[_Selected]]:
+) -> tuple[StoredChain, list[_ArrayRows]]:
     """Return the chain `name`, its parameters that match a glob (all without any), of samples."""
-    chain = chain_called(file, name)
+    chain = find_chain(file, name)
     if chain is None:
         known = ", ".join(f"{k} ({one.text})" for k, one in enumerate(file.chains))
         raise SpecError(
@@ -197,7 +199,7 @@ def _select(
             remedy="Leave out --samples, or choose a chain of rows.",
         )
     rows = None if chain.reduced else _find_rows(file, samples)
-    return chain, [_Selected(chain[own], rows) for own in _matching(list(chain), globs)]
+    return chain, [_ArrayRows(chain[own], rows) for own in _matching(list(chain), globs)]
 
 
 def _matching(names: list[str], globs: Sequence[str]) -> list[str]:
@@ -225,7 +227,7 @@ def _find_rows(file: GradientFile, samples: slice | None) -> np.ndarray:
     return np.flatnonzero(chosen)
 
 
-def _folder(selected: Sequence[_Selected], path: Path) -> list[Made]:
+def _folder(selected: Sequence[_ArrayRows], path: Path) -> list[ExportTask]:
     names = [f"{escape(one.array.name)}.npy" for one in selected]
     if len({name.casefold() for name in names}) < len(names):
         raise SpecError(
@@ -252,7 +254,7 @@ def _folder(selected: Sequence[_Selected], path: Path) -> list[Made]:
     return [_array([one], path / name) for one, name in zip(selected, names, strict=True)]
 
 
-def _array(selected: Sequence[_Selected], path: Path) -> Made:
+def _array(selected: Sequence[_ArrayRows], path: Path) -> ExportTask:
     """Return how to write one array as .npy."""
     if len(selected) > 1:
         names = ", ".join(one.array.name for one in selected[:8])
@@ -263,12 +265,12 @@ def _array(selected: Sequence[_Selected], path: Path) -> Made:
             "a folder.",
         )
     (one,) = selected
-    return Exported(str(path), (one.array.name,), one.shape, one.nbytes), one.write_npy
+    return ExportedFile(str(path), (one.array.name,), one.shape, one.nbytes), one.write_npy
 
 
 def _arrays(
-    file: GradientFile, chain: StoredChain, selected: Sequence[_Selected], path: Path
-) -> Made:
+    file: GradientFile, chain: StoredChain, selected: Sequence[_ArrayRows], path: Path
+) -> ExportTask:
     """Return how to write arrays by their parameters' names as .safetensors."""
     table: dict[str, Any] = {"__metadata__": {"chain": chain.text, "result": file.path.name}}
     at = 0
@@ -282,7 +284,7 @@ def _arrays(
         table[name] = {"dtype": _DTYPES[dtype], "shape": one.shape, "data_offsets": place}
         at += one.nbytes
     text = json.dumps(table, ensure_ascii=True).encode()
-    text += b" " * (-len(text) % _ALIGNED)
+    text += b" " * (-len(text) % _ALIGNMENT)
 
     def write(out: BinaryIO) -> None:
         out.write(len(text).to_bytes(8, "little") + text)
@@ -290,10 +292,12 @@ def _arrays(
             one.write(out)
 
     names = tuple(one.array.name for one in selected)
-    return Exported(str(path), names, None, 8 + len(text) + at), write
+    return ExportedFile(str(path), names, None, 8 + len(text) + at), write
 
 
-def _table(file: GradientFile, globs: Sequence[str], samples: slice | None, path: Path) -> Made:
+def _table(
+    file: GradientFile, globs: Sequence[str], samples: slice | None, path: Path
+) -> ExportTask:
     """Return how to write the sample table, with norms as `norm:NAME` where they match a glob."""
     columns = {name: column for name, column in file.samples.items() if name != "preview"}
     if globs:
@@ -312,7 +316,7 @@ def _table(file: GradientFile, globs: Sequence[str], samples: slice | None, path
                 "Parquet needs pyarrow, which is not installed",
                 remedy="pip install 'torch-gradscope[data]', or export .csv.",
             ) from error
-    return Exported(str(path), tuple(columns), (len(rows), len(columns)), 0), write
+    return ExportedFile(str(path), tuple(columns), (len(rows), len(columns)), 0), write
 
 
 def _write_parquet(blocks: Iterator[Mapping[str, np.ndarray]], arrow: Any, out: BinaryIO) -> None:

@@ -22,8 +22,8 @@ from gradscope.errors import OutputError, RefusedError, ResultFileError
 from gradscope.storage.format.files import (
     locked,
     reading,
+    require_distinct,
     require_free,
-    require_other,
     require_place,
     writing,
 )
@@ -40,13 +40,13 @@ from gradscope.storage.format.layout import (
 from gradscope.storage.format.numbers import h5_type, numpy_dtype, unescape
 from gradscope.storage.plan import FilePlan, States, differences, to_json
 from gradscope.storage.read.file import column, stored_states
-from gradscope.storage.read.opening import OpenFile, document, open_checked, opened_again
+from gradscope.storage.read.opening import OpenFile, document, open_checked, reopen
 from gradscope.storage.write.create import Inspect, complete, lay_out
 from gradscope.storage.write.journal import LONGEST, Paths, require_not_there
 from gradscope.storage.write.region import copy_rows
 from gradscope.storage.write.target import Target
 
-Owned = dict[str, dict[str, Tensor]]  # {owner: {key: tensor}}
+StatesByOwner = dict[str, dict[str, Tensor]]  # {owner: {key: tensor}}
 
 _NUMBER = re.compile(r"\.shard-\d+-of-")
 
@@ -316,9 +316,9 @@ class Joiner:
         with writing(self._paths.final):
             self._regions = lay_out(self._paths, self._target, plan, forms, batch_size, *more)
 
-    def add(self, part: PartialFile) -> Owned:
+    def add(self, part: PartialFile) -> StatesByOwner:
         """Copy the rows of the next part, and return its reducers' states."""
-        with opened_again(part.path, part.seal) as source:
+        with reopen(part.path, part.seal) as source:
             file, checks = source.file, source.checks
             index = column(file["samples/index"], checks)
             if not np.array_equal(index, np.arange(part.start, part.stop)):
@@ -386,7 +386,7 @@ def require_output(path: Path, parts: RunFiles, *, overwrite: bool) -> None:
     """Check that the final file of some parts may be written."""
     require_place(path, LONGEST)
     with writing(path):
-        require_other(path, [part.path for part in parts.files])
+        require_distinct(path, [part.path for part in parts.files])
         require_free(path, overwrite=overwrite)
 
 

@@ -47,11 +47,11 @@ def measure(
         evaluation = scope.evaluate(Batch.of(inputs, targets))
         samples, norms, dots, lengths = _measured(evaluation, targets, None)
     else:
-        batch = ranks.numbered(lambda: Batch.of(inputs, targets), "measure")
+        batch = ranks.number_samples(lambda: Batch.of(inputs, targets), "measure")
         evaluation = scope.evaluate(batch)
-        with ranks.together():
+        with ranks.raise_on_all():
             *own, lengths = _measured(evaluation, targets, ranks)
-        samples, norms, dots = map(_joined, zip(*ranks.of_all(own), strict=True))
+        samples, norms, dots = map(_joined, zip(*ranks.all_gather(own), strict=True))
     n, finite = len(samples["loss"]), samples["finite"]
     samples["index"], along = np.arange(n), np.zeros(n)
     sizes = samples["norm"][finite] * np.linalg.norm(list(lengths.values()))
@@ -78,12 +78,12 @@ def _measured(evaluation: Evaluation, targets: Any, ranks: Ranks | None) -> tupl
     """
     gradients, finite = evaluation.gradients, _numpy(finite_samples(evaluation))
     rows = torch.from_numpy(np.flatnonzero(finite)).to(evaluation.losses.device)
-    count = len(rows) if ranks is None else sum(ranks.of_all(len(rows)))
+    count = len(rows) if ranks is None else sum(ranks.all_gather(len(rows)))
     dots, lengths = np.zeros(len(rows)), {}
     for name, block in gradients.items():
         kept = block.select(rows).to(torch.promote_types(block.dtype, torch.float32))
         total = kept.weighted_sum()
-        mean = (total if ranks is None else ranks.added(total)) / max(1, count)
+        mean = (total if ranks is None else ranks.sum_over_ranks(total)) / max(1, count)
         dots += _numpy(kept.dot(mean).real)
         lengths[name] = float(size(mean)) if count else nan
     samples = {

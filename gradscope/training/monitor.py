@@ -286,7 +286,7 @@ class Monitor(UncopiedHandle):
     def _together(self) -> AbstractContextManager[None]:
         """Let an error of one process be one of all those that measure."""
         ranks = self.scope.problem.model_parallel
-        return nullcontext() if ranks is None else ranks.together()
+        return nullcontext() if ranks is None else ranks.raise_on_all()
 
     def _measure(self, of: Callable[[], tuple[Any, Any]], begun: float) -> None:
         trained, batch = self._trained(begun), self._samples(of)

@@ -270,7 +270,7 @@ def test_a_program_that_is_off_is_not_used(part: str, tokens, monkeypatch) -> No
 def test_auto_weighs_compiling_against_what_is_left(tokens) -> None:
     scope = Scope(Tagger(), "cross_entropy", compile=True)
     for left in (2, 1):
-        found = scope.evaluate(Batch.of(*tokens), Request(rows=False, left=left))
+        found = scope.evaluate(Batch.of(*tokens), Request(rows=False, batches_left=left))
         close(found.gradients.norms, right_norms(Tagger(), *tokens))
     (note,) = scope.notes
     assert note.startswith("not compiled: about")

@@ -424,7 +424,7 @@ def test_rows_keep_to_their_samples_when_selected() -> None:
         assert torch.equal(some.inputs[some.sample[k]], x[rows.samples[row]])
         assert int(some.position[k]) == int(rows.position[row])
     assert int(some.index[1]) == int(rows.samples[2]) * T + int(rows.position[2])
-    assert len(some.held) == len({int(k) for k in some.samples})
+    assert len(some.sample_index) == len({int(k) for k in some.samples})
 
 
 def test_all_backends_agree_in_compare() -> None:

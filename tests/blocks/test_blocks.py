@@ -354,12 +354,12 @@ def check_reshape(block: Block, values: Tensor) -> None:
         close(again.dense(), values.reshape(N, *shape))
 
 
-def check_bound(block: Block, values: Tensor) -> None:
+def check_norm_bound(block: Block, values: Tensor) -> None:
     """It is above every norm, and shows what is not finite."""
-    assert float(block.bound()) >= float(flat(values).norm(dim=1).max())
+    assert float(block.norm_bound()) >= float(flat(values).norm(dim=1).max())
     for factor in (torch.inf, torch.nan):
         bad = block.scale(torch.tensor([1.0, factor, 1.0, 1.0, 1.0]))
-        assert not float(bad.bound()) < torch.inf
+        assert not float(bad.norm_bound()) < torch.inf
 
 
 def check_factors(block: Block, values: Tensor) -> None:
@@ -414,7 +414,7 @@ def test_what_is_inherited(
     block, values = KINDS[kind](dtype)
     monkeypatch.setattr(base, "TILE_BYTES", tile)
     for name, check in CHECKS.items():
-        if name not in ("bound", "factors"):
+        if name not in ("norm_bound", "factors"):
             check(Inherited(block), values)
 
 
@@ -501,12 +501,12 @@ def test_what_is_formed_for_norms_and_a_sum(sizes: tuple[int, ...], dense: bool)
     torch.manual_seed(4)
     n, k, t, r, c = sizes
     block = OuterBlock(torch.randn(n, k, t, r), torch.randn(n, k, t, c), (k * r, c))
-    formed = block.formed()
-    assert (formed.held is not None) is dense
+    formed = block.densify()
+    assert (formed.dense_if_formed is not None) is dense
     anyway = t > 1 and 4 * n * k * r * c <= outer_module.KEPT
-    assert (block.formed(anyway=True).held is not None) is anyway
+    assert (block.densify(always=True).dense_if_formed is not None) is anyway
     half = block.to(torch.bfloat16)  # dense it would be rounded; its norms are taken in float32
-    assert half.formed(anyway=True) is half
+    assert half.densify(always=True) is half
 
 
 @pytest.mark.parametrize(("room", "count"), [(0, 0), (6000, 1), (20_000, 2), (10**6, 3)])
@@ -523,14 +523,14 @@ def test_what_is_formed_of_many_has_a_limit(
         }
     )
     rows = {name: block.dense().clone() for name, block in given.items()}
-    found = given.formed(anyway=True)
-    kinds = [block.held is not None for block in found.values()]
+    found = given.densify(always=True)
+    kinds = [block.dense_if_formed is not None for block in found.values()]
     assert kinds == [count >= 1, count == 3, count >= 2]
     torch.testing.assert_close(found.norms, torch.cat([*map(flat, rows.values())], 1).norm(dim=1))
     for name, row in rows.items():
         torch.testing.assert_close(found[name].dense(), row)
         torch.testing.assert_close(found[name].weighted_sum(), row.sum(0), rtol=1e-4, atol=1e-5)
-    assert found.formed(anyway=True) is found  # what is known already is not computed again
+    assert found.densify(always=True) is found  # what is known already is not computed again
 
 
 @pytest.mark.parametrize(
@@ -547,9 +547,9 @@ def test_a_bound_goes_with_a_transform_of_entries(stage: str) -> None:
 
     for scale in (1e-3, 1.0, 1e5):
         block = made(torch.randn(4, 5) * scale)
-        assert float(block.norms().max()) <= float(block.bound()) < torch.inf
+        assert float(block.norms().max()) <= float(block.norm_bound()) < torch.inf
     for value in (torch.inf, torch.nan):
-        assert not float(made(torch.tensor([[1.0, value], [1.0, 2.0]])).bound()) < torch.inf
+        assert not float(made(torch.tensor([[1.0, value], [1.0, 2.0]])).norm_bound()) < torch.inf
 
 
 def near(kind: str, spread: float) -> tuple[Block, Tensor, Tensor]:

@@ -115,7 +115,7 @@ def test_every_operation_equals_the_dense_one(variant: None, name: str, frames: 
     close(block.scale(weights).dense(), rows * weights.reshape(-1, *[1] * (rows.dim() - 1)))
     close(block.select(slice(1, 3)).dense(), rows[1:3])
     close(block.outer.dense(), rows)
-    assert float(block.bound()) >= float(flat.norm(dim=1).max())
+    assert float(block.norm_bound()) >= float(flat.norm(dim=1).max())
     factors = block.factors()
     assert factors is not None
     assert block.factored_size == sum(t[0].numel() for t in factors.tensors.values())
@@ -127,8 +127,8 @@ def test_what_is_formed_for_norms_and_a_sum(monkeypatch: pytest.MonkeyPatch) -> 
     geometry = Geometry((1, 1), (1, 1), (1, 1), (0, 0), 1, False)
     inputs, gradients = torch.randn(4, 1, 8, 32, 32), torch.randn(4, 1, 9, 32, 32)
     block = ConvolutionBlock(inputs, gradients, (9, 8, 3, 3), geometry)
-    formed = block.formed()
-    assert formed.held is not None
+    formed = block.densify()
+    assert formed.dense_if_formed is not None
     exact, weights = block.to(torch.float64), torch.rand(4)
     for found, right in (
         (formed.squared_norms(), exact.squared_norms()),
@@ -136,11 +136,11 @@ def test_what_is_formed_for_norms_and_a_sum(monkeypatch: pytest.MonkeyPatch) -> 
     ):
         torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-3)
     half = block.to(torch.bfloat16)
-    assert half.formed() is half
+    assert half.densify() is half
     few = ConvolutionBlock(inputs[..., :2, :2], gradients[..., :2, :2], (9, 8, 3, 3), geometry)
-    assert few.formed() is few
+    assert few.densify() is few
     monkeypatch.setattr(convolution, "KEPT", 1)
-    assert block.formed() is block
+    assert block.densify() is block
 
 
 @pytest.mark.parametrize("size", [1, 10**9])

@@ -60,7 +60,7 @@ def test_the_fastest_is_kept() -> None:
         "seconds": {"slow": 0.003, "fast": 0.001, "middling": 0.002},
         "measured": True,
     }
-    assert clock.tuner.settled() == {"r, n≤8, float32, cpu": "fast"}
+    assert clock.tuner.freeze() == {"r, n≤8, float32, cpu": "fast"}
 
 
 def test_long_calls_are_tried_once() -> None:
@@ -110,7 +110,7 @@ def test_without_measuring_arithmetic_chooses() -> None:
         assert clock.asked(b=0.5) == "b"
     (choice,) = outermost.chosen.values()
     assert (choice.variant, choice.seconds) == ("b", {"a": 1.0, "b": 0.5})
-    assert not choice.measured and outermost.settled() == {}
+    assert not choice.measured and outermost.freeze() == {}
     assert clock.runs == {"a": 0, "b": 1}
     assert not clock.tuner.chosen
     with clock.tuner.active(), unmeasured():
@@ -126,7 +126,7 @@ def test_another_process_goes_by_what_the_first_measured(tmp_path: Path) -> None
     other = clock.another()
     assert clock.asked(other) == "a"
     assert clock.runs == runs | {"a": runs["a"] + 1}  # nothing was tried
-    assert other.settled() == {"r, n≤8, float32, cpu": "a"}
+    assert other.freeze() == {"r, n≤8, float32, cpu": "a"}
     (file,) = tmp_path.iterdir()
     assert json.loads(file.read_text(encoding="utf-8"))["fact"]["way"] == "a"
     for text in ("", "[" * 10**5, '{"fact": 3}', file.read_text("utf-8").replace('"a"', '"gone"')):
@@ -141,7 +141,7 @@ def test_what_a_busy_machine_shows_decides_nothing(tmp_path: Path) -> None:
     busy = clock.another(timed=lambda run, device: (next(moments) ** 2 / 1e4, run()))
     assert clock.asked(busy, a=0.5) == "a"
     assert clock.runs == {"a": 10, "b": 9}
-    assert not any(tmp_path.iterdir()) and busy.settled() == {}
+    assert not any(tmp_path.iterdir()) and busy.freeze() == {}
     assert clock.asked(clock.another(), a=0.5) == "b"
 
 
@@ -149,11 +149,11 @@ def test_choices_that_are_given_stand() -> None:
     clock = Clock(a=1.0, b=2.0)
     clock.asked()
     clock.seconds = {"a": 2.0, "b": 1.0}
-    choices = clock.tuner.settled()
+    choices = clock.tuner.freeze()
     kept = clock.another(measures=False, kept=choices)
     assert clock.asked(kept, b=0.5) == "a"
     assert clock.asked(kept, n=100, b=0.5) == "b"  # not known then: by arithmetic
-    assert kept.settled() == choices == clock.tuner.settled()
+    assert kept.freeze() == choices == clock.tuner.freeze()
     assert clock.asked(n=100, b=0.5) == "b"  # settled, the first one measures nothing either
 
 
@@ -173,7 +173,7 @@ def test_what_only_a_tried_variant_asked_for_is_no_choice() -> None:
     with clock.tuner.active():
         assert fastest("outer", {}, torch.zeros(1), variants).item()
     assert set(clock.tuner.chosen) == {"r, n≤8, float32, cpu", "outer, float32, cpu"}
-    assert clock.tuner.settled() == {"outer, float32, cpu": "asks nothing"}
+    assert clock.tuner.freeze() == {"outer, float32, cpu": "asks nothing"}
 
 
 def test_a_preferred_variant_is_taken_also_for_a_proof() -> None:

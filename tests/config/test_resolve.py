@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradscope.config import RunSpec, load, resolve, run_options, split_reference
-from gradscope.core.grammar import anchored, parse
+from gradscope.core.grammar import parse, resolve_paths
 from gradscope.errors import SpecError
 from tests.run import project
 
@@ -80,19 +80,19 @@ def test_a_folder_as_the_model_is_relative_to_the_run_file(tmp_path: Path) -> No
 
 def test_files_named_in_chains_are_relative_to_the_run_file(tmp_path: Path) -> None:
     text = 'mine.py:soft:level=0.1 | dot:with="out.h5:clip:max_norm=1 | mean" | mean'
-    found = anchored(text, tmp_path)
+    found = resolve_paths(text, tmp_path)
     assert found == (
         f"{tmp_path}/mine.py:soft:level=0.1 | "
         f'dot:with="{tmp_path}/out.h5:clip:max_norm=1 | mean" | mean'
     )
-    assert anchored(found, tmp_path / "elsewhere") == found
-    assert anchored("a | | b", tmp_path) == "a | | b"
-    (_, vector, _), (adam,) = parse(found), parse(anchored("adam:state=o.pt", tmp_path))
+    assert resolve_paths(found, tmp_path / "elsewhere") == found
+    assert resolve_paths("a | | b", tmp_path) == "a | | b"
+    (_, vector, _), (adam,) = parse(found), parse(resolve_paths("adam:state=o.pt", tmp_path))
     assert vector.files == {"with": tmp_path / "out.h5"}
     assert adam.files == {"state": tmp_path / "o.pt"}
-    (adam,) = parse(anchored("adam:state=o.pt,names=n.json", tmp_path))
+    (adam,) = parse(resolve_paths("adam:state=o.pt,names=n.json", tmp_path))
     assert adam.files == {"state": tmp_path / "o.pt", "names": tmp_path / "n.json"}
-    (adam,) = parse(anchored("adam:state=o.pt,names=model", tmp_path))
+    (adam,) = parse(resolve_paths("adam:state=o.pt,names=model", tmp_path))
     assert adam.arguments["names"] == "model"
 
 

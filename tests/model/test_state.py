@@ -27,12 +27,12 @@ def test_a_change_in_place_is_found_and_put_back(before: Tensor, after: Tensor) 
     model = nn.Linear(1, 1)
     model.held = before.clone()
     state = ModelState(model, None)
-    with state.kept(), state.watched():
+    with state.restoring(), state.watching():
         pass
-    assert state.found == 0
-    with state.kept(), state.watched():
+    assert state.change_count == 0
+    with state.restoring(), state.watching():
         model.held.copy_(after)
-    assert state.found > 0
+    assert state.change_count > 0
     sign = (torch.signbit(t.real if t.is_complex() else t).tolist() for t in (model.held, before))
     assert torch.equal(model.held, before) and next(sign) == next(sign)
 
@@ -41,9 +41,9 @@ def test_what_is_not_a_number_has_not_changed() -> None:
     model = nn.Linear(1, 1)
     model.held = torch.full((3,), float("nan"))
     state = ModelState(model, None)
-    with state.kept(), state.watched():
+    with state.restoring(), state.watching():
         model.held.clone()
-    assert state.found == 0
+    assert state.change_count == 0
 
 
 class Nameless:
@@ -59,9 +59,9 @@ def test_an_object_whose_class_names_no_module_is_looked_into() -> None:
     model = nn.Linear(1, 1)
     model.held = Nameless()
     state = ModelState(model, None)
-    with state.kept(), state.watched():
+    with state.restoring(), state.watching():
         model.held.calls[0] += 1
-    assert state.found > 0
+    assert state.change_count > 0
     assert model.held.calls == [0]
 
 
@@ -125,9 +125,9 @@ def test_hooks_that_a_forward_pass_registers_are_not_there_twice() -> None:
     expected = model.inner(x)
     state = ModelState(model, None)
     for _ in range(2):
-        with state.kept():
+        with state.restoring():
             torch.testing.assert_close(model(x), expected)
-            with state.kept():
+            with state.restoring():
                 torch.testing.assert_close(model(x), expected)
         assert not model.inner._forward_hooks
     errors = (expected - 1).detach()

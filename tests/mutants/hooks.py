@@ -14,14 +14,14 @@ backend = partial(mutant, "backends/hooks/__init__.py")
 
 layers(
     "product with a sign: the weight's gradient of a linear layer has the wrong sign",
-    "return OuterBlock(a, b, site.shape, turned)",
-    "return OuterBlock(-a, b, site.shape, turned)",
+    "return OuterBlock(a, b, site.shape, right_is_gradient)",
+    "return OuterBlock(-a, b, site.shape, right_is_gradient)",
     Asked("mlp"),
 )
 layers(
     "transposed weight: the factors of a square weight's gradient change places",
-    "return OuterBlock(a, b, site.shape, turned)",
-    "return OuterBlock(b, a, site.shape, turned)",
+    "return OuterBlock(a, b, site.shape, right_is_gradient)",
+    "return OuterBlock(b, a, site.shape, right_is_gradient)",
     Asked("four"),
 )
 layers(
@@ -32,8 +32,8 @@ layers(
 )
 layers(
     "wrong expert: stacked weights get the gradient of their neighbour in the stack",
-    "return OuterBlock(a, b, site.shape, turned)",
-    "return OuterBlock(a.roll(1, 1), b, site.shape, turned)",
+    "return OuterBlock(a, b, site.shape, right_is_gradient)",
+    "return OuterBlock(a.roll(1, 1), b, site.shape, right_is_gradient)",
     Asked("stacked_expert_weights_with_bias"),
 )
 mutant(

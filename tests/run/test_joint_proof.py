@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gradscope.run.outcome import combined
+from gradscope.run.outcome import combine_certificates
 from gradscope.stats import Proof
 from gradscope.storage import PartialFile
 
@@ -47,7 +47,7 @@ NEVER = {"verified": False, "verdict": "not asked for (verify = never)"}
 
 
 def test_audits_add_up() -> None:
-    found = combined([part(0, certificate(0, 1e-7)), part(20, certificate(20, 5e-7))])
+    found = combine_certificates([part(0, certificate(0, 1e-7)), part(20, certificate(20, 5e-7))])
     assert found["verified"] and found["proves"]
     assert found["verdict"] == (
         "passed: sums of 6 samples to 5e-07, 4 of them alone to 1e-06 (float32)"
@@ -65,7 +65,7 @@ def test_audits_add_up() -> None:
 
 def test_files_of_less_are_told() -> None:
     files = [certificate(0, 1e-7), NEVER, NEVER, first_only(60), certificate(80, 1e-7)]
-    found = combined([part(20 * k, document) for k, document in enumerate(files)])
+    found = combine_certificates([part(20 * k, document) for k, document in enumerate(files)])
     assert found["verified"] is False
     assert found["merged"] == {
         "count": 5,
@@ -79,7 +79,7 @@ def test_files_of_less_are_told() -> None:
 
 
 def test_none_is_verified() -> None:
-    found = combined([part(0, NEVER), part(20, NEVER)])
+    found = combine_certificates([part(0, NEVER), part(20, NEVER)])
     assert found == NEVER | {
         "merged": {"count": 2, "verified": 0, "unverified": [[0, 39]], "first_only": []}
     }
@@ -87,7 +87,7 @@ def test_none_is_verified() -> None:
 
 def test_backends_and_gradients_that_a_layer_scales() -> None:
     scaled = certificate(20, 0.3, backend="vmap, hooks", verdict="passed: all 4 samples alone ...")
-    found = combined([part(0, certificate(0, 1e-7)), part(20, scaled)])
+    found = combine_certificates([part(0, certificate(0, 1e-7)), part(20, scaled)])
     assert found["backend"] == "hooks, vmap"
     assert found["verdict"] == "passed: all 4 samples alone ..."  # they do not sum up
 
@@ -102,5 +102,7 @@ def test_backends_and_gradients_that_a_layer_scales() -> None:
     ],
 )
 def test_malformed_records_are_left_out(spoilt: dict[str, Any]) -> None:
-    found = combined([part(0, certificate(0, 1e-7)), part(20, certificate(20, 1e-7, **spoilt))])
+    found = combine_certificates(
+        [part(0, certificate(0, 1e-7)), part(20, certificate(20, 1e-7, **spoilt))]
+    )
     assert found["audit"]["proved"] in (3, 4) and found["audit"]["batches"] == 10

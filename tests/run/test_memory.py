@@ -25,7 +25,7 @@ from gradscope.engine.certificate import certify
 from gradscope.errors import CoupledSamplesError, SpecError
 from gradscope.process.memory import available, peak_memory, release_freed_memory, used_memory
 from gradscope.run import compute, estimate, plan, prepare
-from gradscope.run.budget import PeakCurve, Rehearsals, Sizes, recorded
+from gradscope.run.budget import PeakCurve, Rehearsals, Sizes, graph_bytes
 from gradscope.storage import open_file
 from tests.run.project import SAMPLES, spec, write
 from tests.run.test_pipeline import SAMPLES as MODELS
@@ -191,7 +191,7 @@ def test_every_rehearsal_is_proved_as_a_run_is(
         return certify(problem, backend, evaluate, batch, **options)
 
     monkeypatch.setattr("gradscope.engine.session.certify", counted)
-    assert plan(prepare(spec(write(tmp_path), memory="1GB"))).samples == SAMPLES
+    assert plan(prepare(spec(write(tmp_path), memory="1GB"))).batch_size == SAMPLES
     assert list(dict.fromkeys(proved)) == [1, 2, 4, 8, 16, 32, SAMPLES]
 
 
@@ -270,13 +270,13 @@ def test_memory_does_not_choose_who_shares_a_batch(tmp_path: Path) -> None:
     assert prepare(spec(tmp_path, coupling="own-loss", batch_size=5)).batch_size == 5
 
 
-@pytest.mark.parametrize(("there", "whole"), [(10**12, True), (150 * 10**6, False)])
+@pytest.mark.parametrize(("free", "whole"), [(10**12, True), (150 * 10**6, False)])
 def test_without_a_budget_there_is_what_the_machine_has(
-    there: int, whole: bool, tmp_path: Path
+    free: int, whole: bool, tmp_path: Path
 ) -> None:
     job = prepare(spec(write(tmp_path), {"wide": 20_000}, backend="hooks"))
-    found = plan(job, there=there)
-    assert (found.samples == SAMPLES) == whole
+    found = plan(job, free=free)
+    assert (found.batch_size == SAMPLES) == whole
     assert bool(found.notes) == (not whole)
     assert job.session.certificate is None
     assert job.session.notes == []
@@ -294,8 +294,8 @@ def test_a_batch_is_not_made_smaller_where_it_is_the_smaller_part(
     assert (2 * sizes.each > sizes.fixed) == bool(wide)
     monkeypatch.setattr(Rehearsals, "peak", lambda self, n: pytest.fail("counted, not measured"))
     for share in (1, 2):
-        found = plan(job, there=sizes.most(2) // share)
-        assert found.samples == (1 if wide else 2)
+        found = plan(job, free=sizes.most(2) // share)
+        assert found.batch_size == (1 if wide else 2)
         assert bool(found.notes) == (share == 2) or wide
 
 
@@ -311,8 +311,8 @@ def test_a_batch_that_would_not_fit_is_not_tried(
 
     monkeypatch.setattr(Rehearsals, "peak", linear)
     job = prepare(spec(write(tmp_path), {"wide": 1000}, batch_size=60))
-    found = plan(job, measured=True, there=60 * 10**6)
-    assert found.samples == 60 and found.peak == 100 * 10**6
+    found = plan(job, measured=True, free=60 * 10**6)
+    assert found.batch_size == 60 and found.peak == 100 * 10**6
     assert max(tried) == 16
     assert found.notes[-1].endswith("16 would fit")
 
@@ -336,7 +336,7 @@ def test_what_one_sample_tells_is_counted(tmp_path: Path) -> None:
     assert sizes.rows == 8 * (1 + parameters)
     counts = 3 * 8  # of var, of the mean and of the mean gradient
     assert sizes.states == 8 * (3 + 1 + 1) * parameters + counts
-    one, four = (recorded(job.session.problem, job.load(0, n)) for n in (1, 4))
+    one, four = (graph_bytes(job.session.problem, job.load(0, n)) for n in (1, 4))
     assert sizes.graph == one and four == 4 * one
     assert one - recorded_without(tmp_path) == 8 * (4 * wide + 4 + 1)  # repeated, mean, product
     busy = sizes.busy(CPU)
@@ -360,14 +360,14 @@ def test_what_was_counted_is_let_go_of(tmp_path: Path) -> None:
 
     first = next(m for m in job.session.problem.model.modules() if isinstance(m, torch.nn.Linear))
     with first.register_forward_hook(tanh):
-        assert recorded(job.session.problem, job.load(0, 2)) > 0
+        assert graph_bytes(job.session.problem, job.load(0, 2)) > 0
     gc.collect()
     assert held and all(hook() is None for hook in held)
 
 
 def recorded_without(folder: Path) -> int:
     job = prepare(spec(folder))
-    return recorded(job.session.problem, job.load(0, 1))
+    return graph_bytes(job.session.problem, job.load(0, 1))
 
 
 def test_coupled_samples_are_refused_where_batches_of_one_hide_them(
@@ -381,7 +381,7 @@ def test_coupled_samples_are_refused_where_batches_of_one_hide_them(
         .replace(".tanh()", ".tanh()\n        hidden = hidden - hidden.mean(0)")
     )
     job = prepare(spec(folder))
-    assert plan(job).samples == 1
+    assert plan(job).batch_size == 1
     (folder / "model.py").write_text(coupled)
     with pytest.raises(CoupledSamplesError, match="depends on other samples"):
         plan(prepare(spec(folder)))

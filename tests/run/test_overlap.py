@@ -243,7 +243,7 @@ def test_rows_by_way_of_pinned_memory_are_the_same() -> None:
 def test_the_cpu_needs_no_streams() -> None:
     stream = CopyStream(CPU)
     assert stream.mark() is None
-    with stream.entered(stream.mark()):
+    with stream.use(stream.mark()):
         given = to_device(batch(3), CPU)
     stream.hand_over(given)
     assert isinstance(given.inputs, Tensor)

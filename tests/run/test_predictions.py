@@ -140,7 +140,7 @@ def test_the_hooks_backend_takes_no_further_forward_pass() -> None:
         torch.manual_seed(0)
         session = Session(Counting(), "cross_entropy", SessionSettings(predictions=asked))
         for batch in batches():
-            assert bool(session.predicted(batch, session.evaluate(batch))) == asked
+            assert bool(session.predictions_of(batch, session.evaluate(batch))) == asked
         calls.append(session.problem.model.calls[0])
     assert calls[0] == calls[1]
 
@@ -163,7 +163,7 @@ def test_a_model_for_single_samples_predicts_as_it_does_for_them() -> None:
     asked = SessionSettings(predictions=True, backend="loop", verify="never")  # or it is refused
     session = Session(model, "cross_entropy", asked)
     batch = next(batches())
-    found = session.predicted(batch, session.evaluate(batch))["prediction"]
+    found = session.predictions_of(batch, session.evaluate(batch))["prediction"]
     with torch.no_grad():
         alone = [int(model(batch.inputs[k : k + 1]).argmax()) for k in range(20)]
     assert found.tolist() == alone
@@ -178,7 +178,7 @@ def test_a_loss_that_writes_into_the_outputs_leaves_none_that_is_wrong() -> None
     model, batch = nn.Linear(6, 1), next(batches())
     batch = Batch.of(batch.inputs, batch.targets.float())
     session = Session(model, loss, SessionSettings(predictions=True))
-    assert not session.predicted(batch, session.evaluate(batch))
+    assert not session.predictions_of(batch, session.evaluate(batch))
 
 
 def test_margins_of_two_classes_are_the_logits_far_out_too() -> None:

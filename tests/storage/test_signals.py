@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradscope.storage import deferred, open_writer
+from gradscope.storage import deferring_signals, open_writer
 from tests.storage.example import PLAN, load, rows, same, write
 
 
@@ -16,7 +16,7 @@ def test_a_signal_waits_for_the_end(number: signal.Signals) -> None:
     seen: list[str] = []
     before = signal.signal(number, lambda *_: seen.append("handled"))
     try:
-        with deferred():
+        with deferring_signals():
             os.kill(os.getpid(), number)
             seen.append("body done")
         assert seen == ["body done", "handled"]
@@ -30,7 +30,7 @@ def test_other_threads_are_left_alone() -> None:
     found: list[object] = []
 
     def body() -> None:
-        with deferred():
+        with deferring_signals():
             found.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=body)

@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.backends.base import (
-    ANOTHER,
     CHUNK_BYTES,
     OF_TEXT,
     ROWS,
+    USE_AUTO,
     Evaluate,
     LossesAndRows,
     Request,
     backends,
     chunks,
     dense_evaluation,
-    explained,
+    explaining,
     in_parts,
     refusing,
     require_unhooked,
@@ -75,7 +75,7 @@ def expand(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
         while True:
             try:
                 run = partial(_evaluated, problem, batch, own)
-                return problem.drawn(batch, run, single=True)
+                return problem.with_randomness(batch, run, single=True)
             except SharedWrite as write:
                 own = write.needed
             except SamplesDiverge as difference:
@@ -88,7 +88,7 @@ def expand(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
         require("the expand backend", probe)
         require_unhooked("expand", problem)
-        with explained("expand", _REASONS), refusing("expand", problem.model, ANOTHER):
+        with explaining("expand", _REASONS), refusing("expand", problem.model, USE_AUTO):
             parts = chunks(problem, batch, chunk)  # a backward pass takes about twice the memory
             return dense_evaluation(*in_parts(problem, batch, parts, attempt))
 
@@ -108,10 +108,10 @@ def _evaluated(problem: Problem, batch: Batch, own: WriteScope) -> LossesAndRows
     found: list[Tensor] = []
     bound = replace(problem, loss=_differentiating(problem.loss, list(params.values()), found))
     with (
-        problem.state.kept(),
+        problem.state.restoring(),
         forked(problem.device),
         torch.enable_grad(),
-        Interpreter(n, own, problem.state.fixed) as mode,
+        Interpreter(n, own, problem.state.randomness) as mode,
     ):
         losses = bound.functional_losses(dict(params), Batch(inputs, targets, batch.index[:1]))
     if mode.refusal is not None:  # the model's code caught the exception

@@ -40,7 +40,7 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, n: int, own: WriteScope, fixed: FixedRandomness | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.samples = Expansion(n)
-        self.own, self.fixed = own, fixed
+        self.own, self.randomness = own, fixed
         self.refusal: UnsupportedError | None = None  # kept in case the model's code catches it
 
     def __torch_dispatch__(
@@ -51,9 +51,9 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             if not facts.random:
                 return self._run(facts, func, args, kwargs)
-            if self.fixed is not None:
+            if self.randomness is not None:
                 with self:
-                    result = self.fixed.drawn(func, args, kwargs, PerSample)
+                    result = self.randomness.draw(func, args, kwargs, PerSample)
                 if result is not NotImplemented:
                     return result
             devices = {t.device for t in tensors_of(args, kwargs)} | {torch.device("cpu")}

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from gradscope.backends.base import ANOTHER
+from gradscope.backends.base import USE_AUTO
 from gradscope.errors import UnsupportedError
 
 TEXT = ", samples="  # a part of the text of a `PerSample`
@@ -49,7 +49,7 @@ class SamplesDiverge(BaseException):
         self.keys = keys
 
 
-def refuse(what: str, remedy: str = ANOTHER) -> NoReturn:
+def refuse(what: str, remedy: str = USE_AUTO) -> NoReturn:
     """Raise an `UnsupportedError` of this backend."""
     raise UnsupportedError(f"the expand backend cannot run this model: {what}", remedy=remedy)
 

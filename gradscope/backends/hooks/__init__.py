@@ -26,7 +26,7 @@ from gradscope.backends.base import (
     token_backends,
 )
 from gradscope.backends.hooks import recurrent
-from gradscope.backends.hooks.evidence import are_apart
+from gradscope.backends.hooks.evidence import gradients_independent
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.analysis import OTHERS, Analysis, FrontierEdge, analyse
 from gradscope.backends.hooks.graph.axes import Axis, OwnerWeights, SpreadError, row_axis
@@ -93,7 +93,7 @@ def hooks(
 _MERGED = ("Mm", "Bmm", "Addmm", "Baddbmm", "GroupedMm", "Linear")
 _NORMS = ("NativeLayerNorm", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "FusedRmsNorm")
 _BY_ENTRY = ("Add", "Sub", "Mul", "Div", "Expand", *_NORMS)
-_APART = ("Convolution", "Embedding", *_BY_ENTRY)
+_BY_OWNER = ("Convolution", "Embedding", *_BY_ENTRY)
 
 
 def row_block(kind: str, site: Site) -> Block:
@@ -103,7 +103,7 @@ def row_block(kind: str, site: Site) -> Block:
         UnsupportedError: No rule keeps the positions of a sample separate here.
     """
     name = kind.removesuffix("Backward0")
-    usable = name in _APART or (name in _MERGED and not site.lies_along_several)
+    usable = name in _BY_OWNER or (name in _MERGED and not site.lies_along_several)
     if name == "Embedding":  # depends on how often the whole sample looks up a row
         usable = not site.saved("scale_grad_by_freq")
     rule = (
@@ -151,12 +151,12 @@ class _Program:
 
     def __init__(self, problem: Problem, contract: Callable[[str, Site], Block]) -> None:
         self.problem, self.contract = problem, contract
-        self.known: list[Analysis] = []
+        self.analyses: list[Analysis] = []
         self.singles: list[Analysis] = []  # valid only for one sample and its copies
-        self.doubled = False  # whether to evaluate a single token sample twice
+        self.doubles_single = False  # whether to evaluate a single token sample twice
         self.stepwise = False  # whether to record fused recurrent layers step by step
         self.data_paths = True  # inputs require a gradient, so that the graph shows their paths
-        self.apart = False  # whether float64 has shown that gradients do not mix samples
+        self.is_independent = False  # float64 has shown that gradients do not mix samples
         self.evaluations = 0
 
     def evaluate(self, batch: Batch, *, proved: bool = False) -> Evaluation:
@@ -180,7 +180,7 @@ class _Program:
             try:
                 parts = self._parts(recorded, analysis)
             except UnsupportedError as error:  # for example a row that two samples use
-                self.known = [other for other in self.known if other is not analysis]
+                self.analyses = [other for other in self.analyses if other is not analysis]
                 parts = self._parts(recorded, self._by_owners(recorded, batch, error))
                 new = True
         if sharding is None and self._mixed(analysis, losses.detach()):
@@ -208,7 +208,7 @@ class _Program:
         evaluated twice in one batch to keep the structure.
         """
         twice = sample.resized(2)
-        _, recorded = self._record(twice) if self.known or factors else (None, None)
+        _, recorded = self._record(twice) if self.analyses or factors else (None, None)
         analysis = None if recorded is None else self._fitting(recorded)
         if recorded is not None and analysis is None and factors:
             with suppress(UnsupportedError, SpreadError):
@@ -226,12 +226,13 @@ class _Program:
         Raises:
             UnsupportedError: The positions interact or cannot be distinguished.
         """
-        if len(batch.whole) == 1 and not self.doubled:
+        if len(batch.sample_batch) == 1 and not self.doubles_single:
             try:
-                return self._rows(batch, batch.whole, proved=proved)
+                return self._rows(batch, batch.sample_batch, proved=proved)
             except UnsupportedError:  # the model may run differently on one sample
-                self.doubled = True
-        samples = batch.whole.resized(2) if len(batch.whole) == 1 else batch.whole
+                self.doubles_single = True
+        samples = batch.sample_batch
+        samples = samples.resized(2) if len(samples) == 1 else samples
         return self._rows(batch, samples, proved=proved)
 
     def _rows(self, batch: Tokens, samples: Batch, *, proved: bool) -> Evaluation:
@@ -243,8 +244,8 @@ class _Program:
         own = losses.detach()[sample, position]
         if recorded is None:
             return Evaluation(own, self._gradients({}, own), new=True)
-        recorded = replace(recorded, asked=(rows >= 0).to(losses.dtype))
-        known, single = self._fitting(recorded), len(batch.whole) == 1
+        recorded = replace(recorded, loss_weights=(rows >= 0).to(losses.dtype))
+        known, single = self._fitting(recorded), len(batch.sample_batch) == 1
         if known is None and single:
             known = next((a for a in self.singles if a.fits(recorded)), None)
         if known is None and not proved:
@@ -281,7 +282,7 @@ class _Program:
         return losses, trace(losses) if losses.requires_grad else None
 
     def _fitting(self, recorded: Trace) -> Analysis | None:
-        return next((analysis for analysis in self.known if analysis.fits(recorded)), None)
+        return next((analysis for analysis in self.analyses if analysis.fits(recorded)), None)
 
     def _analysis(self, recorded: Trace, batch: Batch) -> Analysis:
         """Analyse a new program, with as few samples as possible."""
@@ -308,17 +309,17 @@ class _Program:
         that all samples use may depend on them. So float64 must show once that it does not. For
         later programs, unaffected losses suffice.
         """
-        if self.problem.model_parallel is not None or recorded.asked is not None:
+        if self.problem.model_parallel is not None or recorded.loss_weights is not None:
             raise error
         if not bool(recorded.losses.isfinite().all()):
             raise SpreadError  # the finite samples can be analysed
-        show = require_unaffected if self.apart else are_apart
+        show = require_unaffected if self.is_independent else gradients_independent
         if not show(self.problem, batch, recorded.losses.detach()):
             raise error
-        self.apart = True
+        self.is_independent = True
         named = {id(p) for p in self.problem.parameters.values()}
         analysis = analyse_owners(recorded, named, seed=self.evaluations)
-        self.known = [*self.known[-_REMEMBERED:], analysis]
+        self.analyses = [*self.analyses[-_REMEMBERED:], analysis]
         return analysis
 
     def _of_single(self, recorded: Trace, twice: Batch) -> Analysis:
@@ -326,7 +327,7 @@ class _Program:
         found = next((a for a in self.singles if a.fits(recorded)), None)
         if found is None:
             found = self._analysis(recorded, twice)
-            self.singles.append(self.known.pop())
+            self.singles.append(self.analyses.pop())
         return found
 
     def _analysed(self, recorded: Trace, batch: Batch, second: Trace | None) -> Analysis:
@@ -346,7 +347,7 @@ class _Program:
             raise UnsupportedError(
                 "two forward passes on the same samples run different operations", remedy=OTHERS
             )
-        self.known = [*self.known[-_REMEMBERED:], analysis]
+        self.analyses = [*self.analyses[-_REMEMBERED:], analysis]
         return analysis
 
     def _parts(
@@ -388,7 +389,7 @@ class _Program:
                 gradients=tuple(at[k] for k in own),
                 axes=tuple(axes.get(k) for k in own),
                 shared=shared,
-                alike=alike,
+                identical=alike,
             )
 
         parts: dict[str, list[Block]] = {}

@@ -20,7 +20,7 @@ _TRIALS, _LUCK = 4, 100.0  # perturbed evaluations; a gap may be this many times
 _EXACT = 2.0**-44  # relative error of a parameter's gradient that needs no explanation
 
 
-def are_apart(problem: Problem, batch: Batch, losses: Tensor) -> bool:
+def gradients_independent(problem: Problem, batch: Batch, losses: Tensor) -> bool:
     """Whether float64 shows that neither losses (n,) nor gradients depend on other samples.
 
     False if the model does not run in float64.
@@ -48,8 +48,8 @@ def _same_gradients(problem: Problem, batch: Batch) -> bool:
     partitions = [alone] if n <= _ALL else [regrouped(batch, draw) for _ in range(2)]
     spread: list[Tensor] | None = None
     for parts in partitions:
-        apart = _slopes(problem, batch, weights, parts)
-        gaps = [float((one - other).norm()) for one, other in zip(whole, apart, strict=True)]
+        sums = _slopes(problem, batch, weights, parts)
+        gaps = [float((one - other).norm()) for one, other in zip(whole, sums, strict=True)]
         # written so that NaN stays in the list
         left = [k for k, one in enumerate(whole) if not gaps[k] <= _EXACT * float(one.norm())]
         if left and spread is None:

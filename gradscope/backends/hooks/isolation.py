@@ -41,7 +41,7 @@ def isolating(
             return _in_parts(problem, batch, evaluate, alone)
     raise UnsupportedError(
         "a sample's gradient is not finite, and an operation spreads it to rows of other samples",
-        where=batch.told,
+        where=batch.description,
         remedy="Remove samples with NaN or infinity in inputs or losses, or use one process.",
     )
 

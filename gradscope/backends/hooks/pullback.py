@@ -110,7 +110,7 @@ def _stacked(trace: Trace, node: int, block: Block) -> Block | None:
         return None
     if internals.saved(operation, "dim") != 0:
         return None
-    return block.within(internals.saved(operation, "index") % shape[0], shape[0])
+    return block.as_stack_entry(internals.saved(operation, "index") % shape[0], shape[0])
 
 
 _STEPS: dict[str, PullbackRule] = {

@@ -44,7 +44,7 @@ class Site:
     axes: tuple[Axis | None, ...]  # the sample axis of each output, or None
     # {node: results that a rule computes once for all edges of the node}
     shared: dict[Node, Any] = field(default_factory=dict)
-    alike: bool = False  # whether all samples are copies of one sample
+    identical: bool = False  # whether all samples are copies of one sample
 
     @property
     def gradient(self) -> Tensor:
@@ -63,7 +63,7 @@ class Site:
     @property
     def lies_along_several(self) -> bool:
         """Whether owners of entries lie along several axes together."""
-        return any(isinstance(axis, OwnedAxis) and axis.others for axis in self.axes)
+        return any(isinstance(axis, OwnedAxis) and axis.position_axes for axis in self.axes)
 
     @property
     def present(self) -> Collection[int]:
@@ -133,7 +133,7 @@ def masked(site: Site) -> Block:
             values[sample] = _own(site, row)
     if site.n == 1 or bool(values.isfinite().all()):
         return DenseBlock(values)
-    if not site.alike:
+    if not site.identical:
         raise SpreadError
     every = internals.pull(site.node, site.gradients)[site.slot]
     assert every is not None  # true because a row is not finite
@@ -179,7 +179,7 @@ def _product(site: Site, left_slot: int, left: str, right: str) -> Block | None:
     """Return the block of one factor, if the samples lie along the other factor's free axis."""
     rows = site.gradient.dim() - 2  # the axis of the rows of `out`; the columns are the last axis
     if site.slot == left_slot + 1 and site.axis.axis == rows:
-        return _outer(site, site.saved(left).conj(), site.gradient, turned=True)
+        return _outer(site, site.saved(left).conj(), site.gradient, right_is_gradient=True)
     if site.slot == left_slot and site.axis.axis == rows + 1:
         return _outer(site, site.gradient.mT, site.saved(right).conj().mT)
     return None
@@ -202,11 +202,11 @@ def grouped_product(site: Site) -> Block | None:
         left, right = gradient.mT, site.saved("mat2").mT
     place = torch.arange(len(left), device=ends.device, dtype=ends.dtype)
     group = torch.searchsorted(ends, place, right=True)
-    return _segments(site, left, right, group, len(ends), turned=site.slot == 1)
+    return _segments(site, left, right, group, len(ends), right_is_gradient=site.slot == 1)
 
 
 def _segments(
-    site: Site, left: Tensor, right: Tensor, group: Tensor, groups: int, *, turned: bool
+    site: Site, left: Tensor, right: Tensor, group: Tensor, groups: int, *, right_is_gradient: bool
 ) -> Block:
     """Return Σₘ left[m, r] right[m, c] over the rows m of each sample and group."""
     owner = site.axis.owners(site.n, left.device)
@@ -214,22 +214,22 @@ def _segments(
     rows: tuple[Tensor, ...] = (left, right, owner, group)
     if not bool(kept.all()):
         rows = tuple(t[kept] for t in rows)
-    return segmented(rows, (site.n, groups), site.shape, turned)
+    return segmented(rows, (site.n, groups), site.shape, right_is_gradient)
 
 
-def _outer(site: Site, left: Tensor, right: Tensor, *, turned: bool = False) -> Block:
+def _outer(site: Site, left: Tensor, right: Tensor, *, right_is_gradient: bool = False) -> Block:
     """Return Σₜ left[.., t, r] right[.., t, c]; the samples lie on the second last axis of both.
 
-    The output gradient is `right` if `turned`, else `left`.
+    The output gradient is `right` if `right_is_gradient`, else `left`.
     """
     if isinstance(site.axis, OwnedAxis) and left.dim() == 2 and not site.axis.is_even(site.n):
         alike = torch.zeros(len(left), dtype=torch.int64, device=left.device)
-        return _segments(site, left, right, alike, 1, turned=turned)
+        return _segments(site, left, right, alike, 1, right_is_gradient=right_is_gradient)
     axis = replace(site.axis, axis=left.dim() - 2)
     a, b = (axis.first(t, site.n) for t in (left, right))  # (n, [k,] t, ·)
     if a.dim() == 3:
         a, b = a.unsqueeze(1), b.unsqueeze(1)
-    return OuterBlock(a, b, site.shape, turned)
+    return OuterBlock(a, b, site.shape, right_is_gradient)
 
 
 @node_rules.register("LinearBackward0")
@@ -269,7 +269,7 @@ def convolution(site: Site) -> Block | None:
         walk[name] = values * (gradient.dim() - 2) if len(values) == 1 else values
     groups, transposed = site.saved("groups"), site.saved("transposed")
     geometry = Geometry(**walk, groups=groups, transposed=transposed)
-    if isinstance(site.axis, OwnedAxis) and site.axis.others:
+    if isinstance(site.axis, OwnedAxis) and site.axis.position_axes:
         return _pixels(site, site.axis, geometry)
     inputs = site.first(site.saved("input").conj())
     return ConvolutionBlock(inputs, site.first(gradient), site.shape, geometry)
@@ -277,7 +277,7 @@ def convolution(site: Site) -> Block | None:
 
 def _pixels(site: Site, axis: OwnedAxis, geometry: Geometry) -> Block | None:
     """Return a kernel's gradients for token rows, each of which owns some output pixels."""
-    if geometry.transposed or 1 in axis.others:
+    if geometry.transposed or 1 in axis.position_axes:
         return None
     given = site.saved("input").conj().unsqueeze(1), site.gradient.unsqueeze(1)
     whole = ConvolutionBlock(*given, site.shape, geometry).outer  # (entries, k, pixels, ·)

@@ -141,7 +141,7 @@ def _in_parts(reducer: Reducer, gradients: Gradients) -> dict[str, Tensor]:
     """Return the result of gradients that come in three batches."""
     total = Accumulator({0: reducer})
     for cut in _CUTS:
-        part = gradients.select(slice(*cut)).asked(reducer.powers)
+        part = gradients.select(slice(*cut)).with_powers(reducer.powers)
         total.add({0: reducer.start(part)})
     return total.result(0)
 

@@ -18,6 +18,7 @@ there: for a layer's gradient G, E[(U_Bᵀ G U_A)²] instead of the products of 
 """
 
 from collections.abc import Mapping
+from functools import partial
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -91,37 +92,40 @@ def kfac(
     A dense parameter without factors of at most `full` numbers (a norm's) is taken as one row, with
     A its whole second moment E[g gᵀ] and B = 1, instead of the diagonal.
     """
+    return Reducer(partial(_start, bias, full), _merged, partial(_result, positions), raw=True)
 
-    def start(gradients: Gradients) -> State:
-        if all(block.kind != "outer" for block in gradients.values()):
-            raise UnsupportedError(
-                "kfac needs gradients that are sums of outer products, and none of "
-                f"{', '.join(gradients)} is",
-                remedy="Use the backend hooks, and kfac without a transform before it.",
-            )
-        every = {}
-        for name, block in gradients.items():
-            own = gradients.get(bias_of(name) or "") if bias == "column" else None
-            if block.kind is None and 0 < prod(block.shape) <= full:
-                every[name] = _as_row(block, gradients.weights)
-            else:
-                every[name] = _sums(block, own, gradients.weights)
-        return joined(_samples(gradients), every)
 
-    def result(state: State) -> dict[str, Tensor]:
-        n, every = state["n"], parts(state)
-        layers = {name: _with_bias(part) for name, part in every.items() if "a" in part}
-        inside = {bias_of(name) for name, (_, _, has_bias) in layers.items() if has_bias}
-        found: dict[str, Tensor] = {}
-        for name, (a, b, _) in layers.items():
-            if name not in inside:
-                by = every[name]["counted"].clamp(min=1) if positions == "mean" else n
-                found[f"{name}.A"] = a / by.reshape(-1, 1, 1).squeeze(0)
-                found[f"{name}.B"] = b / n
-        squares = {name: part["squares"] for name, part in every.items() if "squares" in part}
-        return found | {f"{k}.diagonal": v / n for k, v in squares.items() if k not in inside}
+def _start(bias: str, full: int, gradients: Gradients) -> State:
+    """Return the sums of one batch."""
+    if all(block.kind != "outer" for block in gradients.values()):
+        raise UnsupportedError(
+            "kfac needs gradients that are sums of outer products, and none of "
+            f"{', '.join(gradients)} is",
+            remedy="Use the backend hooks, and kfac without a transform before it.",
+        )
+    every = {}
+    for name, block in gradients.items():
+        own = gradients.get(bias_of(name) or "") if bias == "column" else None
+        if block.kind is None and 0 < prod(block.shape) <= full:
+            every[name] = _as_row(block, gradients.weights)
+        else:
+            every[name] = _sums(block, own, gradients.weights)
+    return joined(_samples(gradients), every)
 
-    return Reducer(start, _merged, result, raw=True)
+
+def _result(positions: str, state: State) -> dict[str, Tensor]:
+    """Return the factors, and the diagonals of parameters without."""
+    n, every = state["n"], parts(state)
+    layers = {name: _with_bias(part) for name, part in every.items() if "a" in part}
+    inside = {bias_of(name) for name, (_, _, has_bias) in layers.items() if has_bias}
+    found: dict[str, Tensor] = {}
+    for name, (a, b, _) in layers.items():
+        if name not in inside:
+            by = every[name]["counted"].clamp(min=1) if positions == "mean" else n
+            found[f"{name}.A"] = a / by.reshape(-1, 1, 1).squeeze(0)
+            found[f"{name}.B"] = b / n
+    squares = {name: part["squares"] for name, part in every.items() if "squares" in part}
+    return found | {f"{k}.diagonal": v / n for k, v in squares.items() if k not in inside}
 
 
 def _merged(a: State, b: State) -> State:
@@ -195,7 +199,7 @@ def _of_rows(
     part: OuterBlock | SegmentBlock, left: Tensor, right: Tensor, *, ones: bool
 ) -> ParameterState:
     """Return the sums of rows that are samples, of any number of groups."""
-    counted = part.counted()
+    counted = part.nonzero_positions()
     if isinstance(part, SegmentBlock):  # its own rows are not padded to the longest sample
         left, right, counted = (t[None, None] for t in (part.left, part.right, counted))
     found = {"counted": counted.sum((0, 2)).to(double(part.device))}
@@ -206,16 +210,16 @@ def _of_labels(
     part: OuterBlock | SegmentBlock, left: Tensor, right: Tensor, weights: Tensor, *, ones: bool
 ) -> ParameterState:
     """Return the sums of samples with several rows each, of any number of groups."""
-    (n, r), turned = weights.shape, part.turned
+    (n, r), right_is_gradient = weights.shape, part.right_is_gradient
     if isinstance(part, SegmentBlock):
         raise _other_positions()
-    counted = part.counted()
+    counted = part.nonzero_positions()
     counted = counted & (weights.flatten() > 0).reshape(-1, 1, 1)
     once = counted.reshape(n, r, *counted.shape[1:]).any(1)  # (n, k, t)
     by = weights.flatten().sqrt()
     found: ParameterState = {"counted": once.sum((0, 2)).to(double(part.device))}
-    for flag in (False, True) if isinstance(turned, Tensor) else (turned,):
-        here = turned == flag  # (t,), or at all positions
+    for flag in (False, True) if isinstance(right_is_gradient, Tensor) else (right_is_gradient,):
+        here = right_is_gradient == flag  # (t,), or at all positions
         gradient, activation = (right, left) if flag else (left, right)
         own, input_ = ("a", "b") if flag else ("b", "a")
         same = (activation == activation[::r].repeat_interleave(r, 0)).all(-1)

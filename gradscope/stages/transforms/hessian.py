@@ -93,7 +93,7 @@ def _product(
     remedy = "Use operations whose backward pass can itself be differentiated."
     with (
         unsupported(what, problem.model, remedy),
-        problem.state.kept(),
+        problem.state.restoring(),
         unfused(),
         sdpa_kernel(SDPBackend.MATH),
         torch.enable_grad(),
@@ -155,7 +155,7 @@ def _require_agreement(
             for p, start, along in zip(parameters, starts, directions, strict=True):
                 p.copy_(start + shift * along)
         if shift:
-            with problem.state.kept():
+            with problem.state.restoring():
                 sides.append(_gradients(problem.losses(batch)[position], problem))
     found = list(_product(problem, batch, position, vector)[0].values())
     right = [(a - b) / (2 * step) for a, b in zip(*sides, strict=True)]

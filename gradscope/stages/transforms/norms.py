@@ -119,7 +119,7 @@ def _by_norm(factor: Callable[[Tensor], Tensor], p: float, per: Per) -> Transfor
     _require_order(p)
 
     def apply(gradients: Gradients) -> Gradients:
-        given = gradients.formed() if p == 2 else gradients
+        given = gradients.densify() if p == 2 else gradients
         if per == "sample":
             return widened(given).scale(factor(whole(given, p)))
         sizes = by_parameter(given, p)

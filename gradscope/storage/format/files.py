@@ -184,7 +184,7 @@ def put_in_place(path: Path, data: bytes, part: Path, descriptor: int) -> None:
 
 
 @contextmanager
-def deferred() -> Iterator[None]:
+def deferring_signals() -> Iterator[None]:
     """Let the handlers of SIGINT and SIGTERM run after the body: one that raises breaks HDF5."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -210,7 +210,7 @@ def writing(path: Path, *, again: bool = False) -> Iterator[None]:
     A signal that arrives meanwhile is handled afterwards.
     """
     try:
-        with deferred():
+        with deferring_signals():
             yield
     except (OSError, RuntimeError, MemoryError, KeyError, ValueError) as error:
         if isinstance(error, KeyError | ValueError) and not _is_of_hdf5(error):
@@ -277,15 +277,15 @@ def require_short(path: Path, suffix: str = "") -> None:
     """Refuse a file whose name is too long, with what is put behind it while it is written."""
     over = excess(path.name + suffix, path.absolute().parent)
     if over > 0:
-        behind = f", since {suffix} is put behind it while it is written" if suffix else ""
+        suffix_note = f", since {suffix} is put behind it while it is written" if suffix else ""
         raise OutputError(
-            f"the name is {over} bytes too long for the disk{behind}",
+            f"the name is {over} bytes too long for the disk{suffix_note}",
             where=str(path),
             remedy="Choose a shorter one.",
         )
 
 
-def require_other(path: Path, sources: Iterable[Path], what: str = "a file") -> None:
+def require_distinct(path: Path, sources: Iterable[Path], what: str = "a file") -> None:
     """Refuse to replace what a result is made from; the caller tells what the system says."""
     if path.exists() and any(source.exists() and path.samefile(source) for source in sources):
         raise OutputError(

@@ -22,9 +22,9 @@ from gradscope.config import Compression
 from gradscope.core.precision import dtype_name
 from gradscope.errors import GradscopeError, ResultFileError, SpecError
 from gradscope.storage.format.numbers import (
+    dtype_named,
     format_of,
     h5_type,
-    named,
     stored_dtype,
     unescape,
 )
@@ -353,7 +353,7 @@ def stored_form(item: h5py.HLObject) -> Form:
     kind = str(item.attrs["kind"])
     return Form(
         shape=tuple(int(s) for s in item.attrs["shape"]),
-        dtype=named(str(item.attrs["dtype"])),
+        dtype=dtype_named(str(item.attrs["dtype"])),
         kind=kind,
         factors={k: (tuple(item[k].shape[1:]), format_of(item[k])) for k in KINDS[kind]},
         compression=compression_of(item[KINDS[kind][0]]),

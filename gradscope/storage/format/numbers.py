@@ -30,7 +30,7 @@ def stored_dtype(dtype: torch.dtype, wanted: torch.dtype) -> torch.dtype:
     return torch.float64 if wanted == torch.complex128 else torch.float32
 
 
-def named(name: str) -> torch.dtype:
+def dtype_named(name: str) -> torch.dtype:
     """Return the format of that name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):

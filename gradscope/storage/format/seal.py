@@ -33,7 +33,7 @@ from gradscope.errors import ResultFileError
 from gradscope.process.shortage import require_memory, thread_pool
 from gradscope.storage.format.files import read, read_into, write
 from gradscope.storage.format.layout import KINDS, RECORD, ChunkOffsets, datasets
-from gradscope.storage.format.numbers import as_numpy, format_of, h5_type, named, read_rows
+from gradscope.storage.format.numbers import as_numpy, dtype_named, format_of, h5_type, read_rows
 
 NO_RECORDS = np.empty((0, RECORD), np.int64)
 
@@ -145,7 +145,7 @@ class DatasetChecks:
 
     chunks: ChunkOffsets  # where its bytes lie
     sums: np.ndarray  # (m,) int64, the checksum of each chunk
-    seen: np.ndarray  # (m,) bool, the chunks that need not be compared any more
+    compared: np.ndarray  # (m,) bool, the chunks that need not be compared any more
     direct: bool  # whether its bytes are read without HDF5
 
 
@@ -161,14 +161,14 @@ class Checks:
         self._descriptor = descriptor
         self._ends = np.append(0, table[:, :2].sum(1))  # of what is before each chunk
         self._table = np.append(table, [[np.iinfo(np.int64).max, 0, _SEALED]], 0)
-        self._known: dict[str, DatasetChecks] = {}
+        self._datasets: dict[str, DatasetChecks] = {}
 
     def rows(self, dataset: h5py.Dataset, start: int, stop: int) -> np.ndarray:
         """Return rows start:stop (n, *shape); bfloat16 as float32."""
-        known, shape = self._known_of(dataset), (stop - start, *dataset.shape[1:])
+        known, shape = self._checks_of(dataset), (stop - start, *dataset.shape[1:])
         row = prod(shape[1:]) * dataset.id.get_type().get_size()
         if not known.direct:
-            self._look(dataset, known, start * row, stop * row)
+            self._compare_range(dataset, known, start * row, stop * row)
             require_memory()
             return read_rows(dataset, start, stop)
         halves = format_of(dataset) == torch.bfloat16
@@ -192,23 +192,23 @@ class Checks:
                 where=f"{item.file.filename}: {item.name}",
                 remedy="The file is damaged; compute it again.",
             )
-        block, dtype = from_factors(kind, factors, shape), named(str(item.attrs["dtype"]))
+        block, dtype = from_factors(kind, factors, shape), dtype_named(str(item.attrs["dtype"]))
         require_memory(prod(shape) * block.dtype.itemsize)  # the file may claim any shape
         if block.dtype == dtype:
             return block
         return DenseBlock(torch.from_numpy(as_numpy(block.dense().to(dtype))))
 
-    def whole(self, dataset: h5py.Dataset) -> np.ndarray:
+    def read_all(self, dataset: h5py.Dataset) -> np.ndarray:
         """Return all numbers, also of a data set without axes."""
         if dataset.shape:
             return self.rows(dataset, 0, dataset.shape[0])
-        self._look(dataset, self._known_of(dataset), 0, 1)
+        self._compare_range(dataset, self._checks_of(dataset), 0, 1)
         return np.asarray(dataset[()])
 
-    def _known_of(self, dataset: h5py.Dataset) -> DatasetChecks:
+    def _checks_of(self, dataset: h5py.Dataset) -> DatasetChecks:
         """Return where a data set lies, and its checksums."""
         name = str(dataset.name)
-        if name not in self._known:
+        if name not in self._datasets:
             chunks = ChunkOffsets.of(dataset)
             at = np.searchsorted(self._table[:-1, 0], chunks.offsets)
             offsets, sizes, known = self._table[at].T
@@ -217,44 +217,46 @@ class Checks:
             if not (exact | ((self._ends[at] <= chunks.offsets) & (ends <= offsets))).all():
                 raise ResultFileError(f"the checksums are of other bytes than those of {name}")
             sums = np.where(exact, known, _SEALED)
-            self._known[name] = DatasetChecks(
+            self._datasets[name] = DatasetChecks(
                 chunks, sums, sums == _SEALED, _is_plain(dataset, chunks)
             )
-        return self._known[name]
+        return self._datasets[name]
 
-    def _look(self, dataset: h5py.Dataset, known: DatasetChecks, start: int, stop: int) -> None:
+    def _compare_range(
+        self, dataset: h5py.Dataset, checks: DatasetChecks, start: int, stop: int
+    ) -> None:
         """Compare the chunks that hold bytes start:stop of a data set."""
-        last = min(known.chunks.number(stop - 1) + 1, len(known.seen)) if stop > start else 0
-        for number in range(known.chunks.number(start), last):
-            if not known.seen[number]:
-                self._stored(dataset, known, number)
+        last = min(checks.chunks.number(stop - 1) + 1, len(checks.compared)) if stop > start else 0
+        for number in range(checks.chunks.number(start), last):
+            if not checks.compared[number]:
+                self._read_chunk(dataset, checks, number)
 
-    def _stored(self, dataset: h5py.Dataset, known: DatasetChecks, number: int) -> np.ndarray:
+    def _read_chunk(self, dataset: h5py.Dataset, checks: DatasetChecks, number: int) -> np.ndarray:
         """Return a chunk (m,) uint8 as it lies in the file, compared."""
-        found = np.empty(int(known.chunks.sizes[number]), np.uint8)
-        self._read(int(known.chunks.offsets[number]), found)
-        self._compare(dataset, known, number, crc32c(found.data))
+        found = np.empty(int(checks.chunks.sizes[number]), np.uint8)
+        self._read(int(checks.chunks.offsets[number]), found)
+        self._compare(dataset, checks, number, crc32c(found.data))
         return found
 
     def _fill(
-        self, dataset: h5py.Dataset, known: DatasetChecks, position: int, out: np.ndarray
+        self, dataset: h5py.Dataset, checks: DatasetChecks, position: int, out: np.ndarray
     ) -> None:
         """Read the bytes of a data set from `position` on into `out` (m,) uint8."""
-        chunks = known.chunks
+        chunks = checks.chunks
         while len(out):
             number = chunks.number(position)
             start, offset = chunks.start(number), int(chunks.offsets[number])
             data = chunks.room(start)
             part, out = np.split(out, [start + data - position])
-            if known.seen[number]:
+            if checks.compared[number]:
                 self._read(offset + position - start, part)
             elif len(part) == data:  # all of it: without a copy
                 rest = np.empty(int(chunks.sizes[number]) - data, np.uint8)
                 self._read(offset, part)
                 self._read(offset + data, rest)
-                self._compare(dataset, known, number, crc32c(rest.data, crc32c(part.data)))
+                self._compare(dataset, checks, number, crc32c(rest.data, crc32c(part.data)))
             else:
-                part[:] = self._stored(dataset, known, number)[position - start :][: len(part)]
+                part[:] = self._read_chunk(dataset, checks, number)[position - start :][: len(part)]
             position += len(part)
 
     def _read(self, offset: int, out: np.ndarray) -> None:
@@ -263,14 +265,14 @@ class Checks:
             raise ResultFileError("the file is cut short", remedy=REMEDY)
 
     def _compare(
-        self, dataset: h5py.Dataset, known: DatasetChecks, number: int, found: int
+        self, dataset: h5py.Dataset, checks: DatasetChecks, number: int, found: int
     ) -> None:
-        if found != known.sums[number]:
-            where = _rows_text(dataset, known.chunks, number)
+        if found != checks.sums[number]:
+            where = _rows_text(dataset, checks.chunks, number)
             raise ResultFileError(
                 f"its data are damaged (the checksum of {where} is wrong)", remedy=REMEDY
             )
-        known.seen[number] = True
+        checks.compared[number] = True
 
 
 def damage_text(file: h5py.File, offsets: np.ndarray) -> str:

@@ -26,9 +26,9 @@ from gradscope.errors import ResultFileError, SpecError
 from gradscope.process.memory import slices
 from gradscope.storage.format.files import reading
 from gradscope.storage.format.layout import AXES, KEYS, KINDS, SOURCES
-from gradscope.storage.format.numbers import as_numpy, escape, named, numpy_dtype, unescape
+from gradscope.storage.format.numbers import as_numpy, dtype_named, escape, numpy_dtype, unescape
 from gradscope.storage.format.seal import Checks, seal_of
-from gradscope.storage.read.opening import OpenFile, document, open_checked, opened_again
+from gradscope.storage.read.opening import OpenFile, document, open_checked, reopen
 
 T = TypeVar("T")
 Selection = int | slice | np.ndarray | list[int] | list[bool] | EllipsisType
@@ -56,7 +56,7 @@ class StoredArray:
             self.representation = "factored"
             with reading(self._where):
                 self.shape = _factored_shape(item)
-                self.dtype = numpy_dtype(named(str(item.attrs["dtype"])))
+                self.dtype = numpy_dtype(dtype_named(str(item.attrs["dtype"])))
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +78,7 @@ class StoredArray:
         """Return the entries `rows` of the first axis: all the others are whole."""
         if not self.shape:
             with reading(self._where):
-                return self._checks.whole(self._item)
+                return self._checks.read_all(self._item)
         every = range(self.shape[0])
         if isinstance(rows, int | np.integer):
             one: np.ndarray = self._read(every[rows], every[rows] + 1)[0]
@@ -210,7 +210,7 @@ def stored_states(group: h5py.Group, checks: Checks) -> Lazy[np.ndarray]:
 def column(dataset: h5py.Dataset, checks: Checks, *, decode: bool = True) -> np.ndarray:
     """Return a column (N,) of a table; texts as text, or as stored without `decode`."""
     with reading(f"{dataset.file.filename}: {dataset.name}"):
-        values = checks.whole(dataset)
+        values = checks.read_all(dataset)
     return np.char.decode(values, "utf-8") if decode and values.dtype.kind == "S" else values
 
 
@@ -384,9 +384,7 @@ def open_file(path: str | Path) -> GradientFile:
         raise
 
 
-def chain_called(
-    file: GradientFile, name: str, *, reduced: bool | None = None
-) -> StoredChain | None:
+def find_chain(file: GradientFile, name: str, *, reduced: bool | None = None) -> StoredChain | None:
     """Return the chain of that number or text; only one that is `reduced`, or not, if given."""
     wanted = "".join(name.split())
     for k, chain in enumerate(file.chains):
@@ -434,13 +432,13 @@ class Sources:
             first, last = max(start, source.start), min(stop, source.stop)
             if first >= last:
                 continue
-            opened_ = self._opened(k)
+            opened_ = self._open_source(k)
             group = opened_.file["chains"].get(str(chain))
             if group is None or group.attrs["reduced"] or escape(name) not in group:
-                raise _other(source, f"it has no rows of {name!r} in chain {chain}")
+                raise _wrong_source(source, f"it has no rows of {name!r} in chain {chain}")
             array = StoredArray(name, group[escape(name)], opened_.checks)
             if (len(array), *array.shape[1:]) != (source.stop - source.start, *like.shape[1:]):
-                raise _other(source, f"its {name!r} has the shape {array.shape}")
+                raise _wrong_source(source, f"its {name!r} has the shape {array.shape}")
             blocks.append(array.block(first - source.start, last - source.start))
         none = torch.from_numpy(np.empty((0, *like.shape[1:]), like.dtype))
         return joined(blocks, torch.arange(stop - start)) if blocks else DenseBlock(none)
@@ -450,18 +448,16 @@ class Sources:
         while self._open:
             self._open.popitem()[1].file.close()
 
-    def _opened(self, k: int) -> OpenFile:
+    def _open_source(self, k: int) -> OpenFile:
         """Open a source, and close the one that was not used for longest."""
         if k not in self._open:
             source = self.files[k]
             source.require_unchanged()
             known = k in self._sound
-            self._open[k] = (
-                opened_again(source.path, source.seal) if known else open_checked(source.path)
-            )
+            self._open[k] = reopen(source.path, source.seal) if known else open_checked(source.path)
             self._sound.add(k)
             if SOURCES in self._open[k].file.attrs:
-                raise _other(source, "it is a virtual file itself")
+                raise _wrong_source(source, "it is a virtual file itself")
             if len(self._open) > _OPEN:
                 self._open.popitem(last=False)[1].file.close()
         self._open.move_to_end(k)
@@ -513,7 +509,7 @@ def _sources_of(text: str, folder: Path) -> Sources:
     return Sources(tuple(files))
 
 
-def _other(source: SourceFile, what: str) -> ResultFileError:
+def _wrong_source(source: SourceFile, what: str) -> ResultFileError:
     return ResultFileError(
         what, where=str(source.path), remedy="Merge the files again, without --virtual."
     )

@@ -80,7 +80,7 @@ def open_checked(path: Path) -> OpenFile:
         raise error if error.where else error.at(str(path)) from error.__cause__
 
 
-def opened_again(path: Path, digest: bytes) -> OpenFile:
+def reopen(path: Path, digest: bytes) -> OpenFile:
     """Open a file whose structure was checked when it had this seal."""
     with reading(str(path)):
         seal = seal_of(path) if os.path.isfile(path) else None  # noqa: PTH113

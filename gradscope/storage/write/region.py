@@ -189,16 +189,16 @@ class ParameterRegions:
                 self._add(self.regions[name], factor, target)
             return
         region = self.regions[DENSE]
-        if block.held is not None and block.dtype == region.dtype:
-            region.add(block.held, target)
+        if block.dense_if_formed is not None and block.dtype == region.dtype:
+            region.add(block.dense_if_formed, target)
             return
-        if block.dtype in _HALVES and block.held is None:
+        if block.dtype in _HALVES and block.dense_if_formed is None:
             block = block.to(torch.float32)  # rounded once, and what overflows is counted
         row = prod(block.shape) * block.dtype.itemsize
         step = region.step(PART_BYTES, row)
         for at in range(0, block.n, step):
             tile = block.select(slice(at, at + step))
-            rows = tile.held
+            rows = tile.dense_if_formed
             if rows is None:
                 out = self.scratch.take((tile.n, *tile.shape), tile.dtype, tile.device)
                 rows = tile.dense(out)

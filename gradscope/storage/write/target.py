@@ -39,7 +39,7 @@ _PLACES = np.arange(2 * _ROW, dtype=np.int64)
 _own = threading.local()
 
 
-class _HeldBack:
+class _SilentFile:
     """A file object for h5py over a descriptor, which raises nothing."""
 
     def __init__(self, descriptor: int) -> None:
@@ -123,7 +123,7 @@ class Target:
         # whether something was not written: what is on the disk is not all that HDF5 knew
         self.failed = False
         self.descriptor = descriptor
-        self._behind: _HeldBack | None = None
+        self._driver: _SilentFile | None = None
         self._file: h5py.File | None = None
         self._datasets: dict[str, h5py.Dataset] = {}
         self._reserve = bytearray()
@@ -134,7 +134,7 @@ class Target:
         """Open the file for changes of its structure, or begin one in an empty file; close it."""
         self.close()
         try:
-            yield self._opened()
+            yield self._open_file()
         finally:
             self.close()
 
@@ -163,12 +163,12 @@ class Target:
 
         What is returned is its offset, its size and its CRC-32C.
         """
-        with self._guarded():
+        with self._closing_on_error():
             require_memory()
             if path not in self._datasets:
-                self._datasets[path] = self._opened()[path]
-            dataset, behind = self._datasets[path], self._behind
-            assert behind is not None  # it is open
+                self._datasets[path] = self._open_file()[path]
+            dataset, driver = self._datasets[path], self._driver
+            assert driver is not None  # it is open
             kind, inside = dataset.id.get_type(), dataset.id.get_space()
             first = tuple(map(int, np.unravel_index(start // kind.get_size(), dataset.shape)))
             chunk = zip(first, dataset.chunks, dataset.shape, strict=True)
@@ -176,59 +176,59 @@ class Target:
             whole = np.zeros(prod(count) * kind.get_size(), np.uint8)
             whole[: len(data)] = data
             inside.select_hyperslab(first, count)
-            behind.sums = {}
+            driver.sums = {}
             dataset.id.write(h5s.create_simple(count), inside, whole, kind)
-            sums, behind.sums = behind.sums, None
+            sums, driver.sums = driver.sums, None
             info = dataset.id.get_chunk_info_by_coord(first)
             return info.byte_offset, info.size, sums[info.byte_offset]
 
     def flush(self) -> None:
         """Return when everything is with the operating system."""
         if self._file is not None:
-            with self._guarded():
+            with self._closing_on_error():
                 self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
-        file, behind, self._file, self._behind = self._file, self._behind, None, None
+        file, driver, self._file, self._driver = self._file, self._driver, None, None
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown()
         self._reserve = bytearray()
         self._datasets.clear()
-        if file is None or behind is None:
+        if file is None or driver is None:
             return
         try:
             file.close()
-            behind.check()
+            driver.check()
         except BaseException:
             self.failed = True
             raise
         finally:
-            behind.closed = True
+            driver.closed = True
 
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _closing_on_error(self) -> Iterator[None]:
         """Close the file where something goes wrong: HDF5 may need the memory that is kept."""
         try:
             yield
-            assert self._behind is not None  # it is open
-            self._behind.check()
+            assert self._driver is not None  # it is open
+            self._driver.check()
         except BaseException:
             self.close()
             raise
 
-    def _opened(self) -> h5py.File:
+    def _open_file(self) -> h5py.File:
         if self._file is not None:
             return self._file
-        self._reserve, behind = bytearray(RESERVE), _HeldBack(self.descriptor)
+        self._reserve, driver = bytearray(RESERVE), _SilentFile(self.descriptor)
         access = h5p.create(h5p.FILE_ACCESS)
         access.set_fclose_degree(h5f.CLOSE_STRONG)
         access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)  # older ones need kilobytes
         access.set_sieve_buf_size(0)  # for each data set; and neither do chunks wait in memory
         slots, _, _, preemption = access.get_cache()
         access.set_cache(slots, 0, 0, preemption)
-        access.set_fileobj_driver(fileobj_driver, behind)
+        access.set_fileobj_driver(fileobj_driver, driver)
         creation = h5p.create(h5p.FILE_CREATE)
         creation.set_obj_track_times(False)  # the same run gives the same bytes
         try:
@@ -237,12 +237,12 @@ class Target:
             else:
                 made = h5f.create(b"result", h5f.ACC_TRUNC, creation, access)
         except BaseException:
-            behind.closed = True
-            behind.check()  # which says more than HDF5
+            driver.closed = True
+            driver.check()  # which says more than HDF5
             raise
         finally:
             access.close()  # one that is left when the process ends crashes it
-        self._file, self._behind = h5py.File(made), behind
+        self._file, self._driver = h5py.File(made), driver
         return self._file
 
 

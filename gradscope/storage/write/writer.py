@@ -83,9 +83,9 @@ class Writer:
         replaces: bool = False,
         is_done: bool = False,
     ) -> None:
-        self._paths, self._plan, self._found = paths, plan, found
+        self._paths, self._plan, self._recovered = paths, plan, found
         self._done = is_done
-        self._point = self._proved = Point() if found is None else found.point
+        self._point = self._proved_point = Point() if found is None else found.point
         # the rows that are in the file: a run that resumes goes on with this one, and with the
         # reducers' states after them
         self.completed = plan.n if is_done else self._point.completed
@@ -129,7 +129,7 @@ class Writer:
                 kept = {o: {k: t.clone() for k, t in s.items()} for o, s in (states or {}).items()}
             self._point = Point(self.completed, kept, regions.marks)
             if proved:
-                self._proved = self._point
+                self._proved_point = self._point
             if self._journal.is_due(0 if kept is not None else size):
                 self._commit(replace(self._point, states=states or {}))
 
@@ -139,18 +139,18 @@ class Writer:
         Where that is not possible (states too large to be kept twice, compressed rows, which lie
         where they were put), the file begins anew.
         """
-        point, regions = self._proved, self._regions
+        point, regions = self._proved_point, self._regions
         with writing(self._paths.final):
             self._target.flush()
             if regions is None or regions.packed or not point.completed or point.states is None:
                 self._target.close()
-                point, self._regions, self._found = Point(), None, None
+                point, self._regions, self._recovered = Point(), None, None
                 self._paths.progress.unlink(missing_ok=True)
             else:
                 regions.return_to(point.marks)
                 self._commit(point)
             self.completed = self._journal.completed = point.completed
-            self._point = self._proved = point
+            self._point = self._proved_point = point
         return point.completed, {k: dict(state) for k, state in (point.states or {}).items()}
 
     def finish(
@@ -205,7 +205,7 @@ class Writer:
         """Return where everything goes; the first batch lays it out."""
         if self._regions is not None:
             return self._regions
-        if self._found is None:
+        if self._recovered is None:
             assert rows is not None  # there is a first batch
             forms, batch_size = forms_of(self._plan, rows), len(rows)
             regions = lay_out(self._paths, self._target, self._plan, forms, batch_size)
@@ -213,10 +213,10 @@ class Writer:
         else:
             with h5py.File(self._paths.part, "r", locking=False) as file:
                 regions = Regions.of(file)
-            point = self._found.point
+            point = self._recovered.point
             for path, region in regions.without_aside.by_path.items():
                 mark = replace(point.marks.get(path, Mark()), position=point.completed * region.row)
-                region.start_at(mark, self._found.records)
+                region.start_at(mark, self._recovered.records)
         self._regions = regions
         self._point = replace(self._point, marks=regions.marks)
         return regions
@@ -280,7 +280,7 @@ class Writer:
             raise
         self._regions, self._structure = made, Structure.of(self._target.descriptor, made)
         self._point = replace(self._point, marks=made.marks)
-        self._proved = Point()  # rows up to there lie where they do no more
+        self._proved_point = Point()  # rows up to there lie where they do no more
         return made
 
 

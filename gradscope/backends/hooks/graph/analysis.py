@@ -147,7 +147,7 @@ class Analysis:
                 try:
                     found[k] = attempt.find(once, kept[k], unknown[k])
                 except ValueError as raised:
-                    unclear[k], error = once, refused(batch, k[0], str(raised))
+                    unclear[k], error = once, unsupported_at(batch, k[0], str(raised))
             wanted = unclear
             if not (bool(wanted) if agree is None else agree(bool(wanted))):
                 return found
@@ -243,7 +243,7 @@ def analyse(first: Trace, second: Trace, parameters: set[int]) -> Analysis:
     axes |= _layouts_by_use(first, [k for k in still_open if k[0] in needed], sizes, how)
     for node in sorted((downstream(first, on_samples) - on_samples) & wanted):
         what = "a value without a sample axis is computed from all samples of the batch"
-        raise refused(first, node, what)
+        raise unsupported_at(first, node, what)
     return Analysis(
         program=RecordedProgram.of(first),
         axes=axes,
@@ -329,7 +329,7 @@ def _layouts(
         if grows is None:
             shape = trace.shapes[node][k]
             what = f"an output of shape {shape} has several axes that depend on the batch size"
-            raise refused(trace, node, what)
+            raise unsupported_at(trace, node, what)
         growths[node, k] = grows
     growths.update(also)
     axes: dict[Output, SampleAxis] = {}
@@ -430,11 +430,11 @@ def _refuse_overlap(trace: Trace, output: Output, supports: dict[int, Tensor]) -
             "the loss of one sample has a gradient with respect to the inputs of another sample",
             where=f"operation {trace.kinds[output[0]]}",
         )
-    raise refused(
+    raise unsupported_at(
         trace, output[0], "a value is computed from several samples, or several samples use it"
     )
 
 
-def refused(trace: Trace, node: int, what: str) -> UnsupportedError:
+def unsupported_at(trace: Trace, node: int, what: str) -> UnsupportedError:
     """Return the error that names an operation."""
     return UnsupportedError(what, where=f"operation {trace.kinds[node]}", remedy=OTHERS)

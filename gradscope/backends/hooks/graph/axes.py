@@ -75,12 +75,12 @@ class OwnedAxis:
     # (entries of these axes together,) int64, the sample or token row that owns each entry; -1
     # where the gradient is zero
     owner: Tensor
-    others: tuple[int, ...] = ()  # the positions' axes
+    position_axes: tuple[int, ...] = ()  # the positions' axes
 
     @property
     def own(self) -> tuple[int, ...]:
         """The sample axis and the axes of positions."""
-        return (self.axis, *self.others)
+        return (self.axis, *self.position_axes)
 
     def first(self, values: Tensor, n: int) -> Tensor:
         """Move the samples to the front, padded with zeros to the largest number of entries.
@@ -92,11 +92,11 @@ class OwnedAxis:
         owner = self.owner[kept]
         counts = torch.bincount(owner, minlength=n)
         place = torch.arange(len(kept), device=owner.device) - (counts.cumsum(0) - counts)[owner]
-        rows = together(values, self.own)
+        rows = merge_axes(values, self.own)
         padded = rows.new_zeros(n, max(1, int(counts.max())), *rows.shape[1:])
         padded[owner, place] = rows[kept]
         return self._back(
-            padded.reshape(*padded.shape[:2], *[1] * len(self.others), *rows.shape[1:])
+            padded.reshape(*padded.shape[:2], *[1] * len(self.position_axes), *rows.shape[1:])
         )
 
     def only(self, values: Tensor, n: int, sample: int) -> Tensor:
@@ -119,7 +119,7 @@ class OwnedAxis:
         values = values if values.dim() else values[None]
         padded = (1,) * (values.dim() - len(shape)) + shape
         axes = [k for k, size in enumerate(padded) if size == 1 and k not in self.own]
-        rows = precise(together(values.sum(axes, keepdim=True) if axes else values, self.own))
+        rows = precise(merge_axes(values.sum(axes, keepdim=True) if axes else values, self.own))
         places = torch.zeros((), dtype=torch.int64, device=values.device)
         for k in self.own:
             at = torch.arange(values.shape[k], device=values.device)
@@ -128,8 +128,8 @@ class OwnedAxis:
         # entries without an owner come last
         place = torch.where(self.owner < 0, n * count, self.owner * count + places.flatten())
         found = rows.new_zeros(n * count + 1, *rows.shape[1:]).index_add_(0, place, rows)
-        apart = found[:-1].reshape(n, *(padded[k] for k in self.own), *rows.shape[1:])
-        return self._back(apart).reshape(n, *shape).to(values.dtype)
+        by_sample = found[:-1].reshape(n, *(padded[k] for k in self.own), *rows.shape[1:])
+        return self._back(by_sample).reshape(n, *shape).to(values.dtype)
 
     def is_even(self, n: int) -> bool:
         """Whether the samples have about as many entries as the sample with the most."""
@@ -144,7 +144,7 @@ class OwnedAxis:
 Axis = SampleAxis | OwnedAxis
 
 
-def together(values: Tensor, axes: tuple[int, ...]) -> Tensor:
+def merge_axes(values: Tensor, axes: tuple[int, ...]) -> Tensor:
     """Return (entries, ...): merge some axes into the first axis, keep the others."""
     return values.movedim(axes, [*range(len(axes))]).flatten(0, len(axes) - 1)
 
@@ -360,7 +360,7 @@ def binary(digits: Tensor) -> Tensor:
 
 def _entries(values: Tensor, axes: tuple[int, ...]) -> Tensor:
     """Return a matrix with one row for each entry of the axes."""
-    return together(values, axes).unsqueeze(-1).flatten(1)
+    return merge_axes(values, axes).unsqueeze(-1).flatten(1)
 
 
 def _largest(rows: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class AxisPassage:
 
     name: str  # the operation's kind without "Backward0"
     saved: Callable[[str], Any]  # reads a saved value of the operation by name
-    again: Callable[[str], Any]  # the same for the pass with another number of samples
+    saved_otherwise: Callable[[str], Any]  # the same for the pass with another number of samples
     axes: tuple[Any, ...]  # axes that the operation saved: numbers, or several numbers
     slot: int  # the value's index among the operation's inputs
     rank: int  # the number of axes of the value
@@ -58,7 +58,7 @@ class AxisPassage:
 
     def in_proportion(self, name: str) -> bool:
         """Whether saved numbers are proportional to the number of samples."""
-        one, other = _listed(self.saved(name)), _listed(self.again(name))
+        one, other = _listed(self.saved(name)), _listed(self.saved_otherwise(name))
         n, m = self.ns
         return len(one) == len(other) and all(
             a * m == b * n or a == b >= _TO_THE_END for a, b in zip(one, other, strict=True)
@@ -109,7 +109,7 @@ def ways(
     return tuple(node for node in order if node in on_samples), found
 
 
-def named(kind: str) -> str:
+def operation_name(kind: str) -> str:
     """Return the name of an operation's kind in the tables."""
     return _SUFFIX.sub("", kind)
 
@@ -122,14 +122,14 @@ def _way(
     grown = [k for k in range(len(first.shapes[node])) if (node, k) in sizes]
     growths = [sizes[source, output], *(sizes[node, k] for k in grown)]
     known = [growth for growth in growths if growth is not None]
-    test = _TESTS.get(named(first.kinds[node]))
+    test = _TESTS.get(operation_name(first.kinds[node]))
     if not grown or len(known) < len(growths) or test is None:
         return Movement.MOVES
     fixed = test(
         AxisPassage(
-            name=named(first.kinds[node]),
+            name=operation_name(first.kinds[node]),
             saved=partial(internals.saved, first.nodes[node]),
-            again=partial(internals.saved, second.nodes[node]),
+            saved_otherwise=partial(internals.saved, second.nodes[node]),
             axes=tuple(internals.saved_attribute(first.nodes[node], name) for name in _AXES),
             slot=slot,
             rank=len(first.shapes[source][output]),
@@ -359,7 +359,7 @@ class OwnerTracker:
             return torch.full((given[sizes[0][0]],), -1, device=self.batch.losses.device)
         if listed is None:
             return OwnersKnown.NOTHING
-        name = named(self.batch.kinds[node])
+        name = operation_name(self.batch.kinds[node])
         step = OperationInput(
             saved=partial(internals.saved, self.batch.nodes[node]),
             slot=slot,

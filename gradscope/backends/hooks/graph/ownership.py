@@ -15,9 +15,14 @@ import torch
 from torch import Tensor
 
 from gradscope.backends.hooks.graph import internals
-from gradscope.backends.hooks.graph.analysis import Analysis, FrontierEdge, downstream, refused
+from gradscope.backends.hooks.graph.analysis import (
+    Analysis,
+    FrontierEdge,
+    downstream,
+    unsupported_at,
+)
 from gradscope.backends.hooks.graph.axes import OwnerPasses, SpreadError
-from gradscope.backends.hooks.graph.movement import VIEWS, named
+from gradscope.backends.hooks.graph.movement import VIEWS, operation_name
 from gradscope.backends.hooks.graph.trace import Output, RecordedProgram, Trace
 
 _PLAIN = VIEWS | {"Alias", "Clone", "Permute", "T", "ToCopy", "Transpose"}
@@ -57,7 +62,7 @@ def analyse_owners(trace: Trace, parameters: set[int], seed: int) -> Analysis:
             axes[output] = found
     shared = (_upstream(trace, shared) | {*given}) & wanted
     if 0 in shared:
-        raise refused(trace, 0, _SHARED)
+        raise unsupported_at(trace, 0, _SHARED)
     frontier = tuple(
         FrontierEdge(node, slot, source)
         for node in sorted(wanted - shared)
@@ -105,7 +110,7 @@ def _numbers(
 def _require_own_inputs(trace: Trace, node: int, number: Tensor | None, some: OwnerPasses) -> None:
     """Raise if the losses of several samples have a gradient by one sample's inputs."""
     if number is not None and bool(some.owners(number)[1].any()):
-        raise refused(
+        raise unsupported_at(
             trace,
             node,
             "the losses of several samples have a gradient with respect to one sample's inputs",
@@ -139,7 +144,7 @@ def _plain(trace: Trace, given: Iterable[int]) -> set[int]:
     found = {*given}
     for k in sorted(range(len(trace.nodes)), key=lambda k: internals.moment(trace.nodes[k])):
         sources = {source for source, _ in trace.edges[k]}
-        if sources and sources <= found and named(trace.kinds[k]) in _PLAIN:
+        if sources and sources <= found and operation_name(trace.kinds[k]) in _PLAIN:
             found.add(k)
     return found
 

@@ -28,7 +28,8 @@ class Trace:
     kinds: tuple[str, ...]  # each node's type
     # for each node, the shapes of its forward outputs
     shapes: tuple[tuple[tuple[int, ...], ...], ...]
-    asked: Tensor | None = None  # (n, t), 1 for the requested losses of tokens, else 0
+    # (n, t), 1 for the requested losses of tokens, else 0
+    loss_weights: Tensor | None = None
 
     @property
     def n(self) -> int:
@@ -69,8 +70,8 @@ class Trace:
         The graph is kept. `passing` is (nodes, listener): the listener is called with each of these
         nodes that the backward pass reaches and the gradients of its outputs.
         """
-        if self.asked is not None:
-            weights = self.asked if weights is None else self.asked * weights
+        if self.loss_weights is not None:
+            weights = self.loss_weights if weights is None else self.loss_weights * weights
         nodes, listen = ((), None) if passing is None else passing
         handles = [
             self.nodes[k].register_prehook(partial(listen, k)) for k in nodes if listen is not None
