@@ -28,7 +28,6 @@ from gradscope.model.ranks import ModelParallel, Ranks, alone, ranks_of
 from gradscope.model.reach import reachable
 from gradscope.model.state import ModelState
 from gradscope.process.shortage import is_machine_error
-from gradscope.process.stops import require_time
 
 T = TypeVar("T")
 Loss = Callable[..., Tensor]
@@ -379,8 +378,6 @@ class Problem:
                 layer.training = True
 
     def _raw(self, batch: Batch, seen: Seen | None = None) -> Any:
-        if not torch.compiler.is_compiling():
-            require_time(self.any)
         # a forward pass may write into its arguments: it gets copies, all laid out alike, so that
         # any selection of samples runs the same program
         own = batch.map(lambda t: t.clone(memory_format=torch.contiguous_format))

@@ -10,14 +10,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from os import _exit  # as it is before anybody takes its place
 from types import FrameType
-from typing import TypeVar
-
-T = TypeVar("T")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _AGAIN = 1.0  # seconds; what passes signals on to its children often sends them twice
@@ -34,45 +30,6 @@ class Stopped(BaseException):
         super().__init__(number)
         self.number = number  # the signal
         self.word = word  # what there is to say about it
-
-
-class OutOfTime(Stopped):
-    """What was given so many seconds takes longer."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-
-_OVER: ContextVar[Callable[[], bool] | None] = ContextVar("over", default=None)
-
-
-@contextmanager
-def time_limit(seconds: float, clock: Callable[[], float]) -> Iterator[None]:
-    """Raise `OutOfTime` in the body where something long would begin after so many seconds."""
-    end = clock() + seconds
-    before = _OVER.set(lambda: clock() > end)
-    try:
-        yield
-    finally:
-        _OVER.reset(before)
-
-
-def require_time(agree: Callable[[bool], bool] = bool) -> None:
-    """Raise `OutOfTime` if the seconds are over that the caller has given.
-
-    Args:
-        agree: Says whether they are over for any of the processes that all come here together.
-    """
-    over = _OVER.get()
-    if over is not None and agree(over()):
-        raise OutOfTime
-
-
-def until_time_limit(items: Iterable[T]) -> Iterator[T]:
-    """Yield items as long as there is time."""
-    for item in items:
-        require_time()
-        yield item
 
 
 class _Unwinding:

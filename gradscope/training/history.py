@@ -190,13 +190,33 @@ class History(Record, Displayable):
             ("parameters", f"{len(last.parameters):,}"),
         ]
         if last.cost is not None:
-            budget = last.cost.budget
-            most = "" if budget is None else f" of at most {percent(budget)}"
-            took = f"{duration(last.cost.seconds)} every {count(last.cost.interval, 'step')}"
-            facts.append(("overhead", f"{percent(last.cost.overhead)}{most}; {took}"))
+            facts += [("overhead", self._overhead(last.cost)), ("measuring", self._seconds())]
         if self.end is not None:
             facts.append(("training", self.end.text))
         return facts
+
+    def _overhead(self, latest: Cost) -> str:
+        """Return the share of the training time that was measured for, and its budget."""
+        share = latest.overhead if self.end is None else self.end.overhead
+        if share is None:
+            return "unknown: the training has a single step"
+        if latest.budget is None:
+            return f"{percent(share)} of the training time"
+        exceeded = "; the first and the last step exceed it" if share > latest.budget else ""
+        return f"{percent(share)} of the training time, budget {percent(latest.budget)}{exceeded}"
+
+    def _seconds(self) -> str:
+        """Return how long the first, the last and the other measurements took."""
+        costs = [step.cost for step in self.steps if step.cost is not None]
+        first, *others = [cost.seconds for cost in costs]
+        proof = " (with the proof)" if costs[0].proof_seconds else ""
+        parts = [f"first step {duration(first)}{proof}"]
+        if others:
+            which = "latest" if self.end is None else "last"
+            parts.append(f"{which} step {duration(others[-1])}")
+        if between := others[:-1]:
+            parts.append(f"other steps {duration(sum(between) / len(between))} each")
+        return ", ".join(parts)
 
 
 def record(path: str | Path, step: int, summary: Summary, cost: Cost | None = None) -> Step:
