@@ -1,12 +1,13 @@
 """HTML: the parts that pages and notebooks show, and the page around them. All text is escaped."""
 
 import io
+import json
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradscope.core.texts import visible
 from gradscope.markup.glossary import explained
@@ -95,7 +96,7 @@ def details(summary: str, content: str) -> str:
 
 def section(title: str, content: str) -> str:
     """Return a part of a page under its title."""
-    return f"<section><h2>{safe(title)}</h2>\n{content}</section>"
+    return f"<section><h2>{explained(title)}</h2>\n{content}</section>"
 
 
 def source(picture: "Image") -> str:
@@ -151,6 +152,18 @@ def page(
 </body>
 </html>
 """
+
+
+def chart_scripts(*more: str) -> list[str]:
+    """Return the scripts by which a page draws charts, and `more` scripts of this package."""
+    return [resource("gradscope.markup", name) for name in ("charts.js", "draw.js", *more)]
+
+
+def embedded(value: Any, name: str) -> str:
+    """Return plain data for the scripts of a page, in an element of this id."""
+    data = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    data = data.replace("<", "\\u003c")
+    return f'<script type="application/json" id="{name}">{data}</script>'
 
 
 def resource(package: str, *names: str) -> str:

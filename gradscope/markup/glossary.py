@@ -76,6 +76,9 @@ TERMS = {
         "The parameters whose mean gradient is larger than noise alone would make it. "
         "In the other parameters, the samples' gradients cancel."
     ),
+    # trainings
+    "95%": "The interval that holds the noise scale with a probability of 95%.",
+    "overhead": "The time of all measurements divided by the time of the training without them.",
     # attribution
     "score": (
         "The estimated rise of the query's loss if the training sample were removed. "

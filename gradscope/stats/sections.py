@@ -6,7 +6,7 @@ Nothing here is made safe to show: the renderer escapes every string, names from
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from gradscope import markup
@@ -128,10 +128,14 @@ class ScatterPicture(Picture):
 
 @dataclass(frozen=True, kw_only=True)
 class CurvePicture(Picture):
-    """Curves {name: [(x, y), ...]}; a band [(x, low, high or None for no upper end), ...]."""
+    """Curves {name: [(x, y), ...]}; bands {name: [(x, low, high or None for no upper end), ...]}.
+
+    A page draws it in the browser if it is `interactive`.
+    """
 
     curves: Mapping[str, Sequence[tuple[float, float]]]
-    band: Sequence[tuple[float, float, float | None]] = ()
+    bands: Mapping[str, Sequence[tuple[float, float, float | None]]] = field(default_factory=dict)
+    interactive: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,6 @@ _MAKER = "gradscope view"
 
 def page(document: dict[str, Any], found: Overview) -> str:
     """Return the page that shows a document of `View.document`, and what statistics found."""
-    data = json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     about = "What this file is"
     filled = {
         "HEADER": html.header(found) + markup.details(about, html.about(found, about)),
@@ -34,7 +33,7 @@ def page(document: dict[str, Any], found: Overview) -> str:
             markup.section(section.title, html.section(section, found.noun))
             for section in found.sections
         ),
-        "DATA": data.replace("<", "\\u003c"),
+        "DATA": markup.embedded(document, "data"),
     }
     pieces = _part("view.html").split("%%")  # text, a name, text, ...
     return markup.page(
@@ -42,7 +41,7 @@ def page(document: dict[str, Any], found: Overview) -> str:
         "".join(filled[one] if k % 2 else one for k, one in enumerate(pieces)),
         _MAKER,
         style=_part("view.css"),
-        scripts=[_part("charts.js"), _part("view.js")],
+        scripts=[*markup.chart_scripts(), _part("view.js")],
         connect="'self'" if document["served"] else "'none'",
     )
 

@@ -189,10 +189,10 @@ def test_the_page_runs_its_own_scripts_alone(tmp_path: Path) -> None:
     told = replace(overview(path), paths=[HOSTILE], facts=[("file", HOSTILE)], warnings=[HOSTILE])
     text = page(found, told)
     seen = Scripts(text)
-    data, sorting, charts, script = seen.scripts
+    data, sorting, charts, drawing, script = seen.scripts
     assert json.loads(data) == found
     policy = next(a["content"] for t, a in seen.tags if "http-equiv" in a)
-    for one in (sorting, charts, script):
+    for one in (sorting, charts, drawing, script):
         digest = base64.b64encode(sha256(one.encode()).digest()).decode()
         assert f"'sha256-{digest}'" in str(policy)
     assert "unsafe-eval" not in str(policy) and "default-src 'none'" in str(policy)
