@@ -257,7 +257,7 @@ def _sums(summary: ScoreSummary) -> Section:
     columns = [
         Column("query", [sample_name(r) for r in shown]),
         *(
-            numbers(str(group), [r.sums[k] for r in shown], rank=1 + k)
+            replace(numbers(str(group), [r.sums[k] for r in shown], rank=1 + k), from_data=True)
             for k, group in enumerate(summary.groups)
         ),
     ]
@@ -321,7 +321,7 @@ def _query_section(row: QueryRow, album: Album, noun: str) -> Section:
     columns.append(numbers("score", scores))
     for entry in dict.fromkeys(k for c in found if isinstance(c, dict) for k in c):
         values = [c.get(entry) if isinstance(c, dict) else None for c in contents]
-        columns.append(numbers(entry, values))
+        columns.append(replace(numbers(entry, values), from_data=True))
     roles = [name.partition(" most")[0] for name, _, samples in groups for _ in samples]
     return Section(title, table=Table(columns, "", roles))
 

@@ -9,6 +9,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradscope.core.texts import visible
+from gradscope.markup.glossary import explained
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -26,6 +27,7 @@ class Column(NamedTuple):
     title: str
     cells: Sequence[str]
     values: Sequence[float | None] | None = None  # what it is sorted by; None: by its words
+    from_data: bool = False  # whether the title comes from the user's data: it is no term of ours
 
 
 def safe(text: str, keep: str = "") -> str:
@@ -34,13 +36,13 @@ def safe(text: str, keep: str = "") -> str:
 
 
 def facts(rows: Iterable[tuple[str, str]], label: str = "") -> str:
-    """Return labels with their values; a value without a label follows in the cell above it."""
+    """Return labels, explained, with their values; a value without a label continues the cell."""
     cells: list[tuple[str, list[str]]] = []
     for name, value in rows:
         if not name and cells:
             cells[-1][1].append(safe(value))
         else:
-            cells.append((safe(name), [safe(value)]))
+            cells.append((explained(name), [safe(value)]))
     items = "".join(
         f"<tr><th scope='row' {_LEFT}>{name}</th><td {_LEFT}>{'<br>'.join(values)}</td></tr>"
         for name, values in cells
@@ -53,7 +55,8 @@ def table(columns: Sequence[Column], names: Column | None = None, label: str = "
     every = columns if names is None else [names, *columns]
     cells = [_cells(column) for column in columns]
     if names is not None:
-        cells.insert(0, [f'<th scope="row">{safe(name)}</th>' for name in names.cells])
+        shown = safe if names.title else explained  # without a heading, they are terms of ours
+        cells.insert(0, [f'<th scope="row">{shown(name)}</th>' for name in names.cells])
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in zip(*cells, strict=True))
     head = f"<thead><tr>{''.join(map(_heading, every))}</tr></thead>"
     found = f"<table{_named(label)}>{head}<tbody>{body}</tbody></table>"
@@ -70,7 +73,8 @@ def _heading(column: Column) -> str:
     if not column.title:
         return "<td></td>"
     kind = "" if column.values is None else ' class="number"'
-    return f'<th scope="col"{kind}>{safe(column.title)}</th>'
+    title = safe(column.title) if column.from_data else explained(column.title)
+    return f'<th scope="col"{kind}>{title}</th>'
 
 
 def _cells(column: Column) -> list[str]:

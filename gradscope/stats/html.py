@@ -34,8 +34,8 @@ def facts(rows: Sequence[Fact], label: str = "") -> str:
 def table(found: Table, label: str = "") -> str:
     """Return a table."""
     columns = [
-        markup.Column(column.title, [*map(text_of, column.cells)], column.values)
-        for column in found.columns
+        markup.Column(c.title, [*map(text_of, c.cells)], c.values, c.from_data)
+        for c in found.columns
     ]
     names = None if found.names is None else markup.Column(found.title, found.names)
     return markup.table(columns, names, label)

@@ -69,6 +69,7 @@ class Column:
     values: Sequence[float | None] | None = None
     # the cells above which texts are cut in the middle; None where they wrap
     widest: int | None = None
+    from_data: bool = False  # whether the title comes from the user's data: it is no term of ours
 
 
 @dataclass(frozen=True)
