@@ -174,6 +174,7 @@ class Section:
     notes: Sequence[Line] = ()  # lines that follow
     # the formulas behind it; docs/statistics.md has them all, with units
     formulas: Sequence[str] = ()
+    instead: bool = False  # whether it replaces the cards of the result, where none can be shown
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ class Displayable(ABC):
         found = self.overview()
         shown = found.brief or found
         parts = [html.facts(shown.facts), html.warnings(found)]
-        for section in shown.sections:
+        for section in html.shown(shown.sections):
             parts.append(f"<p><strong>{markup.safe(section.title)}</strong></p>")
             parts.append(html.section(section, found.noun))
         return markup.document(", ".join(found.paths), *parts)
