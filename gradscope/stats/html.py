@@ -8,8 +8,10 @@ from pathlib import Path
 from gradscope import markup
 from gradscope.stats.records import Histogram
 from gradscope.stats.sections import (
+    BARS,
     Card,
     Fact,
+    Line,
     Overview,
     Pixels,
     Section,
@@ -28,7 +30,13 @@ _LARGEST = 112  # pixels of a sample's side
 
 def facts(rows: Sequence[Fact], label: str = "") -> str:
     """Return labels with their values."""
-    return markup.facts([(name, text_of(value)) for name, value in rows], label)
+    return markup.facts([(name, _value(value, name)) for name, value in rows], label)
+
+
+def _value(value: Line | Sparkline, name: str) -> str:
+    if isinstance(value, Sparkline):
+        return markup.bars(value.thinned(BARS), value.label, name)
+    return text_of(value)
 
 
 def table(found: Table, label: str = "") -> str:
@@ -113,7 +121,7 @@ def _groups(groups: Sequence[tuple[str, Sequence[Card]]]) -> str:
 
 def _range(histogram: Histogram) -> str:
     edges = histogram.edges
-    return f"{short(edges[0])} to {short(edges[-1])}" if edges else "zero"
+    return f"norm {short(edges[0])} to {short(edges[-1])}" if edges else "norm 0"
 
 
 def _card(card: Card) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 
 from gradscope import markup, storage
 from gradscope.errors import OutputError
+from gradscope.markup.glossary import TERMS, explained
 from gradscope.stats import html
 from gradscope.stats.sections import Overview
 from gradscope.view.document import View
@@ -25,11 +26,13 @@ _MAKER = "gradscope view"
 
 def page(document: dict[str, Any], found: Overview) -> str:
     """Return the page that shows a document of `View.document`, and what statistics found."""
-    data = json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    known = document | {"terms": TERMS}
+    data = json.dumps(known, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     about = "What this file is"
     filled = {
         "HEADER": html.header(found) + markup.details(about, html.about(found, about)),
         "NOUN": found.noun,
+        "OPPOSED": explained("opposed"),
         "STATISTICS": "\n".join(
             markup.section(section.title, html.section(section, found.noun))
             for section in found.sections
@@ -97,7 +100,7 @@ def serve(view: View, port: int = 0, ready: Callable[[str], None] = lambda _: No
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Say nothing: what is asked for is in the browser."""
+            """Log nothing: the browser lists the requests."""
 
     try:
         server = ThreadingHTTPServer((_HOST, port), Handler)
