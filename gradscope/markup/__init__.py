@@ -22,6 +22,10 @@ _POLICY = (
 )
 
 
+class Html(str):
+    """HTML that needs no escaping."""
+
+
 class Column(NamedTuple):
     """One column of a table."""
 
@@ -41,14 +45,36 @@ def facts(rows: Iterable[tuple[str, str]], label: str = "") -> str:
     cells: list[tuple[str, list[str]]] = []
     for name, value in rows:
         if not name and cells:
-            cells[-1][1].append(safe(value))
+            cells[-1][1].append(_shown(value))
         else:
-            cells.append((explained(name), [safe(value)]))
+            cells.append((explained(name), [_shown(value)]))
     items = "".join(
         f"<tr><th scope='row' {_LEFT}>{name}</th><td {_LEFT}>{'<br>'.join(values)}</td></tr>"
         for name, values in cells
     )
     return f"<table class='facts'{_named(label)}><tbody>{items}</tbody></table>"
+
+
+def _shown(value: str) -> str:
+    return value if isinstance(value, Html) else safe(value)
+
+
+def bars(values: Sequence[float | None], label: str, name: str) -> Html:
+    """Return a small bar a number, from the least to the largest, before a label.
+
+    `name` says to those who cannot see them what they show.
+    """
+    known = [value for value in values if value is not None]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    drawn = "".join(
+        f'<rect x="{k}" y="{19 - height:.1f}" width="1" height="{1 + height:.1f}"/>'
+        for k, value in enumerate(values)
+        if value is not None
+        for height in [19 * (value - low) / ((high - low) or 1.0)]
+    )
+    size = f'viewBox="0 0 {len(values)} 20" preserveAspectRatio="none" width="{6 * len(values)}"'
+    shape = f'<svg class="bars" {size} height="20" fill="currentColor" role="img"{_named(name)}>'
+    return Html(f"{shape}{drawn}</svg> {safe(label)}".rstrip())
 
 
 def table(columns: Sequence[Column], names: Column | None = None, label: str = "") -> str:

@@ -1,5 +1,6 @@
 """The terms of gradscope's pages, each explained in one sentence."""
 
+import re
 from html import escape
 
 from gradscope.core.texts import visible
@@ -43,13 +44,23 @@ TERMS = {
     "cosine of means": "The cosine of the mean gradients in the two files.",
     "cosine with the mean gradient": _COSINE,
     "opposed": _OPPOSED,
+    "change": "The norm of the difference of the sample's gradients in the two files.",
+    "distance": "The norm of the difference of two gradients divided by the larger norm.",
+    "largest gradient": "A sample with a very large gradient dominates the mean gradient.",
+    "clipping norm": "The norm above which a gradient would be scaled down, and its effect.",
+    "check labels": "Samples with large losses are often mislabelled.",
+    "Fisher trace": "The mean of the squared gradient norms.",
+    "Jensen gap": (
+        "The difference between the mean of the transformed gradients "
+        "and the transformation of the mean gradient."
+    ),
     # noise
     "SNR": _SNR,
     "signal to noise": _SNR,
-    "its mean over entries": "The signal to noise of each value of the gradient, averaged.",
+    "mean over entries": "The signal to noise of each value of the gradient, averaged.",
     "noise": "The variance of the gradients of one class around their mean.",
     "noise scale": _NOISE_SCALE,
-    "batch": _NOISE_SCALE,
+    "batch size": _NOISE_SCALE,
     "trace of covariance": "The variance of the gradients, summed over all values.",
     "gradient norm squared": (
         "An unbiased estimate of the squared norm of the true mean gradient. It may be negative."
@@ -103,9 +114,11 @@ TERMS = {
     "unused": "Parameters that have no gradient because no sample's loss depends on them.",
 }
 _FOUND = {term.casefold(): text for term, text in TERMS.items()}
+_QUALIFIED = re.compile(r", | \(")  # before what qualifies a term: "mean norm, first"
 
 
 def explained(term: str) -> str:
     """Return the HTML of a term, with its explanation on hover, focus and touch if it has one."""
-    shown, text = escape(visible(term)), _FOUND.get(term.casefold())
+    shown, name = escape(visible(term)), term.casefold()
+    text = _FOUND.get(name) or _FOUND.get(_QUALIFIED.split(name)[0])
     return shown if text is None else f'<abbr title="{escape(text)}" tabindex="0">{shown}</abbr>'

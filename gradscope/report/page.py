@@ -28,7 +28,7 @@ def write_html(result: Displayable, path: str | Path) -> None:
 
 def _page(found: Overview) -> str:
     """Return the page: samples stand before pictures, and these before numbers."""
-    first, *others = found.sections
+    first, *others = html.shown(found.sections)
     samples = [section for section in others if section.cards]
     numbers = [section for section in others if not section.cards]
     curves = [p for p in found.pictures if isinstance(p, CurvePicture) and p.interactive]

@@ -187,8 +187,11 @@ def _histogram(picture: HistogramPicture, axes: "Axes") -> None:
         if found.scale == "log":
             axes.set_xscale("log")
         if picture.mark is not None and edges[0] <= picture.mark[0]:
-            axes.axvline(picture.mark[0], color=_ORANGE, label=picture.mark[1])
-            axes.legend(frameon=False, loc="upper right")
+            axes.axvline(picture.mark[0], color=_ORANGE)
+            top = 1.12 * axes.get_ylim()[1]  # room for the name above the bars
+            axes.set_ylim(top=top)
+            side: Any = {"textcoords": "offset points", "va": "top", "fontsize": 9}
+            axes.annotate(picture.mark[1], (picture.mark[0], top), (4, 0), **side)
 
 
 @_draw.register(ScatterPicture)
@@ -247,7 +250,8 @@ def _matrix(picture: MatrixPicture, axes: "Axes") -> None:
     axes.set_xticks([])
     axes.set_yticks([])
     drawn: Any = axes.figure
-    drawn.colorbar(shown, ax=axes, shrink=0.8)
+    drawn.colorbar(shown, ax=axes, shrink=0.8, label=picture.up)
+    axes.set_ylabel("")
 
 
 def _log_when_wide(set_scale: Any, values: Sequence[float]) -> None:

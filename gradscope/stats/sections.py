@@ -39,13 +39,18 @@ class Sparkline(NamedTuple):
 
         What is unknown is a space.
         """
-        levels, values = _ASCII_LEVELS if ascii_only else _LEVELS, self.values
-        if len(values) > width > 1:
-            values = [values[round(k * (len(values) - 1) / (width - 1))] for k in range(width)]
+        levels, values = _ASCII_LEVELS if ascii_only else _LEVELS, self.thinned(width)
         known = [value for value in values if value is not None]
         low, high = min(known, default=0.0), max(known, default=0.0)
         step = (high - low) / (len(levels) - 1) or 1.0
         return "".join(" " if v is None else levels[round((v - low) / step)] for v in values)
+
+    def thinned(self, most: int) -> Sequence[float | None]:
+        """Return at most so many of the numbers, evenly spread."""
+        values = self.values
+        if len(values) > most > 1:
+            values = [values[round(k * (len(values) - 1) / (most - 1))] for k in range(most)]
+        return values
 
     @property
     def text(self) -> str:
@@ -178,6 +183,7 @@ class Section:
     notes: Sequence[Line] = ()  # lines that follow
     # the formulas behind it; docs/statistics.md has them all, with units
     formulas: Sequence[str] = ()
+    instead: bool = False  # whether it replaces the cards of the result, where none can be shown
 
 
 @dataclass(frozen=True)
@@ -203,7 +209,7 @@ class Displayable(ABC):
         found = self.overview()
         shown = found.brief or found
         parts = [html.facts(shown.facts), html.warnings(found)]
-        for section in shown.sections:
+        for section in html.shown(shown.sections):
             parts.append(f"<p><strong>{markup.safe(section.title)}</strong></p>")
             parts.append(html.section(section, found.noun))
         return markup.document(", ".join(found.paths), *parts)

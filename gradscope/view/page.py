@@ -16,6 +16,7 @@ import numpy as np
 
 from gradscope import markup, storage
 from gradscope.errors import OutputError
+from gradscope.markup.glossary import TERMS, explained
 from gradscope.stats import html
 from gradscope.stats.sections import Overview
 from gradscope.view.document import View
@@ -29,11 +30,12 @@ def page(document: dict[str, Any], found: Overview) -> str:
     filled = {
         "HEADER": html.header(found) + markup.details(about, html.about(found, about)),
         "NOUN": found.noun,
+        "OPPOSED": explained("opposed"),
         "STATISTICS": "\n".join(
             markup.section(section.title, html.section(section, found.noun))
             for section in found.sections
         ),
-        "DATA": markup.embedded(document, "data"),
+        "DATA": markup.embedded(document | {"terms": TERMS}, "data"),
     }
     pieces = _part("view.html").split("%%")  # text, a name, text, ...
     return markup.page(
@@ -96,7 +98,7 @@ def serve(view: View, port: int = 0, ready: Callable[[str], None] = lambda _: No
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Say nothing: what is asked for is in the browser."""
+            """Log nothing: the browser lists the requests."""
 
     try:
         server = ThreadingHTTPServer((_HOST, port), Handler)
