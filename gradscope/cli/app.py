@@ -17,11 +17,34 @@ from gradscope.cli.attribute import attribute, validate
 from gradscope.cli.before import check, init, list_
 from gradscope.cli.compare import compare
 from gradscope.cli.compute import compute, merge
-from gradscope.cli.options import flags_of, naming_flags
+from gradscope.cli.options import FEW_OPTIONS, GROUPS, flags_of, group_of, naming_flags
 from gradscope.cli.results import export, stats, view
 from gradscope.errors import GradscopeError
 from gradscope.process import stops, streams
 from gradscope.process.stops import Stopped
+
+START = """\
+gradscope computes the gradient of each sample of a PyTorch model: E[T(∇f)].
+
+  Start from a checkpoint and a data file:
+    gradscope init weights.pt data.npz -o run.toml
+    gradscope check --config run.toml
+
+  Compute the gradient of each sample, or any expectation of them:
+    gradscope compute --config run.toml -t "clip:max_norm=1 | mean" -o out.h5
+
+  See which samples dominate, and look at them:
+    gradscope stats out.h5
+    gradscope view out.h5
+
+  Find the training samples that caused a prediction:
+    gradscope attribute out.h5 query.npz -o scores.h5
+
+  Compare the backends, or your own per-sample gradients, with a float64 loop:
+    gradscope compare --config run.toml --against my_code.py:my_gradients
+
+Every command: gradscope --help. Its options: gradscope COMMAND --help.
+In Python: gradscope.Scope(model, "cross_entropy").norms(inputs, targets)"""
 
 
 class Command(TyperCommand):
@@ -41,6 +64,23 @@ class Command(TyperCommand):
             except BaseException as error:
                 raise typer.Exit(_code(error, flags_of(self))) from error
 
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, then the options in groups, in the order of `GROUPS`."""
+        shown: list[tuple[str, tuple[str, str]]] = []
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                argument = parameter.param_type_name == "argument"
+                group = "Arguments" if argument else group_of(str(parameter.name))
+                shown.append((group, record))
+        if len(shown) <= FEW_OPTIONS:
+            shown = [("Options" if group in GROUPS else group, each) for group, each in shown]
+        for title in ("Arguments", "Options", *GROUPS):
+            records = [record for group, record in shown if group == title]
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Name what may be given; a hidden argument has no name."""
         return [piece for piece in super().collect_usage_pieces(ctx) if piece != "[]..."]
@@ -53,7 +93,7 @@ def _summary(command: Callable[..., None]) -> str:
 
 app = typer.Typer(
     name="gradscope",
-    no_args_is_help=True,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -153,6 +193,7 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
@@ -163,3 +204,6 @@ def root(
     a disagreement, 6 output, 7 finished but some samples or numbers are not finite, 130/143
     interrupted.
     """
+    if context.invoked_subcommand is None:
+        typer.echo(START)
+        raise typer.Exit(2)

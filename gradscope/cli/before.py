@@ -2,17 +2,18 @@
 
 import re
 import shlex
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
+from gradscope.cli.names import registries
 from gradscope.cli.options import NONFINITE, run_spec, show, with_flags
 from gradscope.config import FROM_CHECKPOINT
 from gradscope.config.commands import CheckOptions, InitOptions, ListOptions
 from gradscope.process import stops, streams
 
 if TYPE_CHECKING:
-    from gradscope.core.registry import Registry
+    pass
 
 AUTO_SUMMARY = "The first of them that does not refuse and whose first batch is proved."
 
@@ -32,23 +33,6 @@ def list_(options: ListOptions) -> None:
     document = {"schema": "gradscope.list", "version": 1, "kind": options.kind, "entries": rows}
     facts = [(row["name"], row["summary"]) for row in rows]
     show(document, lambda _, console: print_facts(console, facts), json=options.as_json)
-
-
-def registries() -> "dict[str, list[Registry[Any]]]":
-    """Return the registries of each kind."""
-    from gradscope.backends.base import backends
-    from gradscope.sources.formats import checkpoint_readers, dataset_readers
-    from gradscope.stages.losses import losses
-    from gradscope.stages.reducers.base import reducers
-    from gradscope.stages.transforms.base import transforms
-
-    return {
-        "backends": [backends],
-        "transforms": [transforms],
-        "reducers": [reducers],
-        "losses": [losses],
-        "formats": [checkpoint_readers, dataset_readers],
-    }
 
 
 @with_flags

@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
+from gradscope.cli.names import completion
 from gradscope.config import Option, RunSpec, options_of, resolve, run_options
 from gradscope.config.commands import Options
 from gradscope.core.texts import printable
@@ -21,6 +22,17 @@ from gradscope.process import streams
 
 _CODE = '\n  File "'  # where lines of a traceback begin
 _OPTION = re.compile(r'(?<![\w.:,])(?P<name>[a-z_]+)=(?P<value>"[^"]*"|True)|`(?P<bare>[a-z_]+)`')
+# the groups of `--help`, in order, with the options that belong to them by their names in Python
+GROUPS = {
+    "Model and loss": "model mode key ignore unsafe_pickle loss",
+    "Data": "samples shard",
+    "Gradients and transforms": "transform parameters labels rows randomness nonfinite seed",
+    "Result": "output resume overwrite layout compression predictions previews dry_run",
+    "Precision, memory and speed": "backend dtype device batch_size memory compile cache sharded",
+    "Trust": "coupling verify",
+    "General": "",  # all other options
+}
+FEW_OPTIONS = 20  # a command with no more options shows them as one list
 NONFINITE = 7  # the exit code of a command that is done, where something is not finite
 
 
@@ -80,11 +92,13 @@ def _declare(option: Option) -> Any:
     if not option.section:
         limits: Any = {"min": option.least, "max": option.most}
         return typer.Option(*names, metavar=metavar, help=f"{text}.", **limits)
+    complete = completion(option.parameter)
     if option.type is bool:
         names = (f"{name}/--no-{name[2:]}",)
     elif default is not None:
         text += f" [{','.join(default) if isinstance(default, tuple) else default}]"
-    return typer.Option(*names, metavar=metavar, help=f"{text}.", show_default=False)
+    shown: Any = {"help": f"{text}.", "show_default": False, "autocompletion": complete}
+    return typer.Option(*names, metavar=metavar, **shown)
 
 
 def run_spec(config: Path | None, flags: Mapping[str, Any]) -> RunSpec:
@@ -103,6 +117,11 @@ def run_spec(config: Path | None, flags: Mapping[str, Any]) -> RunSpec:
     if "loss" in overrides:
         overrides["loss"]["kwargs"] = {}  # those of the run file's loss are not this one's
     return resolve(config, overrides, _wrong_names)
+
+
+def group_of(name: str) -> str:
+    """Return the group of `--help` that has an option."""
+    return next((group for group, names in GROUPS.items() if name in names.split()), "General")
 
 
 def naming_flags(error: GradscopeError, flags: Mapping[str, str]) -> GradscopeError:

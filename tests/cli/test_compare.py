@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradscope.cli.before import registries
+from gradscope.cli.names import registries
 from tests.cli.conftest import SAMPLES, Gradscope
 
 MINE = """
