@@ -6,7 +6,7 @@
 # And `make test-full` runs the tests marked `full`: documentation, process groups, drills, the wheel;
 # `make bench` compares gradscope with the field's other tools, which it installs into .venv too;
 # `make zoo` builds all small models that ten libraries have and compares every answer with float64: hours;
-# `make browser` clicks through the page of `gradscope view` in headless Chromium, which must be there;
+# `make browser` clicks through the pages in headless Chromium, which must be there;
 # `make gpu` checks everything on a GPU, or on a device made of the CPU where there is none;
 # `make drill` kills runs, fills disks and damages files for 20 minutes. `make compat TORCH=2.15.0`
 # runs the tests of the engine, and the demo, with another release of torch; `PYTHON=python3.13` chooses
@@ -68,7 +68,7 @@ compat: $(COMPAT)/installed
 
 browser: install-dev
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[browser]'
-	$(BIN)/python -m pytest tests/browser/check_view.py
+	$(BIN)/python -m pytest tests/browser/check_view.py tests/browser/check_curves.py
 
 docs: $(VENV)/installed-docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs $(SITE)

@@ -1,9 +1,9 @@
-// Bundles the chart library of `gradscope view` into one file, with the licences of all it holds:
+// Bundles the chart library of the pages into one file, with the licences of all it holds:
 //   npm install && node build.mjs        (or `make charts`)
 import { build } from "esbuild";
 import { existsSync, readFileSync, writeFileSync } from "node:fs";
 
-const target = "../gradscope/view/static/charts.js";
+const target = "../gradscope/markup/charts.js";
 const source = `
 export { Error, parse, View } from "vega";
 export { expressionInterpreter } from "vega-interpreter";

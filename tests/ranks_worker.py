@@ -389,9 +389,9 @@ def monitored(_: Net, x: Tensor, y: Tensor, own: slice) -> dict[str, Any]:
         torch.manual_seed(dist.get_rank())
         for _ in range(5):
             nn.functional.cross_entropy(parts(x[own]), y[own]).backward()
-            if watch is not None:  # before the step: a measurement reads the weights as they are
-                watch.step(x[own], y[own])
             optimiser.step()
+            if watch is not None:
+                watch.step(x[own], y[own])
             optimiser.zero_grad()
         return {k: v.full_tensor() for k, v in parts.named_parameters()}, watch
 
@@ -453,11 +453,12 @@ def paid(model: Net, x: Tensor, y: Tensor, slow: int) -> dict[str, Any]:
         for _ in range(900):
             now, before = now + 0.5, watch.latest
             watch.step(x, y)
-            share = max(share, (inside - 5.0) / (now - inside))  # but for the pass under way
-            steps += [] if watch.latest is before else [watch.latest.step]
+            if watch.latest is not before:
+                share = max(share, inside / (now - inside)) if steps else 0.0  # but for the first
+                steps.append(watch.latest.step)
     finally:
         Problem._raw = forward  # type: ignore[method-assign]
-    return {"steps": steps, "share": share, "cut": watch._proofs}
+    return {"steps": steps, "share": share}
 
 
 class Meeting(nn.Linear):

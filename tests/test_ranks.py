@@ -136,14 +136,14 @@ def test_a_divided_training_is_measured_by_all_its_processes(tmp_path: Path) -> 
         close(own["all"], first["one"])
         close(own["trainer"], [first["one"][k] for k in ("samples", "loss", "norm_mean")])
         for times, other in zip(own["clocks"], first["clocks"], strict=True):
-            assert times["steps"] == other["steps"] != []
+            assert times["steps"] == other["steps"] and len(times["steps"]) > 2
             assert times["share"] <= 0.3
-    assert (first["logs"], second["logs"]) == ([2, 4], [])
+    assert (first["logs"], second["logs"]) == ([1, 2, 4, 5], [])
     assert len(first["warned"]) == 1
     assert "measured no more: process 1 failed" in first["warned"][0]
     assert second["warned"] == []
     history = read_history(tmp_path / "answers.jsonl")
-    assert [step.step for step in history.steps] == [2, 4]
+    assert [step.step for step in history.steps] == [1, 2, 4, 5]
     assert history.end is not None and history.end.reason is None
     assert "process 1 failed" in (tmp_path / "fails.jsonl").read_text()
 

@@ -1,4 +1,4 @@
-"""What scores say: of each query, who helped and who harmed, and those samples as they are."""
+"""Summaries of scores: the training samples that helped and harmed each query most."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gradscope.attribution.scores import Ranked, Scores
 from gradscope.sources.opened import ShownData
-from gradscope.stats.album import Album, sample_name, target_text
+from gradscope.stats.album import Album, is_wrong, sample_name, target_text
 from gradscope.stats.records import Json, Plain, Record, SampleRecord, number, plain
 from gradscope.stats.sections import (
     BarPicture,
@@ -30,7 +30,8 @@ from gradscope.stats.sections import (
 )
 from gradscope.stats.source import token_names
 
-INFLUENCE = "Who helped and who harmed"  # the title of a section
+HELPED = "Helped most: without them, the query's loss would be higher"
+HARMED = "Harmed most: without them, the query's loss would be lower"
 _SHOWN, _DRAWN = 10, 6  # queries in a text, in a picture
 _GROUPS = 20  # classes whose scores are summed without being asked for
 
@@ -49,11 +50,11 @@ class QueryRow(SampleRecord):
     loss: float | None
     helpful: tuple[Scored, ...]
     harmful: tuple[Scored, ...]
-    sums: tuple[float, ...] = ()  # of its scores with the samples of each group
+    sums: tuple[float, ...] = ()  # the sum of its scores over the samples of each group
 
 
 class ScoreSummary(Record, Displayable):
-    """What scores say."""
+    """A summary of scores: the best and the worst training samples of each query."""
 
     schema_: Literal["gradscope.attribute"] = "gradscope.attribute"
     version: Literal[1] = 1
@@ -61,7 +62,7 @@ class ScoreSummary(Record, Displayable):
     queries: int
     samples: int
     left_out: int  # training samples without a score
-    record: Json  # what was chosen
+    record: Json  # curvature, damping and sources
     rows: tuple[QueryRow, ...]
     most_influential: tuple[Scored, ...]  # by self-influence
     by: str | None = None  # the column of the training samples that makes the groups
@@ -70,9 +71,32 @@ class ScoreSummary(Record, Displayable):
 
     @property
     def noun(self) -> str:
-        """What has a score: training samples, or their tokens."""
+        """The kind of row that has a score: "sample" or "token"."""
         train: Any = self.record.get("train") or {}
         return str(train.get("rows", "sample"))
+
+    @property
+    def ordered(self) -> tuple[QueryRow, ...]:
+        """The queries in the order shown: predicted wrongly first, then by falling loss.
+
+        Without predicted classes they keep their order.
+        """
+        if not self._predicts_classes:
+            return self.rows
+        return tuple(sorted(self.rows, key=lambda r: (not is_wrong(r), -(r.loss or 0.0))))
+
+    @property
+    def _predicts_classes(self) -> bool:
+        return any(isinstance(r.prediction, int) and isinstance(r.target, int) for r in self.rows)
+
+    def _order(self) -> list[Fact]:
+        """Return a sentence about the order of the queries, if it is not that of the data."""
+        if not self._predicts_classes or len(self.rows) < 2:
+            return []
+        wrong = sum(map(is_wrong, self.rows))
+        first = f"{wrong:,} of {queries(len(self.rows))} {'is' if wrong == 1 else 'are'} predicted "
+        text = "wrongly and shown first. Larger losses come before smaller ones."
+        return [("order", first + text if wrong else "Queries with larger losses come first.")]
 
     def overview(self) -> Overview:
         """Return what is shown."""
@@ -80,9 +104,10 @@ class ScoreSummary(Record, Displayable):
         noun = self.noun
         facts: list[Fact] = [
             ("scores", f"{queries(self.queries)} × {self.samples:,} {noun}s"),
-            ("curvature", " ".join(f"{k}={_short(v)}" for k, v in chosen[0].items())),
+            ("curvature", _curvature(chosen)),
             *_refined(self.record),
             ("unit", str(self.record.get("unit"))),
+            *self._order(),
             *facts_under("note", self.notes),
         ]
         sections = [_influence(self)]
@@ -95,12 +120,13 @@ class ScoreSummary(Record, Displayable):
                 *target_columns(rows),
                 numbers("self-influence", [r.score for r in rows]),
             ]
-            sections.append(Section("Most influential on themselves", table=Table(columns)))
+            title = f"Training {noun}s with the largest self-influence"
+            sections.append(Section(title, table=Table(columns)))
         return Overview(
             paths=[self.path] if self.path else [],
             facts=facts,
             sections=sections,
-            pictures=[_picture(row, noun) for row in self.rows[:_DRAWN]],
+            pictures=[_picture(row, noun) for row in self.ordered[:_DRAWN]],
             noun=noun,
         )
 
@@ -109,9 +135,17 @@ def _refined(record: Mapping[str, Any]) -> list[Fact]:
     refined = record.get("refined")
     if refined is None:
         return []
-    chosen = " ".join(f"{k}={_short(v)}" for k, v in refined["checkpoints"][0].items())
-    text = f"the {refined['k']} most helpful and harmful of each query, by full gradients: {chosen}"
-    return [("refined", text)]
+    which = f"the {refined['k']} most helpful and the {refined['k']} most harmful of each query"
+    return [("refined", f"{which}, with full gradients: {_curvature(refined['checkpoints'])}")]
+
+
+def _curvature(checkpoints: Sequence[Mapping[str, Any]]) -> str:
+    """Return what was chosen at the first checkpoint: "shrunk, damping 0.1, ..."."""
+    chosen = dict(checkpoints[0])
+    if chosen.get("weight") == 1:
+        del chosen["weight"]
+    name = chosen.pop("curvature", "")
+    return ", ".join([str(name), *(f"{k} {_short(v)}" for k, v in chosen.items())])
 
 
 def summarize_scores(
@@ -120,11 +154,11 @@ def summarize_scores(
     """Return the best and worst `top` training samples of every query.
 
     Args:
-        scores: Of queries with training samples.
-        top: How many of each.
+        scores: The scores of queries with training samples.
+        top: How many of the best, and how many of the worst.
         by: A column of the training samples, by whose values the scores of a query are summed; by
             default `target`, where it has a few values.
-        notes: What else there is to say.
+        notes: Further lines to show.
 
     Raises:
         SpecError: There is no such column.
@@ -173,7 +207,10 @@ def _scored(scores: Scores, ranked: Ranked) -> tuple[Scored, ...]:
 def _grouped(
     scores: Scores, by: str | None
 ) -> tuple[str | None, tuple[Plain, ...], NDArray[np.float64]]:
-    """Return the column, its values (c,) and each query's sums (M, c); none without a column."""
+    """Return the column, its values (c,) and each query's sums (M, c).
+
+    Without a column there are no groups.
+    """
     known = scores.samples.get("target")
     if by is None and known is not None and known.dtype.kind in "iub":
         by = "target" if len(np.unique(known)) <= _GROUPS else None
@@ -200,14 +237,14 @@ def described(table: Any, place: int) -> dict[str, Any]:
 
 def _influence(summary: ScoreSummary) -> Section:
     """Return a row for each of the most helpful and harmful samples of the first queries."""
-    shown = summary.rows[:_SHOWN]
+    shown = summary.ordered[:_SHOWN]
     pairs = [
         (row, k, helpful, harmful)
         for row in shown
         for k, (helpful, harmful) in enumerate(zip_longest(row.helpful, row.harmful))
     ]
 
-    def once(cell: Callable[[QueryRow], str]) -> list[str]:  # of a query, not of its other rows
+    def once(cell: Callable[[QueryRow], str]) -> list[str]:  # in the first row of a query
         return ["" if k else cell(row) for row, k, _, _ in pairs]
 
     def known(name: str, rank: int) -> list[Column]:
@@ -225,17 +262,19 @@ def _influence(summary: ScoreSummary) -> Section:
     ]
     more = len(summary.rows) - len(shown)
     labelled = any(s.target is not None for row in shown for s in (*row.helpful, *row.harmful))
-    notes = [f"A training {summary.noun} with its {'target and its ' if labelled else ''}score."]
+    parts = "its target in parentheses, its score" if labelled else "its score"
+    notes = [f"Each cell: a training {summary.noun}, {parts}."]
     if more > 0:
-        notes.append(f"And {queries(more)} more: --json has all.")
-    return Section(INFLUENCE, table=Table(columns), notes=notes)
+        notes.append(f"{queries(more)} more are not shown: --json has all.")
+    title = f"Training {summary.noun}s that helped and harmed each query"
+    return Section(title, table=Table(columns), notes=notes, instead=True)
 
 
 def _picture(row: QueryRow, noun: str) -> Picture:
-    """Return the scores of who helped and harmed a query most, a bar each."""
+    """Return the largest and smallest scores of a query, one bar per training sample."""
     bars = [*row.helpful, *reversed(row.harmful)]
     return BarPicture(
-        label=f"Scores of who helped and harmed query {sample_name(row)} most",
+        label=f"Training {noun}s that helped and harmed query {sample_name(row)} most",
         title=f"Query {sample_name(row)}",
         across="score",
         empty="" if bars else f"no {noun} has a score",
@@ -253,9 +292,9 @@ def _cell(row: Scored | None) -> str:
 
 def _sums(summary: ScoreSummary) -> Section:
     """Return a row a query, a column a group."""
-    shown = summary.rows[:_SHOWN]
+    shown = summary.ordered[:_SHOWN]
     columns = [
-        numbers(str(group), [r.sums[k] for r in shown], rank=1 + k)
+        replace(numbers(str(group), [r.sums[k] for r in shown], rank=1 + k), from_data=True)
         for k, group in enumerate(summary.groups)
     ]
     names = [sample_name(r) for r in shown]
@@ -264,7 +303,7 @@ def _sums(summary: ScoreSummary) -> Section:
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, dict):  # of layers: the ends tell of what size they are
+    if isinstance(value, dict):  # a number for each layer: the smallest and the largest
         known = sorted(v for v in value.values() if isinstance(v, float))
         ends = [known[0], known[-1]] if len(known) > 1 else known
         return " to ".join(map(short, ends)) or str(value)
@@ -277,33 +316,35 @@ Groups = Sequence[tuple[str, str, Sequence[QueryRow | Scored]]]  # heading, data
 
 
 def with_samples(summary: ScoreSummary, scores: Scores) -> Overview:
-    """Return what is shown, the first queries with who helped and harmed them as they are."""
+    """Return the overview, with the first queries and their scored samples themselves."""
     tables = {"query": scores.queries, "train": scores.samples}
     datasets = {name: ShownData.of(scores.record.get(name) or {}, tables[name]) for name in tables}
-    rows = summary.rows[:QUERIES]
+    rows = summary.ordered[:QUERIES]
     train = dict.fromkeys(s.index for row in rows for s in (*row.helpful, *row.harmful))
     album = Album(datasets, {"query": [row.index for row in rows], "train": [*train]})
     plain, shown = summary.overview(), rows if album.contents else ()
-    kept = [s for s in plain.sections if not (shown and s.title == INFLUENCE)]
+    opened = [_query_section(row, album) for row in shown]
+    tables_alone = bool(opened) and not any(section.cards for section in opened)
+    kept = [section for section in plain.sections if not (tables_alone and section.instead)]
     words = {"query": "queries", "train": f"training {plain.noun}s"}
     missing = [(f"{words[k]} not shown", own.why) for k, own in datasets.items() if own.why]
     more = len(summary.rows) - len(shown)
     if shown and more:
-        missing.append(("not shown", f"{queries(more)} more: --json has all"))
+        missing.append(("not shown", f"{queries(more)}: --json has all"))
     return replace(
         plain,
         facts=[*plain.facts, *missing],
-        sections=[*(_query_section(row, album, plain.noun) for row in shown), *kept],
+        sections=[*opened, *kept],
         pictures=() if shown else plain.pictures,
     )
 
 
-def _query_section(row: QueryRow, album: Album, noun: str) -> Section:
-    """Return a query with its samples: as cards, or where they are numbers in a table."""
+def _query_section(row: QueryRow, album: Album) -> Section:
+    """Return a query with its samples: on cards, or in a table if they are rows of numbers."""
     groups: Groups = [
         ("The query", "query", [row]),
-        ("Helped most: its loss would be higher without", "train", row.helpful),
-        ("Harmed most: its loss would be lower without", "train", row.harmful),
+        (HELPED, "train", row.helpful),
+        (HARMED, "train", row.harmful),
     ]
     every = [(name, sample) for _, name, samples in groups for sample in samples]
     contents = [album.contents.get((name, sample.index)) for name, sample in every]
@@ -320,7 +361,7 @@ def _query_section(row: QueryRow, album: Album, noun: str) -> Section:
     columns.append(numbers("score", scores))
     for entry in dict.fromkeys(k for c in found if isinstance(c, dict) for k in c):
         values = [c.get(entry) if isinstance(c, dict) else None for c in contents]
-        columns.append(numbers(entry, values))
+        columns.append(replace(numbers(entry, values), from_data=True))
     roles = [name.partition(" most")[0] for name, _, samples in groups for _ in samples]
     return Section(title, table=Table(columns, "", roles))
 

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from gradscope.attribution import ScoreSummary
     from gradscope.stats import Difference, Summary
     from gradscope.stats.sections import Displayable
-    from gradscope.training import History, Step
+    from gradscope.training import Histories, History, Step
     from gradscope.view import View
 
-    Found = Summary | Difference | History | ScoreSummary
+    Found = Summary | Difference | History | Histories | ScoreSummary
 
 _LARGE = 2**28  # bytes of data: more are not read for a glance
 
@@ -33,9 +33,12 @@ def stats(options: StatsOptions) -> None:
     _require_options(options, history=history)
     stops.raise_on_signal()
     if history:
-        from gradscope.training import read_history
+        from gradscope.training import read_histories, read_history
 
-        found: Found = _follow(files[0], json=as_json) if options.follow else read_history(files[0])
+        if len(files) > 1:
+            found: Found = read_histories(files)
+        else:
+            found = _follow(files[0], json=as_json) if options.follow else read_history(files[0])
         shown: Displayable = found
     else:
         found, shown = _summarize(options)
@@ -104,11 +107,18 @@ def _require_options(options: StatsOptions, *, history: bool) -> None:
     """Refuse options that do not go with so many files, or with their kind."""
     files, own = options.files, _single_file_options(options)
     several = history or len(files) == 2
-    if len(files) > 2 or (history and len(files) > 1):
+    if history and (other := next((f for f in files if f.suffix != ".jsonl"), None)):
+        raise SpecError(
+            f"{other} is no history (*.jsonl), the other files are",
+            remedy="Give histories, or result files.",
+        )
+    if len(files) > 2 and not history:
         raise SpecError(
             f"{len(files)} files were given",
-            remedy="Give one result file, two to compare, or one history (*.jsonl).",
+            remedy="Give one result file, two to compare, or histories (*.jsonl).",
         )
+    if options.follow and len(files) > 1:
+        raise SpecError("--follow is for one history", remedy="Give one of the files.")
     if options.by is not None and several:
         raise SpecError("--by is for one score file", remedy="Leave it out.")
     if options.follow and not history:

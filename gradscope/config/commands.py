@@ -266,7 +266,7 @@ class StatsOptions(Options):
     files: tuple[Path, ...] = option(
         ...,
         _FILES,
-        help="A result file, two to compare, a score file, or the history of a training (*.jsonl)",
+        help="A result file, two to compare, a score file, or histories of trainings (*.jsonl)",
     )
     top: AtLeast1 | None = option(
         None, "--top K", help="How many samples to list [10; 5 for each query]"

@@ -10,10 +10,9 @@ pass changes in the model is found, and put back.
 The same code proves a sharded model, on all its processes together; see `engine.reference`.
 """
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -62,7 +61,6 @@ from gradscope.model.independence import (
 )
 from gradscope.model.problem import Problem
 from gradscope.model.rounding import all_in_float64, computed_in, fits_in_float64, same
-from gradscope.process.stops import time_limit
 
 _PARTS = 8  # other batches of a first proof, besides single samples; an audit takes two
 _SINGLES = 3  # samples that a first proof compares with a batch of one; an audit takes one
@@ -260,7 +258,7 @@ def prove(answer: Answer, after: Certificate | None = None) -> Certificate:
                 completeness, agreement, chosen = found[0], found[1], rows[found[2]]
         _require_finite_together(answer)
         if after is None:  # shortcuts do not depend on the numbers
-            with answer.timed("shortcuts"), _all_time(problem):
+            with answer.timed("shortcuts"):
                 require_consistent(answer.backend, answer.evaluation.gradients, chosen)
         if answer.own_loss:
             _require_rows_alone(answer, chosen)
@@ -331,13 +329,6 @@ def _examined_rows(answer: Answer) -> tuple[Tensor, bool]:
         return rows, len(rows) > 0
     examined = rows if len(rows) else torch.arange(n)
     return examined[torch.arange(n) % len(examined)], len(rows) > 0
-
-
-def _all_time(problem: Problem) -> AbstractContextManager[None]:
-    """Let the body take its time if the model is sharded: processes are out of time together."""
-    return (
-        nullcontext() if problem.model_parallel is None else time_limit(math.inf, time.perf_counter)
-    )
 
 
 def _require_graph(answer: Answer) -> None:

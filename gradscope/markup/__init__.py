@@ -1,14 +1,16 @@
 """HTML: the parts that pages and notebooks show, and the page around them. All text is escaped."""
 
 import io
+import json
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradscope.core.texts import visible
+from gradscope.markup.glossary import explained
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -20,12 +22,17 @@ _POLICY = (
 )
 
 
+class Html(str):
+    """HTML that needs no escaping."""
+
+
 class Column(NamedTuple):
     """One column of a table."""
 
     title: str
     cells: Sequence[str]
     values: Sequence[float | None] | None = None  # what it is sorted by; None: by its words
+    from_data: bool = False  # whether the title comes from the user's data: it is no term of ours
 
 
 def safe(text: str, keep: str = "") -> str:
@@ -34,13 +41,13 @@ def safe(text: str, keep: str = "") -> str:
 
 
 def facts(rows: Iterable[tuple[str, str]], label: str = "") -> str:
-    """Return labels with their values; a value without a label follows in the cell above it."""
+    """Return labels, explained, with their values; a value without a label continues the cell."""
     cells: list[tuple[str, list[str]]] = []
     for name, value in rows:
         if not name and cells:
-            cells[-1][1].append(safe(value))
+            cells[-1][1].append(_shown(value))
         else:
-            cells.append((safe(name), [safe(value)]))
+            cells.append((explained(name), [_shown(value)]))
     items = "".join(
         f"<tr><th scope='row' {_LEFT}>{name}</th><td {_LEFT}>{'<br>'.join(values)}</td></tr>"
         for name, values in cells
@@ -48,12 +55,35 @@ def facts(rows: Iterable[tuple[str, str]], label: str = "") -> str:
     return f"<table class='facts'{_named(label)}><tbody>{items}</tbody></table>"
 
 
+def _shown(value: str) -> str:
+    return value if isinstance(value, Html) else safe(value)
+
+
+def bars(values: Sequence[float | None], label: str, name: str) -> Html:
+    """Return a small bar a number, from the least to the largest, before a label.
+
+    `name` says to those who cannot see them what they show.
+    """
+    known = [value for value in values if value is not None]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    drawn = "".join(
+        f'<rect x="{k}" y="{19 - height:.1f}" width="1" height="{1 + height:.1f}"/>'
+        for k, value in enumerate(values)
+        if value is not None
+        for height in [19 * (value - low) / ((high - low) or 1.0)]
+    )
+    size = f'viewBox="0 0 {len(values)} 20" preserveAspectRatio="none" width="{6 * len(values)}"'
+    shape = f'<svg class="bars" {size} height="20" fill="currentColor" role="img"{_named(name)}>'
+    return Html(f"{shape}{drawn}</svg> {safe(label)}".rstrip())
+
+
 def table(columns: Sequence[Column], names: Column | None = None, label: str = "") -> str:
     """Return columns side by side, after the `names` of their rows; one with a `label` scrolls."""
     every = columns if names is None else [names, *columns]
     cells = [_cells(column) for column in columns]
     if names is not None:
-        cells.insert(0, [f'<th scope="row">{safe(name)}</th>' for name in names.cells])
+        shown = safe if names.title else explained  # without a heading, they are terms of ours
+        cells.insert(0, [f'<th scope="row">{shown(name)}</th>' for name in names.cells])
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in zip(*cells, strict=True))
     head = f"<thead><tr>{''.join(map(_heading, every))}</tr></thead>"
     found = f"<table{_named(label)}>{head}<tbody>{body}</tbody></table>"
@@ -70,7 +100,8 @@ def _heading(column: Column) -> str:
     if not column.title:
         return "<td></td>"
     kind = "" if column.values is None else ' class="number"'
-    return f'<th scope="col"{kind}>{safe(column.title)}</th>'
+    title = safe(column.title) if column.from_data else explained(column.title)
+    return f'<th scope="col"{kind}>{title}</th>'
 
 
 def _cells(column: Column) -> list[str]:
@@ -91,7 +122,7 @@ def details(summary: str, content: str) -> str:
 
 def section(title: str, content: str) -> str:
     """Return a part of a page under its title."""
-    return f"<section><h2>{safe(title)}</h2>\n{content}</section>"
+    return f"<section><h2>{explained(title)}</h2>\n{content}</section>"
 
 
 def source(picture: "Image") -> str:
@@ -147,6 +178,18 @@ def page(
 </body>
 </html>
 """
+
+
+def chart_scripts(*more: str) -> list[str]:
+    """Return the scripts by which a page draws charts, and `more` scripts of this package."""
+    return [resource("gradscope.markup", name) for name in ("charts.js", "draw.js", *more)]
+
+
+def embedded(value: Any, name: str) -> str:
+    """Return plain data for the scripts of a page, in an element of this id."""
+    data = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    data = data.replace("<", "\\u003c")
+    return f'<script type="application/json" id="{name}">{data}</script>'
 
 
 def resource(package: str, *names: str) -> str:

@@ -36,7 +36,6 @@ from gradscope.model.ranks import ModelParallel, Ranks, ranks_of, without_ddp
 from gradscope.model.reach import reachable
 from gradscope.model.state import ModelState
 from gradscope.process.shortage import is_machine_error
-from gradscope.process.stops import require_time
 
 T = TypeVar("T")
 Loss = Callable[..., Tensor]
@@ -398,8 +397,6 @@ class Problem:
                 layer.training = True
 
     def _raw(self, batch: Batch, observer: OutputObserver | None = None) -> Any:
-        if not torch.compiler.is_compiling():
-            require_time(self.any)
         # a forward pass may write to its arguments, so it gets copies; all have the same layout:
         # then any selection of samples runs the same program
         own = batch.map(lambda t: t.clone(memory_format=torch.contiguous_format))

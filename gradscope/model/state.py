@@ -33,7 +33,6 @@ from gradscope.model.control import step_by_step
 from gradscope.model.kernels import patched_kernels
 from gradscope.model.randomness import FixedRandomness, random_numbers_kept, states
 from gradscope.model.reach import PLAIN, Items, StateTable, reachable
-from gradscope.process.stops import until_time_limit
 
 _CheckpointedPart = Generator[None, None, None]  # runs a checkpointed part of a model
 _COPIED = 2**24  # bytes of a value; larger values are not copied
@@ -228,7 +227,7 @@ class ModelState:
             self._begin()
         known = {id(p): p._version for p in own} if again else {}
         room = [_ROOM]
-        tables = until_time_limit(reachable(roots, own))
+        tables = reachable(roots, own)
         before = {key: _snapshot(table, but=known, room=room) for key, table in tables}
         generators = {
             value.gi_frame: taken.table.name_of(key)

@@ -10,14 +10,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from os import _exit  # the original, before anybody replaces it
 from types import FrameType
-from typing import TypeVar
-
-T = TypeVar("T")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _AGAIN = 1.0  # seconds; parents that forward signals often send them twice
@@ -34,46 +30,6 @@ class Stopped(BaseException):
         super().__init__(number)
         self.number = number  # the signal
         self.word = word  # the message for the user
-
-
-class OutOfTime(Stopped):
-    """An operation exceeds its time limit."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-
-_OVER: ContextVar[Callable[[], bool] | None] = ContextVar("over", default=None)
-
-
-@contextmanager
-def time_limit(seconds: float, clock: Callable[[], float]) -> Iterator[None]:
-    """Raise `OutOfTime` in the body, at the next `require_time` after so many seconds."""
-    end = clock() + seconds
-    before = _OVER.set(lambda: clock() > end)
-    try:
-        yield
-    finally:
-        _OVER.reset(before)
-
-
-def require_time(agree: Callable[[bool], bool] = bool) -> None:
-    """Raise `OutOfTime` if the time limit of the caller is over.
-
-    Args:
-        agree: Takes whether time is over in this process; returns whether it is over in any
-            process. All processes must call it together.
-    """
-    over = _OVER.get()
-    if over is not None and agree(over()):
-        raise OutOfTime
-
-
-def until_time_limit(items: Iterable[T]) -> Iterator[T]:
-    """Yield items; raise `OutOfTime` when the time limit is over."""
-    for item in items:
-        require_time()
-        yield item
 
 
 class _Unwinding:

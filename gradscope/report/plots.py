@@ -187,8 +187,11 @@ def _histogram(picture: HistogramPicture, axes: "Axes") -> None:
         if found.scale == "log":
             axes.set_xscale("log")
         if picture.mark is not None and edges[0] <= picture.mark[0]:
-            axes.axvline(picture.mark[0], color=_ORANGE, label=picture.mark[1])
-            axes.legend(frameon=False, loc="upper right")
+            axes.axvline(picture.mark[0], color=_ORANGE)
+            top = 1.12 * axes.get_ylim()[1]  # room for the name above the bars
+            axes.set_ylim(top=top)
+            side: Any = {"textcoords": "offset points", "va": "top", "fontsize": 9}
+            axes.annotate(picture.mark[1], (picture.mark[0], top), (4, 0), **side)
 
 
 @_draw.register(ScatterPicture)
@@ -218,20 +221,26 @@ def _scatter(picture: ScatterPicture, axes: "Axes") -> None:
 
 @_draw.register(CurvePicture)
 def _curves(picture: CurvePicture, axes: "Axes") -> None:
-    several = any(picture.curves)  # of names
+    several, colors = any(picture.curves), {}
     for name, points in picture.curves.items():
         kind: Any = {"label": name} if several else {"color": _BLUE}
-        axes.plot(*zip(*points, strict=True), marker=".", markersize=4, **kind)
+        (line,) = axes.plot(*zip(*points, strict=True), marker=".", markersize=4, **kind)
+        colors[name] = line.get_color()
+    axes.locator_params(axis="x", integer=True)
     _log_when_wide(axes.set_yscale, [y for points in picture.curves.values() for _, y in points])
-    if several:
-        for text in axes.legend(frameon=False, fontsize=7).get_texts():
+    if several:  # above the curves
+        across = 1 if max(map(len, picture.curves)) > _NAME else 2
+        place: Any = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": across}
+        axes.set_title(axes.get_title(), pad=14 + 12 * -(-len(picture.curves) // across))
+        for text in axes.legend(frameon=False, fontsize=7, **place).get_texts():
             text.set_parse_math(False)
-    if picture.band:  # up to the top where there is no upper end
+    ends = [high for band in picture.bands.values() for _, _, high in band if high is not None]
+    top = 2 * max(ends, default=axes.get_ylim()[1])
+    for name, band in picture.bands.items():  # up to the top where there is no upper end
         axes.set_yscale("log")
-        x, low, high = zip(*picture.band, strict=True)
-        top = 2 * max([h for h in high if h is not None], default=axes.get_ylim()[1])
-        ends = [top if h is None else h for h in high]
-        axes.fill_between(x, low, ends, color=_BLUE, alpha=0.25, linewidth=0)
+        x, low, high = zip(*band, strict=True)
+        filled = [top if h is None else h for h in high]
+        axes.fill_between(x, low, filled, color=colors[name], alpha=0.25, linewidth=0)
         axes.set_ylim(top=top)
 
 
@@ -241,7 +250,8 @@ def _matrix(picture: MatrixPicture, axes: "Axes") -> None:
     axes.set_xticks([])
     axes.set_yticks([])
     drawn: Any = axes.figure
-    drawn.colorbar(shown, ax=axes, shrink=0.8)
+    drawn.colorbar(shown, ax=axes, shrink=0.8, label=picture.up)
+    axes.set_ylabel("")
 
 
 def _log_when_wide(set_scale: Any, values: Sequence[float]) -> None:

@@ -56,8 +56,11 @@ def render(result: Displayable, console: Console, full: bool = True) -> None:
     for line in found.warnings:
         console.print()
         console.print(Text(visible(line), style="bold red"))
-    for section in brief.sections if brief else found.sections:
-        _print_section(section, console, brief=brief is not None)
+    sections = brief.sections if brief else found.sections
+    seen = any(printable(console, cards) for section in sections for _, cards in section.cards)
+    for section in sections:
+        if not (seen and section.instead):
+            _print_section(section, console, brief=brief is not None)
     if brief is not None:
         console.print()
         console.print(Text(visible(brief.more), style="dim"), overflow="fold")
@@ -155,33 +158,39 @@ def _print(console: Console, columns: Sequence[_SafeColumn]) -> None:
 
 
 def _print_section(section: Section, console: Console, brief: bool = False) -> None:
+    cards = [(above, some) for above, some in section.cards if printable(console, some)]
+    if section.cards and not (cards or section.facts or section.table or section.notes):
+        return  # a heading without content
     heading(console, section.title)
     if section.facts:
         print_facts(console, section.facts)
     if section.histogram is not None:
         _print_histogram(section.histogram, console)
-    seen = any(print_cards(console, cards) for _, cards in section.cards)
-    if section.table is not None and not (brief and seen):
+    for above, some in cards:
+        if above:
+            console.print(Text(visible(above), style="dim"))
+        print_cards(console, some)
+    if section.table is not None and not (brief and cards):
         print_table(console, section.table)
     for note in section.notes:
         console.print(Text(visible(note), style="dim") if isinstance(note, str) else safe(note))
 
 
-def print_cards(console: Console, cards: Sequence[Card]) -> bool:
-    """Print samples side by side with their pictures, or one below the other with their texts.
+def printable(console: Console, cards: Sequence[Card]) -> bool:
+    """Whether cards can be printed: texts always can, pictures need a terminal."""
+    texts = all(isinstance(card.content, str) for card in cards)
+    return texts or (console.is_terminal and not console.options.ascii_only)
 
-    Returns:
-        Whether they could be printed: pictures need a terminal.
-    """
+
+def print_cards(console: Console, cards: Sequence[Card]) -> None:
+    """Print samples side by side with their pictures, or one below the other with their texts."""
     if all(isinstance(card.content, str) for card in cards):
         for card in cards:
             about = ", ".join([card.title, *card.captions()])
             console.print(Text(visible(about), style="bold"), overflow="fold")
             text = visible(str(card.content))[: _LINES * console.width]
             console.print(Padding(Text(text, overflow="fold"), (0, 0, 0, _GAP)))
-        return True
-    if not console.is_terminal or console.options.ascii_only:
-        return False
+        return
     across = max(1, (console.width + _GAP) // (_CARD + _GAP))
     for start in range(0, len(cards), across):
         row = cards[start : start + across]
@@ -191,7 +200,6 @@ def print_cards(console: Console, cards: Sequence[Card]) -> bool:
         coloured = bool(console.color_system) and not console.no_color
         grid.add_row(*(_card(card, coloured) for card in row))
         console.print(grid)
-    return True
 
 
 def _card(card: Card, coloured: bool) -> Text:

@@ -31,6 +31,12 @@ def sample_name(row: NamedSample) -> str:
     return str(row.index if row.id is None else row.id)
 
 
+def is_wrong(row: PredictedSample) -> bool:
+    """Whether the model predicts a class that is not the target."""
+    target, prediction = row.target, row.prediction
+    return isinstance(target, int) and isinstance(prediction, int) and prediction != target
+
+
 def target_text(opened: ShownData, target: Any) -> str:
     """Return a target, with the name that the data have for its class."""
     name = opened.class_name(target)
@@ -65,13 +71,12 @@ class Album:
         kind = "token" if kind == "sample" and opened.of_row else kind
         if row.target is not None:
             known.append(f"target {target_text(opened, row.target)}")
-        wrong = isinstance(row.prediction, int) and row.prediction != row.target
         if row.prediction is not None:
             known.append(f"predicted {target_text(opened, row.prediction)}")
         content = self.contents.get((dataset, row.index))
         if isinstance(content, dict):
             content = ", ".join(f"{k} {short(v)}" for k, v in content.items())
-        at = len(known) - 1 if wrong else None
+        at = len(known) - 1 if is_wrong(row) else None
         return Card(f"{kind} {sample_name(row)}", [*known, *lines], content, wrong=at)
 
 

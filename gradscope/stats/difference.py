@@ -266,13 +266,13 @@ def _distances(
 
 def _overall(found: Difference) -> Section:
     kinds = [each.kind for each in found.fisher]
-    which = "Fisher" if kinds[0] == kinds[1] else f"{kinds[0]}, {kinds[1]} Fisher"
+    which = "" if kinds[0] == kinds[1] else f" ({kinds[0]}, {kinds[1]})"
     rows = {
         "mean loss": found.loss,
         "mean norm": found.norm,
         "median norm": found.median_norm,
         "noise scale": found.noise_scale,
-        f"trace of {which}": found.fisher_trace,
+        f"Fisher trace{which}": found.fisher_trace,
     }
     columns = [
         numbers("first", [both.first for both in rows.values()]),
@@ -290,21 +290,21 @@ def _overall(found: Difference) -> Section:
 
 def _both(title: str, pairs: Sequence[NumberPair], rank: int = 0) -> list[Column]:
     first, second = [both.first for both in pairs], [both.second for both in pairs]
-    return [numbers(title, first, rank), numbers(f"{title} then", second, rank)]
+    return [numbers(f"{title}, {k}", of, rank) for k, of in (("first", first), ("second", second))]
 
 
 def _by_parameter(found: Difference) -> Section:
     rows = found.parameters
     columns = [
         *_both("mean norm", [r.mean_norm for r in rows], rank=2),
-        numbers("ratio of norms", [r.mean_norm.ratio for r in rows]),
+        numbers("second / first", [r.mean_norm.ratio for r in rows]),
         *_both("SNR", [r.signal_to_noise for r in rows], rank=3),
-        numbers("ratio of means", [r.mean_gradient_norm.ratio for r in rows], rank=1),
+        numbers("norm of mean, second / first", [r.mean_gradient_norm.ratio for r in rows], rank=1),
     ]
     if found.cosine is not None:
         columns.append(numbers("cosine of means", [r.cosine for r in rows]))
     lone = (("first", found.only_first), ("second", found.only_second))
-    notes = [f"only in the {word}: {', '.join(names)}" for word, names in lone if names]
+    notes = [f"Only in the {word} file: {', '.join(names)}" for word, names in lone if names]
     table = Table(columns, "parameter", [r.name for r in rows])
     return Section("Parameters", table=table, notes=notes)
 
@@ -312,21 +312,25 @@ def _by_parameter(found: Difference) -> Section:
 def _by_sample(found: Difference) -> list[Section]:
     noun = found.files[0].noun
     if not found.same_data:
-        note = f"The data are not the same, so {noun}s are not compared one by one."
+        note = f"The data differ, so single {noun}s are not compared."
         return [Section(f"{noun.capitalize()}s", notes=[note])]
     rows = found.samples
     if not rows:
         return []
     columns = [
         *index_columns(rows),
-        numbers("moved" if found.exact else "at least", [r.moved for r in rows]),
+        numbers("change" if found.exact else "change, at least", [r.moved for r in rows]),
         *_both("norm", [r.norm for r in rows]),
         *_both("loss", [r.loss for r in rows], rank=1),
         *target_columns(rows),
     ]
-    formulas = ["moved = ‖gᵢ′ − gᵢ‖; without rows at least |‖gᵢ′‖ − ‖gᵢ‖|"]
+    formulas = ["change = ‖gᵢ′ − gᵢ‖; without rows at least |‖gᵢ′‖ − ‖gᵢ‖|"]
     return [
-        Section(f"{noun.capitalize()}s that moved most", table=Table(columns), formulas=formulas)
+        Section(
+            f"{noun.capitalize()}s whose gradients changed most",
+            table=Table(columns),
+            formulas=formulas,
+        )
     ]
 
 
@@ -337,6 +341,7 @@ def _pictures(found: Difference) -> Iterator[Picture]:
     yield BarPicture(
         label="Mean norm of each parameter, second file over first",
         title=f"Mean norm, second / first{which}",
+        across="mean norm, second file / first file",
         names=names,
         values=[row.mean_norm.ratio for row in rows],
     )
@@ -344,6 +349,7 @@ def _pictures(found: Difference) -> Iterator[Picture]:
         yield BarPicture(
             label="Cosine of the mean gradients of each parameter",
             title=f"Cosine of the means{which}",
+            across="cosine",
             names=names,
             values=[row.cosine for row in rows],
             second=True,
@@ -355,8 +361,8 @@ def _pictures(found: Difference) -> Iterator[Picture]:
         yield ScatterPicture(
             label=f"Norms of the {found.files[0].noun}s in both files",
             title="Norms, second against first",
-            across="norm in the first",
-            up="norm in the second",
+            across="norm in the first file",
+            up="norm in the second file",
             x=[x for x, _ in pairs],
             y=[y for _, y in pairs],
             named=named,

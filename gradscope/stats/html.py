@@ -8,8 +8,10 @@ from pathlib import Path
 from gradscope import markup
 from gradscope.stats.records import Histogram
 from gradscope.stats.sections import (
+    BARS,
     Card,
     Fact,
+    Line,
     Overview,
     Pixels,
     Section,
@@ -28,14 +30,20 @@ _LARGEST = 112  # pixels of a sample's side
 
 def facts(rows: Sequence[Fact], label: str = "") -> str:
     """Return labels with their values."""
-    return markup.facts([(name, text_of(value)) for name, value in rows], label)
+    return markup.facts([(name, _value(value, name)) for name, value in rows], label)
+
+
+def _value(value: Line | Sparkline, name: str) -> str:
+    if isinstance(value, Sparkline):
+        return markup.bars(value.thinned(BARS), value.label, name)
+    return text_of(value)
 
 
 def table(found: Table, label: str = "") -> str:
     """Return a table."""
     columns = [
-        markup.Column(column.title, [*map(text_of, column.cells)], column.values)
-        for column in found.columns
+        markup.Column(c.title, [*map(text_of, c.cells)], c.values, c.from_data)
+        for c in found.columns
     ]
     names = None if found.names is None else markup.Column(found.title, found.names)
     return markup.table(columns, names, label)
@@ -69,8 +77,17 @@ def about(found: Overview, label: str) -> str:
     return "\n".join(parts)
 
 
+def shown(sections: Sequence[Section]) -> list[Section]:
+    """Return the sections of a page: those that replace cards only if there are no cards."""
+    cards = any(section.cards for section in sections)
+    return [section for section in sections if not (cards and section.instead)]
+
+
 def section(found: Section, noun: str) -> str:
-    """Return the content of a section without its title. A click opens its formulas."""
+    """Return the content of a section without its title. A click opens its formulas.
+
+    Cards come before the table of the same samples, which a click opens.
+    """
     parts = []
     if found.facts:
         parts.append(facts(found.facts, found.title))
@@ -79,22 +96,32 @@ def section(found: Section, noun: str) -> str:
         counted = table(Table([count_column(f"{noun}s", numbers)], "norm", names), "Bins")
         parts.append(facts([(_range(found.histogram), Sparkline(numbers))], found.title))
         parts.append(markup.details("Bins", counted))
+    parts.append(_groups(found.cards))
     if found.table is not None:
-        parts.append(table(found.table, found.title))
-    for heading, cards in found.cards:
-        parts.append(f"<h3>{markup.safe(heading)}</h3>" if heading else "")
-        parts.append(f'<ul class="cards">{"".join(map(_card, cards))}</ul>')
+        listed = table(found.table, found.title)
+        parts.append(markup.details("In numbers", listed) if found.cards else listed)
     parts += [f"<p>{markup.safe(text_of(note))}</p>" for note in found.notes]
     if found.formulas:
         lines = (*found.formulas, symbols(noun))
         items = "".join(f"<li>{markup.safe(line)}</li>" for line in lines)
         parts.append(markup.details("Formulas", f"<ul>{items}</ul>"))
-    return "\n".join(parts)
+    return "\n".join(filter(None, parts))
+
+
+def _groups(groups: Sequence[tuple[str, Sequence[Card]]]) -> str:
+    """Return samples on cards, several groups side by side."""
+    parts = []
+    for heading, cards in groups:
+        above = f"<h3>{markup.safe(heading)}</h3>" if heading else ""
+        parts.append(f'{above}<ul class="cards">{"".join(map(_card, cards))}</ul>')
+    if len(parts) < 2:
+        return "".join(parts)
+    return f'<div class="groups">{"".join(f"<div>{part}</div>" for part in parts)}</div>'
 
 
 def _range(histogram: Histogram) -> str:
     edges = histogram.edges
-    return f"{short(edges[0])} to {short(edges[-1])}" if edges else "zero"
+    return f"norm {short(edges[0])} to {short(edges[-1])}" if edges else "norm 0"
 
 
 def _card(card: Card) -> str:

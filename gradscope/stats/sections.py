@@ -6,7 +6,7 @@ Nothing here is made safe to show: the renderer escapes every string, names from
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from gradscope import markup
@@ -39,13 +39,18 @@ class Sparkline(NamedTuple):
 
         What is unknown is a space.
         """
-        levels, values = _ASCII_LEVELS if ascii_only else _LEVELS, self.values
-        if len(values) > width > 1:
-            values = [values[round(k * (len(values) - 1) / (width - 1))] for k in range(width)]
+        levels, values = _ASCII_LEVELS if ascii_only else _LEVELS, self.thinned(width)
         known = [value for value in values if value is not None]
         low, high = min(known, default=0.0), max(known, default=0.0)
         step = (high - low) / (len(levels) - 1) or 1.0
         return "".join(" " if v is None else levels[round((v - low) / step)] for v in values)
+
+    def thinned(self, most: int) -> Sequence[float | None]:
+        """Return at most so many of the numbers, evenly spread."""
+        values = self.values
+        if len(values) > most > 1:
+            values = [values[round(k * (len(values) - 1) / (most - 1))] for k in range(most)]
+        return values
 
     @property
     def text(self) -> str:
@@ -69,6 +74,7 @@ class Column:
     values: Sequence[float | None] | None = None
     # the cells above which texts are cut in the middle; None where they wrap
     widest: int | None = None
+    from_data: bool = False  # whether the title comes from the user's data: it is no term of ours
 
 
 @dataclass(frozen=True)
@@ -128,10 +134,14 @@ class ScatterPicture(Picture):
 
 @dataclass(frozen=True, kw_only=True)
 class CurvePicture(Picture):
-    """Curves {name: [(x, y), ...]}; a band [(x, low, high or None for no upper end), ...]."""
+    """Curves {name: [(x, y), ...]}; bands {name: [(x, low, high or None for no upper end), ...]}.
+
+    A page draws it in the browser if it is `interactive`.
+    """
 
     curves: Mapping[str, Sequence[tuple[float, float]]]
-    band: Sequence[tuple[float, float, float | None]] = ()
+    bands: Mapping[str, Sequence[tuple[float, float, float | None]]] = field(default_factory=dict)
+    interactive: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +184,7 @@ class Section:
     notes: Sequence[Line] = ()  # lines that follow
     # the formulas behind it; docs/statistics.md has them all, with units
     formulas: Sequence[str] = ()
+    instead: bool = False  # whether it replaces the cards of the result, where none can be shown
 
 
 @dataclass(frozen=True)
@@ -199,7 +210,7 @@ class Displayable(ABC):
         found = self.overview()
         shown = found.brief or found
         parts = [html.facts(shown.facts), html.warnings(found)]
-        for section in shown.sections:
+        for section in html.shown(shown.sections):
             parts.append(f"<p><strong>{markup.safe(section.title)}</strong></p>")
             parts.append(html.section(section, found.noun))
         return markup.document(", ".join(found.paths), *parts)

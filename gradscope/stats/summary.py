@@ -32,7 +32,14 @@ from gradscope.stats.source import (
 )
 
 # what "In short" answers, in this order; other questions follow
-QUESTIONS = ("who dominates", "where to clip", "batch", "what learns", "broken", "check labels")
+QUESTIONS = (
+    "largest gradient",
+    "clipping norm",
+    "batch size",
+    "what learns",
+    "problems",
+    "check labels",
+)
 
 TOP = 10  # samples in a list
 

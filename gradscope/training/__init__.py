@@ -11,7 +11,14 @@ from gradscope.errors import SpecError
 
 if TYPE_CHECKING:
     from gradscope.training.callbacks import LightningMonitor, TrainerMonitor
-    from gradscope.training.history import History, Step, read_history, record
+    from gradscope.training.history import (
+        Histories,
+        History,
+        Step,
+        read_histories,
+        read_history,
+        record,
+    )
     from gradscope.training.measurement import measure
     from gradscope.training.monitor import (
         Monitor,
@@ -22,6 +29,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "Histories",
     "History",
     "LightningMonitor",
     "Monitor",
@@ -29,6 +37,7 @@ __all__ = [
     "Step",
     "TrainerMonitor",
     "measure",
+    "read_histories",
     "read_history",
     "record",
     "to_mlflow",
@@ -38,7 +47,7 @@ __all__ = [
 
 # the names of each module, which is imported when one of them is used: a history needs no torch
 _HOMES = {
-    "history": ("History", "Step", "read_history", "record"),
+    "history": ("Histories", "History", "Step", "read_histories", "read_history", "record"),
     "measurement": ("measure",),
     "monitor": ("Monitor", "MonitorWarning", "to_mlflow", "to_tensorboard", "to_wandb"),
 }

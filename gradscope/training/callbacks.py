@@ -37,8 +37,8 @@ class LightningMonitor(_Callback):
         every: As of `Monitor`.
         samples: Likewise.
         overhead: Likewise.
-        split: From a batch to inputs and targets, asked when one is measured; by default a batch
-            is a pair of them.
+        split: From a batch to inputs and targets, called at each step; by default a batch is a
+            pair of them.
         options: Others of `Monitor`.
 
     Attributes:
@@ -163,8 +163,7 @@ class TrainerMonitor(_Callback):
             )
         probe = inputs, inputs.pop(self._labels)
         self.monitor = Monitor(known["model"], self._loss, probe=probe, **self._options)
-        batch = args.train_batch_size * args.gradient_accumulation_steps
-        self.monitor.start(state.global_step, batch, state.max_steps)
+        self.monitor.start(state.global_step, state.max_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
         """Measure if it is time."""

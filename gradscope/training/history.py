@@ -2,8 +2,9 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from math import hypot
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from math import hypot, isfinite
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +16,7 @@ from gradscope.stats.builtin.batch import NoiseScale
 from gradscope.stats.builtin.norms import Clip
 from gradscope.stats.records import Record, spread
 from gradscope.stats.sections import (
+    NONE,
     Brief,
     Column,
     CurvePicture,
@@ -40,6 +42,7 @@ _DRAWN = 8  # parameters in a picture
 _BRIEF = 5  # parameters on one screen
 _NAMED = 5  # lines that are no steps, or steps with samples left out
 
+_FORMULA = "B_simple = trΣ / |G|² (McCandlish et al. 2018)"
 Points = list[tuple[float, float]]
 Band = Sequence[tuple[float, float, float | None]]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
@@ -157,30 +160,37 @@ class History(Record, Displayable):
     def overview(self) -> Overview:
         """Return all that is shown of it: the curves, and at most 20 steps, evenly spread."""
         steps = self.steps
-        formula = "B_simple = trΣ / |G|² (McCandlish et al. 2018)"
         curves = _curves(steps)
         shown = Table(_columns([steps[k] for k in spread(len(steps), _SHOWN)]))
-        facts, warnings = self._facts(), []
-        if self.broken:
-            said = f"{count(len(self.broken), 'line')} left out, which no monitor has written whole"
-            warnings.append(f"{said}: {_first(self.broken)}")
-        if lost := [step.step for step in steps if step.nonfinite]:
-            said = f"samples without a finite gradient are left out at {count(len(lost), 'step')}"
-            warnings.append(f"{said}: {_first(lost)}")
-        short_ = [Section("Over time", curves)]
-        if steps[-1].parameters:
-            short_.append(Section("Parameters that learn", table=_learning(steps[-1])))
+        facts, warnings = self._facts(), self._warnings()
+        learning = [Section("What learns", table=_learning(steps[-1]))] if _strongest(steps) else []
         return Overview(
             paths=[self.path],
             facts=facts,
             warnings=warnings,
             sections=[
-                Section("Over time", curves, formulas=[formula]),
+                Section("Over time", curves, formulas=[_FORMULA]),
+                *learning,
                 Section("Steps", table=shown),
             ],
-            pictures=list(_pictures(steps)),
-            brief=Brief(facts, short_, "--full shows each step; --plot and --html draw them."),
+            pictures=list(_pictures({"": steps})),
+            brief=Brief(
+                facts,
+                [Section("Over time", curves), *learning],
+                "--full shows each step; --plot and --html draw them.",
+            ),
         )
+
+    def _warnings(self) -> list[str]:
+        """Return what is left out of the file, and of its steps."""
+        warnings = []
+        if self.broken:
+            said = f"{count(len(self.broken), 'line')} left out, which no monitor has written whole"
+            warnings.append(f"{said}: {_first(self.broken)}")
+        if lost := [step.step for step in self.steps if step.nonfinite]:
+            said = f"samples without a finite gradient are left out at {count(len(lost), 'step')}"
+            warnings.append(f"{said}: {_first(lost)}")
+        return warnings
 
     def _facts(self) -> list[Fact]:
         first, last = self.steps[0], self.steps[-1]
@@ -190,13 +200,62 @@ class History(Record, Displayable):
             ("parameters", f"{len(last.parameters):,}"),
         ]
         if last.cost is not None:
-            budget = last.cost.budget
-            most = "" if budget is None else f" of at most {percent(budget)}"
-            took = f"{duration(last.cost.seconds)} every {count(last.cost.interval, 'step')}"
-            facts.append(("overhead", f"{percent(last.cost.overhead)}{most}; {took}"))
+            facts += [("overhead", self._overhead(last.cost)), ("measuring", self._seconds())]
         if self.end is not None:
             facts.append(("training", self.end.text))
         return facts
+
+    def _overhead(self, latest: Cost) -> str:
+        """Return the share of the training time that was measured for, and its budget."""
+        share = latest.overhead if self.end is None else self.end.overhead
+        if share is None:
+            return "unknown: the training has a single step"
+        if latest.budget is None:
+            return f"{percent(share)} of the training time"
+        exceeded = "; the first and the last step exceed it" if share > latest.budget else ""
+        return f"{percent(share)} of the training time, budget {percent(latest.budget)}{exceeded}"
+
+    def _seconds(self) -> str:
+        """Return how long the first, the last and the other measurements took."""
+        costs = [step.cost for step in self.steps if step.cost is not None]
+        first, *others = [cost.seconds for cost in costs]
+        proof = " (with the proof)" if costs[0].proof_seconds else ""
+        parts = [f"first step {duration(first)}{proof}"]
+        if others:
+            which = "latest" if self.end is None else "last"
+            parts.append(f"{which} step {duration(others[-1])}")
+        if between := others[:-1]:
+            parts.append(f"other steps {duration(sum(between) / len(between))} each")
+        return ", ".join(parts)
+
+
+class Histories(Record, Displayable):
+    """Several runs beside each other."""
+
+    schema_: Literal["gradscope.histories"] = "gradscope.histories"
+    version: Literal[1] = 1
+    histories: tuple[History, ...]
+
+    def overview(self) -> Overview:
+        """Return the last step of each run, and the curves of all runs in the same pictures."""
+        runs = dict(zip(_names([h.path for h in self.histories]), self.histories, strict=True))
+        steps = {name: history.steps for name, history in runs.items()}
+        ends = [NONE if h.end is None else h.end.text for h in self.histories]
+        columns = _columns([h.steps[-1] for h in self.histories])
+        columns += [
+            count_column("steps measured", [len(h.steps) for h in self.histories], 4),
+            Column("training", ends, rank=5, justify="left"),
+        ]
+        latest = Table(columns, "run", [*runs])
+        sections = [Section("Last steps", table=latest, formulas=[_FORMULA])]
+        sections += [Section(f"Over time: {name}", _curves(own)) for name, own in steps.items()]
+        return Overview(
+            paths=[history.path for history in self.histories],
+            facts=[("runs", f"{len(runs):,}")],
+            warnings=[f"{name}: {text}" for name, h in runs.items() for text in h._warnings()],
+            sections=sections,
+            pictures=list(_pictures(steps)),
+        )
 
 
 def record(path: str | Path, step: int, summary: Summary, cost: Cost | None = None) -> Step:
@@ -350,6 +409,25 @@ def read_history(path: str | Path) -> History:
     return found
 
 
+def read_histories(paths: Sequence[str | Path]) -> Histories:
+    """Read several histories.
+
+    Raises:
+        ResultFileError: A file cannot be read, or has no step.
+    """
+    return Histories(histories=tuple(read_history(path) for path in paths))
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    """Return names of runs: the shortest ends of their paths that tell them apart."""
+    parts = [Path(path).absolute().with_suffix("").parts for path in paths]
+    for k in range(1, max(map(len, parts))):
+        names = ["/".join(one[-k:]) for one in parts]
+        if len({*names}) == len(names):
+            return names
+    return [f"{name} ({k})" for k, name in enumerate(names, 1)]  # a file that is given twice
+
+
 def _first(numbered: Sequence[int]) -> str:
     return ", ".join(map(str, numbered[:_NAMED])) + (", ..." if len(numbered) > _NAMED else "")
 
@@ -369,17 +447,18 @@ def _curves(steps: Sequence[Step]) -> list[Fact]:
 
 def _learning(step: Step) -> Table:
     """Return the parameters whose signal to noise is largest."""
-    rows = _strongest(step)[:_BRIEF]
+    rows = _strongest([step])[:_BRIEF]
     columns = [
         numbers("signal to noise", [row.signal_to_noise for row in rows]),
-        numbers("norm", [row.mean_norm for row in rows], 1),
+        numbers("mean norm", [row.mean_norm for row in rows], 1),
         numbers("norm of mean", [row.mean_gradient_norm for row in rows], 2),
     ]
     return Table(columns, "parameter", [row.name for row in rows])
 
 
-def _strongest(step: Step) -> list[ParameterStep]:
-    return sorted(step.parameters, key=lambda p: -(p.signal_to_noise or 0.0))
+def _strongest(steps: Sequence[Step]) -> list[ParameterStep]:
+    """Return the parameters of the last step, the largest signal to noise first."""
+    return sorted(steps[-1].parameters, key=lambda p: -(p.signal_to_noise or 0.0))
 
 
 def _columns(steps: Sequence[Step]) -> list[Column]:
@@ -392,29 +471,53 @@ def _columns(steps: Sequence[Step]) -> list[Column]:
         columns.append(count_column("not finite", [s.nonfinite for s in steps]))
     intervals = [s.noise_scale.simple_interval for s in steps]
     if any(intervals):
-        columns.insert(5, Column("95%", [interval_text(i) for i in intervals], rank=3))
+        lows = [None if i is None else i.low for i in intervals]
+        texts = [interval_text(i) for i in intervals]
+        columns.insert(5, Column("95%", texts, rank=3, values=lows))
     return columns
 
 
-def _pictures(steps: Sequence[Step]) -> Iterator[Picture]:
-    """Draw each number, and the parameters whose signal to noise is largest at the end."""
+def _pictures(runs: Mapping[str, Sequence[Step]]) -> Iterator[Picture]:
+    """Draw each number of all runs, and of each run the parameters that learn at its end."""
 
-    def drawn(label: str, title: str, curves: dict[str, Points], band: Band = ()) -> Picture:
+    def drawn(label: str, title: str, curves: dict[str, Points], **more: Any) -> Picture:
         curves = {name: points for name, points in curves.items() if points}
-        empty = "" if curves else "not known at any step"
         return CurvePicture(
-            label=label, title=title, across="step", empty=empty, curves=curves, band=band
+            label=label,
+            title=title,
+            across="step",
+            empty="" if curves else "not known at any step",
+            curves=curves,
+            interactive=True,
+            **more,
         )
 
-    intervals = [(s.step, s.noise_scale.simple_interval) for s in steps]
-    band = [(step, i.low, i.high) for step, i in intervals if i is not None and i.low]
-    for name, take in CURVES.items():
-        known: Points = [(s.step, value) for s in steps if (value := take(s)) is not None]
-        yield drawn(f"{name} by step", name, {"": known}, band if name == "noise scale" else ())
-    curves: dict[str, Points] = {layer.name: [] for layer in _strongest(steps[-1])[:_DRAWN]}
-    for step in steps:
-        for layer in step.parameters:
-            if layer.name in curves and layer.signal_to_noise:
-                curves[layer.name].append((step.step, layer.signal_to_noise))
-    title = "Signal to noise by parameter"
-    yield drawn("Signal to noise of the parameters by step", title, curves)
+    for title, take in CURVES.items():
+        known = {name: _points(steps, take) for name, steps in runs.items()}
+        bands = {name: _band(steps) for name, steps in runs.items() if known[name]}
+        more = {"bands": {k: b for k, b in bands.items() if b}} if title == "noise scale" else {}
+        yield drawn(f"{title} by step", title, known, **more)
+    for run, steps in runs.items():
+        of = f", {run}" if run else ""
+        curves = {
+            layer.name: _points(steps, partial(_signal_to_noise, layer.name))
+            for layer in _strongest(steps)[:_DRAWN]
+        }
+        label = f"signal to noise of the parameters by step{of}"
+        yield drawn(label, f"signal to noise{of}", curves)
+
+
+def _points(steps: Sequence[Step], take: Callable[[Step], float | None]) -> Points:
+    known = [(step.step, take(step)) for step in steps]
+    return [(step, value) for step, value in known if value is not None and isfinite(value)]
+
+
+def _band(steps: Sequence[Step]) -> Band:
+    """Return the interval of the noise scale at each step that has one."""
+    intervals = [(step.step, step.noise_scale.simple_interval) for step in steps]
+    return [(step, i.low, i.high) for step, i in intervals if i is not None and i.low]
+
+
+def _signal_to_noise(name: str, step: Step) -> float | None:
+    found = (p.signal_to_noise for p in step.parameters if p.name == name)
+    return next(found, None) or None  # a logarithmic axis has no zero

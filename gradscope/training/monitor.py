@@ -1,9 +1,9 @@
 """`Monitor`: measures a model while it is trained, within a budget, and leaves the training alone.
 
 Norms, noise scale (McCandlish et al. 2018), clipping, signal of each parameter and agreement are
-those of `measure`. The clock on the wall says what they cost; a measurement waits
-until the training has lasted long enough to pay for it. Besides its file it goes to trackers: any
-callable (step, values), or an object's `log`.
+those of `measure`. The first and the last step are always measured. A measurement between them
+waits until the training has lasted long enough to pay for it, by the clock on the wall. Besides its
+file it goes to trackers: any callable (step, values), or an object's `log`.
 """
 
 import gc
@@ -15,7 +15,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -33,11 +33,11 @@ import numpy.ma  # noqa: F401  # percentiles load it: not while a training waits
 import torch
 from torch import Tensor, nn
 
-from gradscope.core.batch import Batch
+from gradscope.core.batch import Batch, tensors
 from gradscope.errors import GradscopeError, SpecError
 from gradscope.model.randomness import forked, random_numbers_kept
 from gradscope.model.ranks import OutOfStepError
-from gradscope.process import stops
+from gradscope.model.state import facts
 from gradscope.process.libc import keep_pages
 from gradscope.process.memory import synchronize
 from gradscope.scope import Scope, UncopiedHandle
@@ -45,14 +45,8 @@ from gradscope.stats.summary import ordered_statistics
 from gradscope.training.history import CURVES, Cost, End, Step, append
 from gradscope.training.measurement import measure
 
-_FEW = 4  # samples on which the first proof is made, so that it costs little
-# What the first measurement is taken to cost before anything is known, in forward and backward
-# passes over its samples: a proof evaluates them in a dozen other batches, a measurement takes the
-# sums of the gradients after a pass.
-_PROOF, _MEASURE = 12, 2
-# Where a training ends before one measurement of all samples is allowed, there are to be three, of
-# eight samples or more each, and the first proof is made on two.
-_POINTS, _LEAST, _FEWEST = 3, 8, 2
+_FEW = 4  # samples on which the proof is made, so that it costs little
+_ENTRIES = 16  # of a parameter, by which a change is noticed that torch does not count
 _LATELY = 3  # measurements; the next is taken to last as long as the longest of them
 
 
@@ -93,17 +87,37 @@ class _Progress:
     """How far a training is."""
 
     start: float | None = None  # by the clock
+    seconds: float = 0.0  # from the start to the last step, without those of measurements
     first: int = 0  # steps made before
     step: int = 0
-    batch: int = 1  # samples in a step
     last: int | None = None  # the step with which it ends, where that is known
 
 
+@dataclass(frozen=True)
+class _HeldBatch:
+    """The batch that would be measured if the training ended now; it is not copied."""
+
+    step: int
+    inputs: Any
+    targets: Any
+    rows: int  # samples in it
+    writes: list[int]
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nobody has written to its tensors since."""
+        return self.writes == _writes(tensors((self.inputs, self.targets)))
+
+
 class Monitor(UncopiedHandle):
-    """Measures per-sample gradients every so many steps of a training.
+    """Measures per-sample gradients at the first step, every so many steps, and at the last step.
+
+    The last step is known from `start(last=...)`. Otherwise it is measured when the monitor is
+    closed, if the model is still what it was after that step.
 
     The training has the same weights, bit for bit, with and without it: random generators,
-    gradients, buffers and modes are left as they were, and no batch is kept. It measures in the
+    gradients, buffers and modes are left as they were. Without a probe, it holds the batch of the
+    last step until the next step or until it is closed, and makes no copy. It measures in the
     parameters' own precision, without autocast (unless the model's own forward turns it on), and
     without what `torch.compile` has made. A model may hold it: a copy of the model has the same
     one, which measures the original; a file, None.
@@ -114,12 +128,12 @@ class Monitor(UncopiedHandle):
             fully_shard has sharded all do, each its own samples, at the same steps, and the first
             has the file and the trackers.
         loss: As of `Scope`: unreduced, by name or a callable.
-        every: Steps between measurements, at least; other steps cost nothing.
+        every: Steps between measurements, at least; other steps cost microseconds.
         samples: How many samples of a batch are measured, at most, by each process that measures.
-            If the training's end is known, and comes before all are allowed, fewer are.
         overhead: The most that all measurements may take, proofs included, as a share of the time
             that the training takes between them. A measurement that it does not allow yet waits
-            for a later multiple of `every`. None: no bound.
+            for a later multiple of `every`. The first and the last step are measured whatever they
+            cost, and nothing else may exceed the share. None: no bound.
         path: A file *.jsonl to which each measurement is appended; `gradscope stats` reads it.
         trackers: Others that get the numbers: callables (step, {name: value}), or objects with
             such a `log`; see `to_tensorboard`, `to_wandb`, `to_mlflow`.
@@ -135,7 +149,6 @@ class Monitor(UncopiedHandle):
     Attributes:
         scope: Measures.
         latest: The last `Step` measured, or None.
-        interval: Steps to the next measurement, at this pace.
 
     Raises:
         SpecError: An argument is out of its range.
@@ -185,10 +198,15 @@ class Monitor(UncopiedHandle):
         self._probe, self._mode, self._errors, self._clock = probe, mode, errors, clock
         logs = [*map(as_log, trackers)]
         self.latest: Step | None = None
-        self._training = _Progress(batch=samples)
-        self._taken, self._few = samples, _FEW  # how many are measured, and proved first
+        self._training = _Progress()
+        self._held: _HeldBatch | None = None
+        # the model when it was measured last
+        self._facts: list[Any] = []
+        self._tensors: dict[str, Tensor] = {}
+        # the model at the last step: writes to its tensors, entries of its last parameter
+        self._marks: tuple[list[int], Tensor | None] = ([], None)
+        self._taken = 0  # how many samples were measured the first time
         self._proofs = self._proof = 0.0  # seconds of all proofs, and of the last
-        self._cut_off = 0.0  # seconds of a proof for which there was no more time
         self._lately: deque[float] = deque(maxlen=_LATELY)  # seconds of measurements
         self.scope = Scope(self._model, loss, **{"verify": "first", **options})
         ranks = self.scope.problem.model_parallel
@@ -200,15 +218,16 @@ class Monitor(UncopiedHandle):
         with self._together():
             if self.path is not None and self._first:
                 append(self.path)
-                self._left = weakref.finalize(self, _leave, os.getpid(), self.path, self._training)
+            if self._first and (self.path is not None or logs):
+                told = weakref.ref(self), os.getpid(), self.path, self._training
+                self._left = weakref.finalize(self, _leave, *told)
         self._spent = self._ahead = clock() - begun  # seconds; those before the training
 
-    def start(self, step: int = 0, batch: int | None = None, last: int | None = None) -> None:
+    def start(self, step: int = 0, last: int | None = None) -> None:
         """Say that the training begins now; else it begins when the first step has been made.
 
         Args:
             step: How many steps were made before, where a training is continued.
-            batch: How many samples a step takes, where `step` is not given a batch.
             last: The step with which the training ends, where that is known.
 
         Raises:
@@ -216,10 +235,12 @@ class Monitor(UncopiedHandle):
         """
         training, step = self._training, _numbered(step)
         training.start, training.first, training.step = self._clock(), step, step
-        training.batch, training.last = batch or training.batch, last
+        training.last = last
 
     def step(self, inputs: Any = None, targets: Any = None, *, step: int | None = None) -> None:
         """Count a step of the optimiser, and measure if it is time.
+
+        Call it after `optimizer.step()`.
 
         Args:
             inputs: Of the batch: a tensor, tuple or dict, sample axis first; may be None where
@@ -233,82 +254,202 @@ class Monitor(UncopiedHandle):
         self.advance(self._training.step + 1 if step is None else step, lambda: (inputs, targets))
 
     def advance(self, step: int, batch: Callable[[], tuple[Any, Any]]) -> None:
-        """Do as `step`, of this number, whose batch is asked for if it is measured."""
+        """Do as `step`, of this number; `batch` returns inputs and targets."""
         training, before, step = self._training, self._training.step, _numbered(step)
-        training.step = step
-        if training.start is None:
+        training.step, starts = step, training.start is None
+        if starts:
             self.start(step)
-        elif not self._closed and step // self.every > before // self.every:
+        if self._closed:
+            return
+        is_first = self.latest is None and (starts or step > training.first)
+        is_last = training.last is not None and before < training.last <= step
+        due = is_first or is_last or step // self.every > before // self.every
+        if due:
             synchronize(self.scope.problem.device)
-            begun = self._clock()
-            try:
-                with self._together():
-                    self._measure(batch, begun)
-            except OutOfStepError:
-                raise  # nor can it go on: the processes are out of step
-            except Exception as error:  # whatever it is, the training is not to blame
-                self._give_up(error)
-            finally:
-                self._spent += self._clock() - begun
+        begun = self._clock()
+        training.seconds = 0.0 if starts else self._trained(begun)
+        try:
+            with self._together() if due else nullcontext():
+                given = self._probe or batch()
+                self._hold(*given, before)
+                if is_last and self._held is not None and self._held.is_unchanged:
+                    given = self._held.inputs, self._held.targets
+                if due:
+                    self._measure(*given, begun, always=is_first or is_last)
+                self._mark_model()
+        except OutOfStepError:
+            raise  # nor can it go on: the processes are out of step
+        except Exception as error:  # whatever it is, the training is not to blame
+            self._give_up(error)
+        finally:
+            self._spent += self._clock() - begun
 
     def close(self, reason: str | None = None) -> None:
-        """Say in the file that the training has ended, and let go of the model's graph.
+        """Measure the last step, say in the file that the training has ended, release the model.
+
+        All processes call it if the model is sharded.
 
         Args:
-            reason: Why it has ended, or is measured no more.
+            reason: Why it has ended before its time. Then no error is raised.
         """
         if self._closed:
             return
         self._closed = True
-        if self.latest is None and reason is None:
-            reason = f"no measurement: {self._why_none()}"
-            if self._first:
-                warnings.warn(reason, MonitorWarning, stacklevel=2)
-        if self.path is not None and self._left is not None:
-            self._left.detach()
-            trained = self._trained(self._clock())
-            share = self._spent / trained if trained > 0 else None
-            try:
-                append(self.path, End(step=self._training.step, overhead=share, reason=reason))
-            except GradscopeError as error:
-                if self._errors == "raise":
-                    raise
-                _warn(_message(error))
-        self.scope.close()
+        missing: str | None = "the last step is not measured: the measurement was interrupted"
+        try:
+            missing = self._measure_last(reason)
+        finally:
+            self._write_end("; ".join(filter(None, (reason, missing))) or None)
+            self._held = None
+            self.scope.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Say that the training has ended, and of which exception."""
+        """Close it, and say in the file of which exception the training has ended."""
         self.close(None if kind is None else f"stopped by {kind.__name__}")
+
+    def _hold(self, inputs: Any, targets: Any, before: int) -> None:
+        """Hold the batch of this step, after the step `before`.
+
+        The batch of that step is held on if this one, as at the end of an epoch, has fewer samples
+        than are measured.
+        """
+        found, last = tensors((inputs, targets)), self._held
+        rows = next((len(t) for t in found if t.dim()), 0)
+        if last is None or last.step < before or rows >= min(self._taken, last.rows):
+            step = self._training.step
+            self._held = _HeldBatch(step, inputs, targets, rows, _writes(found))
+
+    def _mark_model(self) -> None:
+        """Record the model's state, so that a later change is noticed."""
+        self._marks = _writes(self._tensors.values()), self._entries()
+
+    def _entries(self) -> Tensor | None:
+        """Return a copy of a few entries of the last parameter; None if the model is sharded."""
+        if self.scope.problem.model_parallel is not None or not self.scope.problem.parameters:
+            return None
+        *_, last = self.scope.problem.parameters.values()
+        return last.detach().reshape(-1)[:_ENTRIES].clone()
+
+    def _named_tensors(self) -> dict[str, Tensor]:
+        return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+
+    def _measure_last(self, reason: str | None) -> str | None:
+        """Measure the last step if it was not measured; return what prevents it, or None."""
+        training, held = self._training, self._held
+        if self.latest is None:
+            if reason is None and self._first:
+                reason = f"no measurement: {self._why_none()}"
+                warnings.warn(reason, MonitorWarning, stacklevel=3)
+                return reason
+            return None
+        if held is None or self.latest.step == training.step:
+            return None
+        begun, missing = self._clock(), None
+        try:
+            if self.scope.problem.model_parallel is not None and reason is not None:
+                missing = "the other processes may have stopped elsewhere"
+            else:
+                with self._together():
+                    missing = self._changed(held)
+                    if not missing and not self._measure(
+                        held.inputs, held.targets, begun, always=True
+                    ):
+                        missing = "its batch has no sample"
+        except OutOfStepError:
+            raise
+        except Exception as error:
+            if self._errors == "raise" and reason is None:
+                raise
+            missing = _message(error)
+        finally:
+            self._spent += self._clock() - begun
+        if not missing:
+            return None
+        missing = f"the last step, {training.step:,}, is not measured: {missing}"
+        if self._first:
+            _warn(missing)
+        return missing
+
+    def _changed(self, held: _HeldBatch) -> str | None:
+        """Return what has changed since the last step on any process, or None."""
+        own = self._own_change(held)
+        anywhere = self.scope.problem.any(own is not None)
+        return own or ("the model has changed on another process" if anywhere else None)
+
+    def _own_change(self, held: _HeldBatch) -> str | None:
+        if (ranks := self.scope.problem.model_parallel) is not None:
+            ranks.reshard()
+        with self._untouched():
+            is_other = facts(self._model) != self._facts
+        if is_other:
+            assert self.latest is not None
+            return (
+                "modules, their modes, parameters, buffers or hooks of the model have changed "
+                f"since step {self.latest.step:,}"
+            )
+        now, (writes, entries) = self._named_tensors(), self._marks
+        found = zip(now, _writes(now.values()), writes, strict=True)
+        name = next((name for name, then, before in found if then != before), None)
+        if name is None and entries is not None and not _same(entries, self._entries()):
+            name = [*self.scope.problem.parameters][-1]
+        if name is not None:
+            return (
+                f"{name!r} has changed since. Call `monitor.step` after `optimizer.step`, and "
+                "close the monitor before the model is changed"
+            )
+        return None if held.is_unchanged else "its batch was overwritten"
+
+    def _write_end(self, reason: str | None) -> None:
+        if self._left is None:
+            return
+        self._left.detach()
+        trained = self._training.seconds
+        end = End(
+            step=self._training.step,
+            overhead=self._spent / trained if trained > 0 else None,
+            reason=reason,
+        )
+        try:
+            if self.path is not None:
+                append(self.path, end)
+        except GradscopeError as error:
+            if self._errors == "raise":
+                raise
+            _warn(_message(error))
 
     def _together(self) -> AbstractContextManager[None]:
         """Let an error of one process be one of all those that measure."""
         ranks = self.scope.problem.model_parallel
         return nullcontext() if ranks is None else ranks.raise_on_all()
 
-    def _measure(self, of: Callable[[], tuple[Any, Any]], begun: float) -> None:
-        trained, batch = self._trained(begun), self._samples(of)
+    def _measure(self, inputs: Any, targets: Any, begun: float, *, always: bool) -> bool:
+        """Measure samples if the budget allows it, or `always`; return whether that was done."""
+        trained, expected = self._training.seconds, max(self._lately, default=0.0)
+        if not always and not self._allowed(trained, expected):
+            return False
+        batch = self._samples(inputs, targets)
         if self.scope.problem.any(not len(batch)):
-            return  # Poisson sampling has drawn nobody: the next multiple of `every` is measured
-        given, batch = len(batch), self._sized(batch, trained)
-        if not self._allowed(trained, self._expected(trained)):
-            return  # for all processes
+            return False  # Poisson sampling has drawn nobody: the next step is measured
         with self._untouched():
             keep_pages()  # or what is freed moves malloc's thresholds: later steps may pay for it
-            if not self._proved(batch, trained, begun):
-                return
-            if self._first and not self._lately and len(batch) < given:
-                _warn(
-                    f"{len(batch)} of {given} samples are measured: of a training of "
-                    f"{self._steps_in_all():,} steps an overhead of {self.overhead} allows no more"
-                )
+            if self.scope.session.needs_proof():
+                if not always and not self._allowed(trained, self._proof + expected):
+                    return False
+                self.scope.evaluate(batch.select(slice(0, _FEW)))
+                synchronize(self.scope.problem.device)
+                self._proof = self._clock() - begun
+                self._proofs += self._proof
             now = self._clock()
             summary = measure(self.scope, batch.inputs, batch.targets, clip=self._clip)
+            self._facts = facts(self._model)
         synchronize(self.scope.problem.device)
         done = self._clock()
         self._lately.append(done - now)
+        self._taken = self._taken or len(batch)
+        self._tensors = self._named_tensors()
         seconds = done - begun
         spent = self._spent + seconds
         cost = Cost(
@@ -322,99 +463,27 @@ class Monitor(UncopiedHandle):
         if self._left is not None and self.path is not None:
             append(self.path, self.latest)
         self._track(self.latest)
+        return True
 
-    def _proved(self, batch: Batch, trained: float, begun: float) -> bool:
-        """Return whether the model is proved, as it is now, and there is time to measure it.
-
-        If it is not, few samples are: what the budget has left ends a proof before its time.
-        """
-        if not self.scope.session.needs_proof():
-            return True
-        budget = math.inf if self.overhead is None else self.overhead * trained
-        left = budget - self._spent - (self._clock() - begun)
-        try:
-            with stops.time_limit(left, self._clock):
-                self.scope.evaluate(batch.select(slice(0, self._few)))
-                synchronize(self.scope.problem.device)
-            self._cut_off, self._proof = 0.0, self._clock() - begun
-        except stops.OutOfTime:
-            self._cut_off = self._clock() - begun
-        took = self._clock() - begun
-        self._proofs += took
-        return not self._cut_off and self._allowed(trained, took + self._expected(trained))
-
-    def _samples(self, of: Callable[[], tuple[Any, Any]]) -> Batch:
-        inputs, targets = of() if self._probe is None else self._probe
+    def _samples(self, inputs: Any, targets: Any) -> Batch:
         if inputs is None:
             raise SpecError(
                 "there is nothing to measure", remedy="Give `step` a batch, or a probe."
             )
         batch = Batch.of(inputs, targets, empty=self._probe is None)
-        if self._probe is None and len(batch):
-            self._training.batch = len(batch)
         return batch.select(slice(0, self.samples)).to(self.scope.problem.device, None)
-
-    def _sized(self, batch: Batch, trained: float) -> Batch:
-        """Return those of a batch's samples that are measured, always as many as the first time."""
-        if not self._lately:
-            self._taken, self._few = len(batch), _FEW
-            self._fit(trained)
-        return batch.select(slice(0, self._taken))
-
-    def _fit(self, trained: float) -> None:
-        """Take fewer samples if the training ends before one measurement of all is allowed."""
-        each = self._each(trained)
-        if self.overhead is None or self._training.last is None or each <= 0:
-            return
-        left = self.overhead * each * self._steps_in_all() - self._spent
-        for few in (_FEW, _FEWEST):
-            self._few = few
-            seconds = left - self._expected_proof(trained)
-            fits = int(seconds / (_MEASURE * each / self._training.batch))
-            if fits >= self._taken:
-                return
-        if fits >= _FEWEST:
-            self._taken = min(fits, max(fits // _POINTS, _LEAST))
-
-    def _steps_in_all(self) -> int:
-        assert self._training.last is not None
-        return self._training.last - self._training.first
 
     def _trained(self, now: float) -> float:
         """Return the seconds of training so far, without those of measurements."""
         start = self._training.start
         return 0.0 if start is None else now - start - (self._spent - self._ahead)
 
-    def _each(self, trained: float) -> float:
-        """Return the seconds of training that a step takes."""
-        return trained / max(1, self._training.step - self._training.first)
-
-    def _expected(self, trained: float) -> float:
-        """Return how many seconds the next measurement will take, with its proof."""
-        proof = self._expected_proof(trained)
-        if self._lately:
-            return proof + max(self._lately)
-        sample = self._each(trained) / self._training.batch
-        return proof + max(self._proof, _MEASURE * sample * self._taken)
-
-    def _expected_proof(self, trained: float) -> float:
-        if self._cut_off or self.scope.certificate is not None:
-            return 2 * self._cut_off
-        return _PROOF * self._each(trained) / self._training.batch * min(self._few, self._taken)
-
     def _why_none(self) -> str:
         """Say why the training ends without a measurement."""
-        step, every, trained = self._training.step, self.every, self._trained(self._clock())
-        if self.overhead is None or step // every == self._training.first // every:
-            return f"the training ends at step {step:,}, before one is measured (every={every:,})"
-        if self._spent + self._expected(trained) <= self.overhead * trained:
-            return "another process has no time for it, and all measure together"
-        return (
-            f"the first is taken to last {self._expected(trained):.2g} s, and "
-            f"of {trained:.2g} s of training {self.overhead * trained:.2g} s may go "
-            f"into measuring, and {self._spent:.2g} s have; train longer, "
-            "allow more overhead, or take fewer samples"
-        )
+        training = self._training
+        if training.start is None or training.step == training.first == 0:
+            return "no step was made. Call `monitor.step` after each `optimizer.step`"
+        return "no batch had a sample"
 
     def _allowed(self, trained: float, seconds: float) -> bool:
         """Return whether the budget has so many seconds, on all processes that measure."""
@@ -427,7 +496,7 @@ class Monitor(UncopiedHandle):
         if self.overhead is None or trained <= 0:
             return self.every
         waits = (spent + max(self._lately)) / self.overhead - trained
-        steps = waits / self._each(trained)
+        steps = waits / trained * max(1, self._training.step - self._training.first)
         return max(1, math.ceil(steps / self.every)) * self.every
 
     def _track(self, step: Step) -> None:
@@ -442,10 +511,12 @@ class Monitor(UncopiedHandle):
 
     def _give_up(self, error: Exception) -> None:
         if self._errors == "raise":
+            self._held = None
             raise error
         reason = f"measured no more: {_message(error)}"
         if self._first:
             _warn(f"the training goes on, but is {reason}")
+        self._held = None  # nothing is measured at the end
         with warnings.catch_warnings(action="ignore"):  # a full disk has been told
             self.close(reason)
 
@@ -499,11 +570,32 @@ def _warn(text: str) -> None:
     warnings.warn(text, MonitorWarning, stacklevel=5)
 
 
-def _leave(process: int, path: Path, training: _Progress) -> None:
-    """End a history whose monitor is gone without a word, as after an exception."""
-    if os.getpid() == process:  # a child of it has no part in the training
+def _leave(
+    monitor: "weakref.ref[Monitor]", process: int, path: Path | None, training: _Progress
+) -> None:
+    """End a history whose monitor was not closed: the program ends, or nobody has the monitor."""
+    if os.getpid() != process:
+        return  # a child of it has no part in the training
+    open_one = monitor()
+    if open_one is not None:
+        open_one.close("the program ended before the monitor was closed")
+    elif path is not None:
         with suppress(GradscopeError):
-            append(path, End(step=training.step, reason="its monitor is gone, and was not closed"))
+            reason = "the monitor was deleted before it was closed"
+            append(path, End(step=training.step, reason=reason))
+
+
+def _writes(of: Collection[Tensor]) -> list[int]:
+    """Return how often each tensor was written to, as torch counts."""
+    try:
+        return [t._version for t in of]
+    except RuntimeError:  # torch does not count for tensors of inference mode
+        return [-1 if t.is_inference() else t._version for t in of]
+
+
+def _same(a: Tensor, b: Tensor | None) -> bool:
+    """Whether two tensors have the same values, wherever they are; NaN is NaN."""
+    return b is not None and a.dtype == b.dtype and repr(a.tolist()) == repr(b.tolist())
 
 
 def _is_first_process() -> bool:

@@ -1,8 +1,9 @@
-"""What the page knows of a result file: columns of all samples, and the details of some.
+"""The data of the page: columns of all samples of a result file, and the details of some.
 
-Numbers are the file's own, in float64. Details (a picture or a text, norms by parameter, nearest
-and most opposed samples, who helped and harmed) take room: the page has them for as many samples
-as it may, those with the largest norms and losses first; a server has them for all.
+Numbers are those of the file, in float64. Details take room: a picture or a text, norms by
+parameter, nearest and most opposed samples, training samples that helped and harmed. The page has
+the details of a limited number of samples, first those with the largest norms and losses. A server
+has the details of all samples.
 """
 
 from base64 import b64encode
@@ -41,14 +42,14 @@ from gradscope.storage import GradientFile
 VERSION = 1
 _MOST = 5000  # samples with details on a page
 _LAYERED = 500_000  # norms by parameter on a page
-_TOP = 5  # who helped and who harmed
+_TOP = 5  # training samples that helped, and as many that harmed
 _BESIDE = 6  # neighbours of a sample
 _ROWS = 2**30  # bytes of rows that are held
 _TILE = 2**25  # products that are held
 _CLASSES = 100  # more are not classes to choose from
 
 Places = NDArray[np.int64]
-Contents = Sequence[Content | None]  # samples as they are
+Contents = Sequence[Content | None]  # pictures, texts or numbers of samples
 
 
 def packed(values: Any) -> dict[str, str]:
@@ -73,13 +74,13 @@ class View:
         for what, record in (("second file", self.other), ("scores", self.scores)):
             if record is not None and self.digest not in _digests(record):
                 raise SpecError(
-                    f"the {what} and {self.file.path} are about other data",
+                    f"the {what} and {self.file.path} were computed from different data",
                     remedy="Give files that were computed from one data set.",
                 )
             table = record.queries if isinstance(record, Scores) else getattr(record, "samples", {})
             if record is not None and ("position" in table) != ("position" in self.file.samples):
                 raise SpecError(
-                    f"of the {what} and {self.file.path} one is of samples, the other of tokens",
+                    f"the {what} and {self.file.path} have different rows: samples and tokens",
                     remedy="Give files that were computed with the same --rows.",
                 )
 
@@ -90,7 +91,7 @@ class View:
 
     @cached_property
     def noun(self) -> str:
-        """What has a row: sample or token."""
+        """The kind of row: "sample" or "token"."""
         return FileFacts.of(self.file).noun
 
     @cached_property
@@ -140,7 +141,7 @@ class View:
     def document(self, most: int | None = _MOST) -> dict[str, Any]:
         """Return all that the page knows, as plain JSON values.
 
-        `most` samples have details; None for none, which are asked of a server.
+        `most` samples have details. With None no sample has details: the page asks a server.
         """
         samples, places = self.data.samples, _chosen(self.data, most or 0)
         contents = self._contents(places)
@@ -158,6 +159,7 @@ class View:
             "parameters": [visible(name) for name in self.file.norms],
             "heat": self._heat(),
             "second": self.other is not None,
+            "scored": self.scores is not None,
             "why": self._why(some),
             **self.details(places, contents),
         }
@@ -221,7 +223,7 @@ class View:
     def _heat(self) -> dict[str, Any] | None:
         """Return numbers (c, p) of each class in each parameter, None where there are no classes.
 
-        They are mean ‖gᵢ‖ and, with rows, ‖G_c‖² / tr Σ_c; null where there is none.
+        The numbers are mean ‖gᵢ‖ and, with rows, ‖G_c‖² / tr Σ_c. Undefined numbers are null.
         """
         if not self._classes():
             return None
@@ -261,7 +263,7 @@ class View:
         return {name: visible(text) for name, text in found.items() if text}
 
     def _scored(self, keys: Sequence[int]) -> dict[str, Any]:
-        """Return who helped and who harmed the samples that are queries of the scores."""
+        """Return the training samples that helped and harmed the queries among the samples."""
         scores = self.scores
         assert scores is not None
         at = {key: q for q, key in enumerate(keys_of(scores.queries).tolist())}
@@ -344,7 +346,7 @@ def _chosen(data: Data, most: int) -> Places:
 
 _LARGEST = 96  # pixels of a picture's side
 _PIXELS = 6_000_000  # on a sheet
-_LETTERS = 2_000_000  # of all texts
+_LETTERS = 2_000_000  # in all texts together
 
 
 def _missing_package(contents: Contents) -> str:
@@ -368,7 +370,7 @@ def _album(contents: Contents) -> dict[str, Any]:
 
 
 def _of_kind(contents: Contents, kind: type, shown: Any) -> list[Any] | None:
-    """Return what is shown of those of a kind, None for the others; None where there are none."""
+    """Return `shown` of the contents of one kind and None for the rest, or None without any."""
     found = [shown(c) if isinstance(c, kind) else None for c in contents]
     return found if any(one is not None for one in found) else None
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from gradscope import markup, storage
 from gradscope.errors import OutputError
+from gradscope.markup.glossary import TERMS, explained
 from gradscope.stats import html
 from gradscope.stats.sections import Overview
 from gradscope.view.document import View
@@ -25,16 +26,16 @@ _MAKER = "gradscope view"
 
 def page(document: dict[str, Any], found: Overview) -> str:
     """Return the page that shows a document of `View.document`, and what statistics found."""
-    data = json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     about = "What this file is"
     filled = {
         "HEADER": html.header(found) + markup.details(about, html.about(found, about)),
         "NOUN": found.noun,
+        "OPPOSED": explained("opposed"),
         "STATISTICS": "\n".join(
             markup.section(section.title, html.section(section, found.noun))
             for section in found.sections
         ),
-        "DATA": data.replace("<", "\\u003c"),
+        "DATA": markup.embedded(document | {"terms": TERMS}, "data"),
     }
     pieces = _part("view.html").split("%%")  # text, a name, text, ...
     return markup.page(
@@ -42,7 +43,7 @@ def page(document: dict[str, Any], found: Overview) -> str:
         "".join(filled[one] if k % 2 else one for k, one in enumerate(pieces)),
         _MAKER,
         style=_part("view.css"),
-        scripts=[_part("charts.js"), _part("view.js")],
+        scripts=[*markup.chart_scripts(), _part("view.js")],
         connect="'self'" if document["served"] else "'none'",
     )
 
@@ -97,7 +98,7 @@ def serve(view: View, port: int = 0, ready: Callable[[str], None] = lambda _: No
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Say nothing: what is asked for is in the browser."""
+            """Log nothing: the browser lists the requests."""
 
     try:
         server = ThreadingHTTPServer((_HOST, port), Handler)

@@ -56,13 +56,34 @@ class Found(HTMLParser):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
+        self.headings: list[list[str]] = []  # each: its tag, its text, what follows up to the next
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
+        if tag in ("h1", "h2", "h3"):
+            self.headings.append([tag, "", ""])
+        elif tag == "img" and self.headings:
+            self.headings[-1][2] += "a picture"
+
+    def handle_endtag(self, tag: str) -> None:
+        if self.headings and tag == self.headings[-1][0]:
+            self.headings[-1][0] = tag.upper()  # it is closed
 
     def handle_data(self, data: str) -> None:
         self.text += data
+        if self.headings:
+            self.headings[-1][1 + self.headings[-1][0].isupper()] += data
+
+    def empty(self) -> list[str]:
+        """Return the headings that no content follows before the next of their rank or above."""
+        ranks = [int(tag[1]) for tag, _, _ in self.headings]
+        found = []
+        for k, (_, title, content) in enumerate(self.headings):
+            below = k + 1 < len(ranks) and ranks[k + 1] > ranks[k]
+            if not (content.strip() or below):
+                found.append(title)
+        return found
 
     def pictures(self) -> dict[str, np.ndarray]:
         """Return the pixels of each sample, by what stands instead of its picture."""
@@ -96,9 +117,9 @@ def project(folder: Path, inputs: np.ndarray, width: int, **dataset: Any) -> Run
     )
 
 
-def scored(folder: Path, spec: RunSpec) -> Path:
-    """Score samples 0 to 26 for 27 to 29."""
-    for name, samples in (("train", "0:27"), ("query", "27:30")):
+def scored(folder: Path, spec: RunSpec, first: int = 27) -> Path:
+    """Score the samples before the `first` query for those from it on."""
+    for name, samples in (("train", f"0:{first}"), ("query", f"{first}:30")):
         compute(prepare(spec.computing(samples=samples)), folder / f"{name}.h5")
     where = folder / "scores.h5"
     sides = folder / "train.h5", folder / "query.h5"
@@ -112,6 +133,7 @@ def page(scores: Path, *options: str) -> Found:
     assert command("stats", str(scores), "--html", str(out), *options) == 0
     found = Found(out.read_text(encoding="utf-8"))
     assert [tag for tag, _ in found.tags].count("script") == 1  # the page's own
+    assert not found.empty()
     for tag, attributes in found.tags:
         assert not any(name.startswith("on") for name in attributes), tag
         assert not {"href", "srcset"} & attributes.keys()
@@ -179,7 +201,7 @@ def test_data_that_have_changed_are_not_shown(tmp_path: Path) -> None:
     assert "has changed since" in found.text
     (tmp_path / "data.npz").unlink()
     found = page(scores)
-    assert "not shown" in found.text and "Who helped and who harmed" in found.text
+    assert "not shown" in found.text and "that helped and harmed each query" in found.text
 
 
 def test_no_code_is_run_to_show_samples(tmp_path: Path) -> None:
@@ -216,3 +238,42 @@ def test_sums_by_a_column_are_those_of_the_scores(
     assert command("stats", str(scores), "--by", "nothing") == 2
     assert command("stats", str(scores), "--lr", "0.1") == 2
     assert command("stats", str(tmp_path / "train.h5"), "--by", "target") == 2
+
+
+def shown_order(text: str) -> list[int]:
+    """Return the queries that a table of scores lists on a terminal, in its order."""
+    rows = text[text.index("that helped and harmed each query") :].partition("Each cell")[0]
+    words = [row.split() for row in rows.splitlines()[3:]]
+    return [int(row[0]) for row in words if len(row) > 6]  # shorter rows continue a query
+
+
+@pytest.mark.parametrize("predictions", [True, False])
+def test_wrong_predictions_come_first_then_large_losses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], predictions: bool
+) -> None:
+    values = np.random.default_rng(3).normal(size=(30, 8, 8)).astype(np.float32)
+    spec = project(tmp_path, values, 64).computing(predictions=predictions)
+    scores = scored(tmp_path, spec, first=22)
+    with gradscope.open(scores) as file:
+        table = {name: np.asarray(column) for name, column in file.samples.items()}
+    queries = table["index"].tolist()
+    expected, said = queries, ""
+    if predictions:
+        wrong = table["prediction"] != table["target"]
+        said = f"{wrong.sum()} of 8 queries are predicted wrongly and shown first."
+        assert 0 < wrong.sum() < len(wrong)
+        expected = [queries[k] for k in np.lexsort((-table["loss"], ~wrong))]
+        assert expected != queries
+    capsys.readouterr()
+    found = page(scores)
+    pages = [title for _, title, _ in found.headings if title.startswith("Query ")]
+    assert pages == [f"Query {k}" for k in expected]
+    out = capsys.readouterr().out  # no terminal: there is no room for pictures
+    assert shown_order(out) == expected
+    assert not any(line.startswith("Query ") for line in out.splitlines())
+    for text in (found.text, " ".join(out.split())):
+        assert said in text
+        assert predictions or ("wrongly" not in text and "come first" not in text)
+    assert command("stats", str(scores), "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [row["index"] for row in document["rows"]] == queries  # as in the file

@@ -170,7 +170,7 @@ def test_the_command_says_what_was_refined(
     train, query = sides(place)
     shown = command("attribute", train, query, "--refine", K, "--curvature", "kfac")
     assert shown.code == 0, shown
-    assert "by full gradients" in shown.out
+    assert "with full gradients" in " ".join(shown.out.split())
     document = json.loads(
         command("attribute", train, query, "--refine", K, "--top", 2, "--json").out
     )

@@ -201,7 +201,7 @@ def test_numbers_are_those_of_stats(browser: Browser, files: dict[str, Path]) ->
     opposed = found["most_opposed"][0]
     told = facts(page)
     cosines = [row["cosine"] for row in found["most_opposed"]]
-    assert float(told["cosine with the mean"]) <= min(cosines) + 1e-3
+    assert float(told["cosine with the mean gradient"]) <= min(cosines) + 1e-3
     assert opposed["index"] in [row["index"] for row in found["most_opposed"]]
     page.keyboard.press("Escape")
     page.fill("#find", "899")

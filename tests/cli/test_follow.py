@@ -24,6 +24,7 @@ from gradscope.training import History, Step, record
 from gradscope.training.history import End, HistoryReader, append
 from tests.cli.conftest import Gradscope
 from tests.report.shown import HOSTILE, summary_of
+from tests.report.test_curves import curves_of
 from tests.stats.fakes import fake
 
 
@@ -149,3 +150,20 @@ def test_a_terminal_is_drawn_anew_until_ctrl_c(tmp_path: Path) -> None:
         finally:
             process.kill()
             os.close(fd)
+
+
+def test_several_histories_on_the_command_line(gradscope: Gradscope, tmp_path: Path) -> None:
+    paths = [steps(tmp_path / f"{name}.jsonl", 1, 4) for name in ("first", "second")]
+    done = gradscope("stats", *paths, "--html", tmp_path / "out.html")
+    assert done.code == 0
+    assert "first" in done.out and "second" in done.out
+    assert {*curves_of(tmp_path / "out.html")[0]["curves"]} == {"first", "second"}
+    document = json.loads(gradscope("stats", *paths, "--json").out)
+    assert document["schema"] == "gradscope.histories"
+    assert [[s["step"] for s in h["steps"]] for h in document["histories"]] == [[1, 4], [1, 4]]
+    done = gradscope("stats", *paths, "--follow")
+    assert (done.code, "--follow is for one history" in done.err) == (2, True)
+    done = gradscope("stats", paths[0], tmp_path / "out.h5")
+    assert (done.code, "out.h5 is no history" in done.err) == (2, True)
+    done = gradscope("stats", paths[0], tmp_path / "absent.jsonl")
+    assert (done.code, "absent.jsonl" in done.err) == (3, True)

@@ -229,7 +229,7 @@ def test_tokens_are_scored_for_tokens_and_for_samples(
     assert all(row["moved"] < 1e-12 for row in moved["samples"])
     mixed_up = gradscope("view", "whole.h5", "--scores", "scores.h5", "-o", "page.html")
     assert mixed_up.code == 2
-    assert "the other of tokens" in mixed_up.err
+    assert "have different rows: samples and tokens" in mixed_up.err
     untrained = gradscope("validate", "scores.h5", "--train", "model.py:build")
     assert untrained.code == 2
     assert "of tokens" in untrained.err
@@ -272,7 +272,7 @@ def test_what_is_shown_is_said_of_tokens(gradscope: Gradscope, project: Path) ->
     mixed = gradscope(*[w for w in words("mixed", "--dry-run") if w != "-q"])
     told = " ".join(mixed.out.split())
     assert "tokens 192 tokens" in told and f"backward pass ({T - 1} per sample)" in told, told
-    assert "The tokens</h2>" in Path("view.html").read_text()
+    assert "List of tokens</h2>" in Path("view.html").read_text()
     document = json.loads(gradscope("stats", "out.h5", "--json").out)
     with package.open("out.h5") as file:
         assert document["file"]["samples"] == file.n

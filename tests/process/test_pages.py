@@ -27,7 +27,6 @@ from gradscope.training import Monitor
 batch = torch.ones(8, 3), torch.ones(8, 1)
 monitor = Monitor(torch.nn.Linear(3, 1), "mse", every=2, samples=8, overhead=None)
 monitor.start()
-monitor.step(*batch)
 print(keep_pages.cache_info().currsize)  # nothing is measured yet
 monitor.step(*batch)
 """

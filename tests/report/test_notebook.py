@@ -54,14 +54,14 @@ def test_a_file_says_what_it_holds(file: Path) -> None:
         found = Seen(opened._repr_html_())
         assert {"40", str(opened.certificate["verdict"])} <= {*found.cells}
         assert all(chain.text in found.cells for chain in opened.chains)
-    assert found.tags == {"div", "strong", "table", "tbody", "tr", "th", "td"}
+    assert found.tags == {"div", "strong", "table", "tbody", "tr", "th", "td", "abbr"}
 
 
 @pytest.mark.parametrize("found", [summary_of(NASTY), two(NASTY)])
 def test_statistics_are_no_markup(found: Summary) -> None:
     seen = Seen(found._repr_html_())
     known = {"div", "strong", "p", "br", "table", "thead", "tbody", "tr", "th", "td"}
-    assert seen.tags <= known | {"details", "summary", "ul", "li"}
+    assert seen.tags <= known | {"details", "summary", "ul", "li", "abbr"}
     assert not any("\x1b" in cell for cell in seen.cells)
 
 

@@ -138,7 +138,7 @@ def test_a_section_for_each_question():
     loss, target = np.append(file.loss, file.loss[0]), np.append(file.target, file.target[0])
     text = screen(render, summarize(FakeFile(copied, loss, target, more=more), nearest=3), 120)
     for word in (
-        "Which clipping norm", "How large a batch", "Cosine with the mean", "Classes", "Spectrum",
+        "Which clipping norm", "Useful batch size", "Cosine with the mean", "Classes", "Spectrum",
         "Jensen gap", "Duplicates", "0 and 40", "aligned with sample 3", "largest losses",
         "most opposed",
     ):  # fmt: skip
@@ -181,7 +181,7 @@ def test_what_two_files_say():
     assert f"cosine of the two mean gradients: {found.cosine:.3g}" in text
     assert all(f"{row.moved:.3g}" in text for row in found.samples)
     other = two(["w"], attributes={"dataset_sha256": "other"})
-    assert "data are not the same" in screen(render, other, 80)
+    assert "The data differ" in screen(render, other, 80)
 
 
 def test_bars_are_in_proportion():

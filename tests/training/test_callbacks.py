@@ -42,7 +42,12 @@ def test_a_trainer_is_measured_and_left_alone(tmp_path):
     pairs = zip(alone.model.parameters(), found.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     history = read_history(options["path"])
-    assert [(step.step, step.samples) for step in history.steps] == [(2, 16), (4, 16), (6, 16)]
+    assert [(step.step, step.samples) for step in history.steps] == [
+        (1, 16),
+        (2, 16),
+        (4, 16),
+        (6, 16),
+    ]
     assert history.end.step == 6
 
     def loss(outputs, labels):  # as transformers has it, of one sequence
@@ -109,15 +114,15 @@ def test_lightning_tells_the_batch_and_gets_the_numbers(tmp_path, lightning):
     callback.on_exception(run, model, KeyboardInterrupt())
     callback.on_train_end(run, model)
     history = read_history(path)
-    assert [(step.step, step.samples) for step in history.steps] == [(2, 8), (4, 8)]
+    assert [(step.step, step.samples) for step in history.steps] == [(1, 8), (2, 8), (4, 8)]
     assert history.end.reason == "stopped by KeyboardInterrupt"
-    assert more == [2, 4]
+    assert more == [1, 2, 4]
     found = run.loggers[0].found
-    assert [found[k]["gradscope/loss"] for k in (2, 4)] == [step.loss for step in history.steps]
+    assert [found[k]["gradscope/loss"] for k in (1, 2, 4)] == [step.loss for step in history.steps]
     callback.on_train_start(run, model)  # once more, with all that was asked for
     run.global_step = 6
     callback.on_train_batch_end(run, model, None, batch, 0)
-    assert more == [2, 4, 6]
+    assert more == [1, 2, 4, 6]
 
 
 def split_wrongly(batch):
@@ -129,11 +134,11 @@ def test_a_batch_that_cannot_be_split_ends_no_training(lightning, options):
     callback = gradscope.training.LightningMonitor("cross_entropy", 2, 8, None, **options)
     run, batch = types.SimpleNamespace(loggers=[], global_step=0), {"inputs": 1, "targets": 2}
     callback.on_train_start(run, nn.Linear(5, 3))
-    run.global_step = 1  # nobody asks for its batch
-    callback.on_train_batch_end(run, None, None, batch, 0)
-    run.global_step = 2
+    run.global_step = 1
     with pytest.warns(gradscope.training.MonitorWarning, match="no pair.*dict\n.*split=|KeyError"):
-        callback.on_train_batch_end(run, None, None, batch, 1)
+        callback.on_train_batch_end(run, None, None, batch, 0)
+    run.global_step = 2
+    callback.on_train_batch_end(run, None, None, batch, 1)
 
 
 def test_a_library_that_is_absent_is_named(monkeypatch):

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import weakref
-from contextlib import nullcontext
 from math import sqrt
 
 import numpy as np
@@ -36,8 +35,12 @@ def made(dtype=torch.float32):
     return nn.Sequential(*layers).to(dtype).train()
 
 
-def trained(model, steps, after, autocast=False):
-    """Train with random numbers of every kind, and call `after` when each step has been made."""
+def state_of_generators():
+    return torch.random.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
+
+
+def trained(model, steps, between, autocast=False, after=lambda *batch: None):
+    """Train with random numbers of every kind; call `between` before, `after` after each step."""
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)
@@ -48,14 +51,12 @@ def trained(model, steps, after, autocast=False):
         optimiser.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             F.cross_entropy(model(inputs), targets).backward()
-            after(inputs, targets)
+            between(inputs, targets)
             optimiser.step()
+        after(inputs, targets)
     left = *model.state_dict().values(), *(p.grad for p in model.parameters())
-    return left, (
-        torch.random.get_rng_state().tolist(),
-        random.getstate(),
-        str(np.random.get_state()),
-    )
+    moments = [v for table in optimiser.state_dict()["state"].values() for v in table.values()]
+    return (*left, *moments), state_of_generators()
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -64,7 +65,7 @@ def test_the_training_is_the_same_bit_for_bit(tmp_path, autocast):
     model, path = made(), tmp_path / "run.jsonl"
     with Monitor(model, "cross_entropy", 3, 8, None, path=path, errors="raise") as monitor:
         found = trained(model, 12, monitor.step, autocast)
-    assert [step.step for step in read_history(path).steps] == [3, 6, 9, 12]
+    assert [step.step for step in read_history(path).steps] == [1, 3, 6, 9, 12]
     assert all(torch.equal(a, b) for a, b in zip(right[0], found[0], strict=True))
     assert right[1] == found[1]
     assert all(module.training for module in model.modules())
@@ -98,16 +99,255 @@ def test_the_numbers_are_those_of_the_gradients():
         assert layer.signal_to_noise == pytest.approx(big / spread, rel=1e-4)
 
 
-def test_a_batch_is_not_kept():
-    model, inputs = made(), torch.randn(16, 6)
+def measured_steps(path):
+    return [step.step for step in read_history(path).steps]
+
+
+@pytest.mark.parametrize("overhead", [1e-9, None])
+@pytest.mark.parametrize("steps", [1, 2, 3, 80])
+def test_the_first_and_the_last_step_are_measured(tmp_path, steps, overhead):
+    right = trained(made(), steps, lambda *batch: None)
+    model, path, seen = made(), tmp_path / "run.jsonl", []
+
+    def after(inputs, targets):
+        monitor.step(inputs, targets)
+        seen.append((inputs, targets, copy.deepcopy(model).eval()))
+
+    options = {"path": path, "errors": "raise"}
+    with Monitor(model, "cross_entropy", 50, 8, overhead, **options) as monitor:
+        found = trained(model, steps, lambda *batch: None, after=after)
+    assert all(torch.equal(a, b) for a, b in zip(right[0], found[0], strict=True))
+    assert right[1] == found[1] == state_of_generators()
+    assert all(module.training for module in model.modules())
+    history = read_history(path)
+    middle = [50] if overhead is None and steps > 50 else []
+    assert measured_steps(path) == [*dict.fromkeys([1, *middle, steps])]
+    assert (history.end.step, history.end.reason) == (steps, None)
+    for step in history.steps:
+        inputs, targets, then = seen[step.step - 1]
+        losses, rows = per_sample_gradients(then, cross_entropy, inputs[:8], targets[:8])
+        norms = torch.cat([row.flatten(1) for row in rows.values()], 1).norm(dim=1)
+        assert step.loss == pytest.approx(float(losses.mean()), rel=1e-5)
+        assert step.norm_mean == pytest.approx(float(norms.mean()), rel=1e-5)
+
+
+def loop(monitor, model, sizes, last=None):
+    """Train plainly on batches of these sizes; return them."""
+    torch.manual_seed(1)
+    optimiser = torch.optim.SGD(model.parameters(), 0.1)
+    batches = [(torch.randn(n, 6), torch.randint(3, (n,))) for n in sizes]
+    for inputs, targets in batches:
+        optimiser.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        optimiser.step()
+        monitor.step(inputs, targets)
+    return batches
+
+
+def rarely(model, path=None, **options):
+    """A monitor that measures the first and the last step."""
+    given = {"every": 1000, "samples": 16, "errors": "raise", "path": path, **options}
+    return Monitor(model, "cross_entropy", **given)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "of"),
+    [
+        ([16, 16, 5, 16, 16, 5], -2),  # two epochs, whose last batches are smaller
+        ([16, 12, 8, 6, 4], -1),  # ever smaller batches
+        ([5, 16, 16], -1),
+        ([20, 16, 17], -1),  # all are as large as what is measured
+    ],
+)
+@pytest.mark.parametrize("is_known", [False, True])
+def test_the_last_measurement_has_as_many_samples_as_the_first(sizes, of, is_known):
+    model = made()
+    monitor = rarely(model)
+    if is_known:
+        monitor.start(last=len(sizes))
+    inputs, targets = loop(monitor, model, sizes)[of]
+    assert (monitor.latest.step == len(sizes)) == is_known
+    monitor.close()
+    assert monitor.latest.step == len(sizes)
+    most = 16 if sizes[0] > 5 else 5
+    assert monitor.latest.samples == min(16, len(inputs))
+    loss = F.cross_entropy(model.eval()(inputs[:16]), targets[:16]).item()
+    assert monitor.latest.loss == pytest.approx(loss, rel=1e-5)
+    assert len(inputs) >= most or sizes[-1] == len(inputs)
+
+
+def test_of_micro_batches_the_last_is_measured(tmp_path):
+    """Gradients are accumulated: several batches belong to a step."""
+    model, path = made(), tmp_path / "run.jsonl"
+    optimiser = torch.optim.SGD(model.parameters(), 0.1)
+    with rarely(model, path) as monitor:
+        monitor.start()
+        for k in range(1, 10):
+            inputs, targets = torch.randn(16, 6), torch.randint(3, (16,))
+            F.cross_entropy(model(inputs), targets).backward()
+            if k % 3 == 0:
+                optimiser.step()
+                optimiser.zero_grad()
+            monitor.step(inputs, targets, step=k // 3)
+    assert measured_steps(path) == [1, 3]
+    loss = F.cross_entropy(model.eval()(inputs), targets).item()
+    assert monitor.latest.loss == pytest.approx(loss, rel=1e-5)
+
+
+def load(model, batch):
+    model.load_state_dict(made().state_dict())
+
+
+def write_data(model, batch):
+    for parameter in model.parameters():  # as a moving average takes the weights' place
+        parameter.data.copy_(torch.zeros_like(parameter))
+
+
+def put_data(model, batch):
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter)
+
+
+def update_statistics(model, batch):
+    model(batch[0])
+
+
+def replace_layer(model, batch):
+    model[-1] = nn.Linear(9, 3)
+
+
+def delete_layer(model, batch):
+    del model[-1]
+
+
+def overwrite(model, batch):
+    batch[0].zero_()
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (load, "'0.weight' has changed since"),
+        (write_data, "'4.bias' has changed since"),
+        (put_data, "'4.bias' has changed since"),
+        (update_statistics, "'1.num_batches_tracked' has changed since"),
+        (replace_layer, "modules, .* of the model have changed since step 1$"),
+        (delete_layer, "modules, .* of the model have changed since step 1$"),
+        (lambda model, _: model.double(), "of the model have changed since step 1$"),
+        (lambda model, _: model[0].requires_grad_(False), "the model have changed since step 1$"),
+        (lambda model, _: model.to("meta"), "of the model have changed since step 1$"),
+        (overwrite, "its batch was overwritten"),
+    ],
+)
+def test_what_has_changed_since_the_last_step_is_not_measured(tmp_path, change, word):
+    model, path = made(), tmp_path / "run.jsonl"
+    match = f"the last step, 4, is not measured: .*{word}"
+    with pytest.warns(MonitorWarning, match=match) as told, rarely(model, path) as monitor:
+        batches = loop(monitor, model, [16] * 4)
+        change(model, batches[-1])
+    assert len(told) == 1
+    assert measured_steps(path) == [1]
+    end = read_history(path).end
+    assert end.step == 4 and re.search(match, end.reason)
+
+
+def test_a_last_step_that_is_known_is_measured_before_the_model_changes(tmp_path):
+    model, path = made(), tmp_path / "run.jsonl"
+    with rarely(model, path) as monitor:
+        monitor.start(last=4)
+        batches = loop(monitor, model, [16] * 4)
+        assert monitor.latest.step == 4
+        load(model, batches)
+    assert measured_steps(path) == [1, 4]
+
+
+def test_a_step_that_is_told_before_the_weights_change_says_so(tmp_path):
+    model = made()
+    match = "Call `monitor.step` after `optimizer.step`"
+    with pytest.warns(MonitorWarning, match=match), rarely(model) as monitor:
+        trained(model, 3, monitor.step)
+
+
+def test_a_validation_is_no_change(tmp_path):
+    model, path, validation = made(), tmp_path / "run.jsonl", torch.randn(9, 6)
+    with torch.autocast("cpu", torch.bfloat16), rarely(model, path) as monitor:
+        loop(monitor, model, [16] * 4)
+        with torch.no_grad():
+            model.eval()(validation)
+        model.zero_grad()
+    assert measured_steps(path) == [1, 4]
+    assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError, SystemExit])
+def test_a_training_that_is_stopped_has_its_last_step_measured(tmp_path, kind):
+    model, path = made(), tmp_path / "run.jsonl"
+    with pytest.raises(kind), rarely(model, path) as monitor:
+        loop(monitor, model, [16] * 4)
+        raise kind
+    assert measured_steps(path) == [1, 4]
+    assert read_history(path).end.text == f"ended at step 4: stopped by {kind.__name__}"
+
+
+def test_an_error_of_the_training_is_hidden_by_none_of_the_measurement(tmp_path, monkeypatch):
+    model, path = made(), tmp_path / "run.jsonl"
+
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    with (
+        pytest.warns(MonitorWarning, match="step, 4, is not measured: RuntimeError: out of memory"),
+        pytest.raises(ValueError, match="own"),
+        rarely(model, path) as monitor,
+    ):
+        loop(monitor, model, [16] * 4)
+        monkeypatch.setattr(Problem, "_raw", fail)
+        raise ValueError("own")
+    assert read_history(path).end.reason.startswith("stopped by ValueError; the last step, 4, is")
+    with pytest.raises(RuntimeError, match="out of memory"), rarely(made()) as monitor:
+        monkeypatch.undo()
+        loop(monitor, model, [16] * 4)
+        monkeypatch.setattr(Problem, "_raw", fail)
+
+
+UNCLOSED = """
+import sys, torch
+from gradscope.training import Monitor
+model = torch.nn.Linear(3, 2)
+monitor = Monitor(model, "cross_entropy", every=1000, path=sys.argv[1])
+for step in range(7):
+    torch.nn.init.constant_(model.weight, 0.5 * step)
+    monitor.step(torch.eye(3), torch.tensor([0, 1, 1]))
+if len(sys.argv) > 2:
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize("more", [[], ["exit"]])
+def test_a_program_that_ends_without_closing_it_has_its_last_step_measured(tmp_path, more):
+    path = tmp_path / "run.jsonl"
+    done = subprocess.run([sys.executable, "-c", UNCLOSED, path, *more], capture_output=True)
+    assert (done.returncode, done.stderr) == (3 if more else 0, b"")
+    assert measured_steps(path) == [1, 7]
+    assert read_history(path).steps[-1].norm_mean > 0
+    reason = "the program ended before the monitor was closed"
+    assert read_history(path).end.text == f"ended at step 7: {reason}"
+
+
+def test_a_batch_is_held_until_the_next_step():
+    model = made()
     monitor = Monitor(model, "cross_entropy", 1, 16, None, errors="raise")
-    monitor.start()
-    monitor.step(inputs, torch.randint(3, (16,)))
-    assert monitor.latest is not None
-    known = weakref.ref(inputs)
-    del inputs
+    known = []
+    for _ in range(3):
+        inputs = torch.randn(16, 6)
+        monitor.step(inputs, torch.randint(3, (16,)))
+        known.append(weakref.ref(inputs))
+        del inputs
     gc.collect()
-    assert known() is None
+    assert [one() is None for one in known] == [True, True, False]
+    monitor.close()
+    gc.collect()
+    assert known[-1]() is None
 
 
 def test_other_precisions_are_measured_as_well():
@@ -145,85 +385,62 @@ def test_the_budget_is_kept(tmp_path, monkeypatch, budget):
     monitor = Monitor(model, "cross_entropy", 5, 16, budget, path=path, clock=clock, errors="raise")
     monitor.start()
     shares = []
-    for _ in range(600):
+    for _ in range(602):
         clock.now += 0.5
         before = monitor.latest
         monitor.step(inputs, targets)
         if monitor.latest is not before:
             shares.append(clock.inside / (clock.now - clock.inside))
     monitor.close()
+    shares.append(clock.inside / (clock.now - clock.inside))
     found = read_history(path)
     assert [step.cost.overhead for step in found.steps] == pytest.approx(shares)
-    assert max(shares) <= budget * (1 + 1e-12)
-    assert found.end.overhead <= budget
-    assert found.end.step == 600
+    assert max(shares[1:-1]) <= budget * (1 + 1e-12)  # all but the first and the last
+    assert found.end.overhead <= budget + found.steps[-1].cost.seconds / 300
+    assert found.end.step == 602
     assert found.steps[-1].cost.proof_seconds > found.steps[-1].cost.seconds > 0
-    steps = [step.step for step in found.steps]
+    first, *steps, last = [step.step for step in found.steps]
+    assert (first, last) == (1, 602)
     assert all(step % 5 == 0 for step in steps)
     if budget < 1:  # what there is is used, and what is foretold comes true
-        assert found.end.overhead > 0.75 * budget - 0.15 / 300
-        for step, later in zip(found.steps[1:], steps[2:], strict=False):
+        assert shares[-2] > 0.75 * budget - 0.15 / 300
+        for step, later in zip(found.steps[1:], steps[1:], strict=False):
             assert later == step.step + step.cost.interval
     else:
         assert len(steps) > 110  # every five steps, but for a start
 
 
-@pytest.mark.parametrize(
-    ("steps", "taken", "most"), [(300, 16, 150), (40, 16, 3), (26, 8, 2), (24, 7, 2), (4, None, 0)]
-)
-def test_a_training_whose_end_is_known_has_measurements_in_time(monkeypatch, steps, taken, most):
-    clock, model, inside = Clock(0.05, monkeypatch), made(), []
+def test_a_model_that_is_changed_is_proved_within_the_budget(monkeypatch):
+    """As one whose layers are frozen one after the other: the time of a proof is known by then."""
+    clock, model, proofs = Clock(1.0, monkeypatch), made(), []
     batch = torch.randn(16, 6), torch.randint(3, (16,))
-    monitor = Monitor(model, "cross_entropy", 2, 16, 0.1, clock=clock, errors="raise")
-    monitor.start(last=steps)
-    fewer = f"{taken} of 16 samples are measured: of a training of {steps} steps"
-    told = "no measurement" if taken is None else fewer
-    with nullcontext() if taken == 16 else pytest.warns(MonitorWarning, match=told):
-        for _ in range(steps):
-            clock.now += 0.5
-            before = monitor.latest
-            monitor.step(*batch)
-            if monitor.latest is not before:
-                inside.append(monitor.latest.samples)
-        monitor.close()
-    assert inside == [taken] * len(inside)
-    assert 0 < len(inside) <= most or taken is None
-    assert clock.inside <= 0.1 * (clock.now - clock.inside)
-
-
-def test_a_proof_that_takes_longer_than_expected_is_cut_off(monkeypatch):
-    clock, model, passes = Clock(5.0, monkeypatch), made(), []
-    batch = torch.randn(16, 6), torch.randint(3, (16,))
-    monitor = Monitor(model, "cross_entropy", 5, 16, 0.03, clock=clock, errors="raise")
+    monitor = Monitor(model, "cross_entropy", 1, 16, 0.1, clock=clock, errors="raise")
     monitor.start()
-    for _ in range(20_000):
+    for step in range(1, 3000):
+        if step == 1000:
+            model[0].requires_grad_(False)
         clock.now += 0.5
-        inside = clock.inside
+        before = monitor.latest
         monitor.step(*batch)
-        assert clock.inside <= 0.03 * (clock.now - clock.inside) + 5.0  # the pass under way
-        if clock.inside > inside:
-            passes.append((clock.inside - inside) / 5.0)
-            if monitor.latest is not None:
-                break
-    assert passes[0] == 1  # half a second was expected
-    assert passes[:-1] == sorted(passes[:-1])  # the last measures
+        if monitor.latest is not before:
+            proofs.append(monitor.latest.cost.proof_seconds)
+            assert step == 1 or clock.inside <= 0.1 * (clock.now - clock.inside)
+    assert len(dict.fromkeys(proofs)) == 2
 
 
-@pytest.mark.parametrize(
-    ("every", "overhead", "word"),
-    [(2, 1e-6, "the first is taken to last"), (50, None, "ends at step 6, before one is measured")],
-)
-def test_a_training_too_short_for_a_measurement_says_so(tmp_path, every, overhead, word):
+def test_a_training_without_a_step_says_so(tmp_path):
     path = tmp_path / "run.jsonl"
     with (
-        pytest.warns(MonitorWarning, match=f"no measurement: .*{word}"),
-        Monitor(made(), "cross_entropy", every, 16, overhead, path=path) as monitor,
+        pytest.warns(MonitorWarning, match="no measurement: no step was made. Call `monitor.step`"),
+        Monitor(made(), "cross_entropy", path=path),
     ):
-        for _ in range(6):
-            monitor.step(torch.randn(16, 6), torch.randint(3, (16,)))
+        pass
     reader = HistoryReader(path)
     with pytest.raises(Exception, match="no measurement"):
         reader.read()
+    match = "no measurement: no batch had a sample"
+    with pytest.warns(MonitorWarning, match=match), rarely(made()) as monitor:
+        monitor.step(torch.randn(0, 6), torch.randint(3, (0,)))
 
 
 def test_what_is_refused_ends_the_measuring_and_not_the_training(tmp_path):
@@ -257,8 +474,8 @@ def test_its_file_is_ended_where_it_was_begun(tmp_path, monkeypatch):
     del monitor
     gc.collect()
     history = read_history(tmp_path / "run.jsonl")
-    assert [step.step for step in history.steps] == [6, 12]
-    assert history.end.text == "ended at step 12: its monitor is gone, and was not closed"
+    assert [step.step for step in history.steps] == [3, 6, 12]
+    assert history.end.text == "ended at step 12: the monitor was deleted before it was closed"
     monitor = Monitor(model, "cross_entropy", 1, 8, None, path="run.jsonl")
     monitor.path = tmp_path
     with pytest.warns(MonitorWarning, match="is a file"):

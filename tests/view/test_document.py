@@ -20,6 +20,7 @@ from PIL import Image
 import gradscope
 from gradscope.config import RunSpec
 from gradscope.errors import OutputError, SpecError
+from gradscope.markup.glossary import TERMS
 from gradscope.run import compute, prepare
 from gradscope.stats import summarize
 from gradscope.stats.sections import Overview
@@ -154,7 +155,7 @@ def test_a_second_file_is_joined_by_position(tmp_path: Path) -> None:
     with (
         gradscope.open(first) as one,
         gradscope.open(elsewhere) as other,
-        pytest.raises(SpecError, match="other data"),
+        pytest.raises(SpecError, match="different data"),
     ):
         View(one, other)
 
@@ -189,10 +190,10 @@ def test_the_page_runs_its_own_scripts_alone(tmp_path: Path) -> None:
     told = replace(overview(path), paths=[HOSTILE], facts=[("file", HOSTILE)], warnings=[HOSTILE])
     text = page(found, told)
     seen = Scripts(text)
-    data, sorting, charts, script = seen.scripts
-    assert json.loads(data) == found
+    data, sorting, charts, drawing, script = seen.scripts
+    assert json.loads(data) == found | {"terms": TERMS}
     policy = next(a["content"] for t, a in seen.tags if "http-equiv" in a)
-    for one in (sorting, charts, script):
+    for one in (sorting, charts, drawing, script):
         digest = base64.b64encode(sha256(one.encode()).digest()).decode()
         assert f"'sha256-{digest}'" in str(policy)
     assert "unsafe-eval" not in str(policy) and "default-src 'none'" in str(policy)

@@ -1,4 +1,4 @@
-"""How large a batch is worth: the gradient noise scale, tests of the batch size, CABS, signal.
+"""Useful batch sizes: the gradient noise scale, tests of the batch size, CABS, signal.
 
 McCandlish et al. 2018, appendix A (noise scale, with jackknife intervals); Byrd et al. 2012 (norm
 test); Bollapragada et al. 2018 (inner-product and orthogonality test); Balles et al. 2017 (CABS);
@@ -16,18 +16,17 @@ from gradscope.stats.rows import Entries
 from gradscope.stats.sections import Fact, Section, Styled, interval_text, short
 from gradscope.stats.summary import Data, Summary, statistic
 
-_TITLE = "How large a batch is worth"
+_TITLE = "Useful batch size"
 _Z = 1.959963984540054  # the 97.5th percentile of the normal distribution
 _ASYMPTOTIC = 200  # degrees of freedom from which on the expansion is exact to 10⁻⁹
 _SMALLEST, _LARGEST = 16, 2048  # batch sizes of CABS, as published
 
 
 class NoiseScale(Record):
-    """How large a batch is worth: B_simple = trΣ / |G|².
+    """The noise scale B_simple = trΣ / |G|².
 
-    Intervals are of 95%, and None where they are not known. That of `simple` has the `high` None
-    where it has no upper end: the samples do not tell |G|² from zero. Any end is None that
-    overflows float64.
+    Intervals are of 95%, and None where they are not known. `simple_interval.high` is None if
+    the interval has no upper end, because |G|² may be zero. An end that overflows float64 is None.
     """
 
     trace_covariance: float | None = None
@@ -62,11 +61,11 @@ def noise_scale(
     intervals = _intervals(np.square(norms), big, dots, trace, signal) if known else {}
     around = intervals.get("simple_interval")
     if simple is None:
-        flag = f"|G|² is not positive: {n} {noun}s do not tell the mean gradient from noise"
+        flag = f"the mean gradient of {n:,} {noun}s is no larger than noise"
     elif around is not None and around.high is None:
-        flag = f"the interval of |G|² reaches zero: {n} {noun}s do not bound the noise scale"
+        flag = f"{n:,} {noun}s are too few for an upper bound"
     elif around is None and simple > n:
-        flag = f"a guess: {n} {noun}s, and no interval"
+        flag = f"a guess: more than the {n:,} {noun}s of the file, and no interval"
     return NoiseScale(
         trace_covariance=trace, gradient_norm_squared=signal, simple=simple, flag=flag, **intervals
     )
@@ -172,15 +171,15 @@ def _noise_section(noise: NoiseScale, summary: Summary) -> Iterator[Section]:
 
 def _noise_answer(noise: NoiseScale, summary: Summary) -> Iterator[tuple[str, str]]:
     within = _within(noise.simple_interval)
-    known = f"worth about {short(noise.simple)} {summary.noun}s{within}"
+    known = f"about {short(noise.simple)} {summary.noun}s{within}"
     if noise.flag is not None and noise.simple_interval is None:
         known += f" ({noise.flag})"
-    yield "batch", f"unknown: {noise.flag}" if noise.simple is None else known
+    yield "batch size", f"unknown: {noise.flag}" if noise.simple is None else known
 
 
 @statistic("noise_scale", place=30, sections=_noise_section, answers=_noise_answer)
 def _noise_scale(data: Data) -> NoiseScale:
-    """Say how large a batch is worth."""
+    """Estimate the noise scale."""
     return noise_scale(data.samples.norm, data.mean_squared, data.products.dots, data.noun)
 
 
@@ -239,7 +238,7 @@ def _cabs_section(found: Cabs, summary: Summary) -> Iterator[Section]:
     if found.per_learning_rate is None:
         text = Styled(f"undefined: {found.flag}", "yellow")
     elif found.batch_size is None:
-        text = f"{short(found.per_learning_rate)} x learning rate; give --lr"
+        text = f"{short(found.per_learning_rate)} × learning rate (give --lr)"
     else:
         asked = f"{short(found.unclipped)} at a learning rate of {short(found.learning_rate)}"
         text = f"{found.batch_size:,} ({asked})"
@@ -288,9 +287,9 @@ class Signal(Record):
 def _signal_section(found: Signal, summary: Summary) -> Iterator[Section]:
     rows: list[Fact] = [("signal to noise", short(found.signal_to_noise))]
     if found.mean_entry is not None:
-        rows.append(("its mean over entries", short(found.mean_entry)))
+        rows.append(("mean over entries", short(found.mean_entry)))
     if found.evidence is not None:
-        left = Styled(f"{short(found.evidence)}: what is left is noise", "yellow")
+        left = Styled(f"{short(found.evidence)}: only noise is left", "yellow")
         signal = f"{short(found.evidence)}: there is signal left"
         rows.append(("evidence to stop", left if found.stop else signal))
     formula = "evidence = 1 − N · meanⱼ Gⱼ² / Varⱼ (Mahsereci et al. 2017)"

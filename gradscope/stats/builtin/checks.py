@@ -1,4 +1,4 @@
-"""Is anything wrong: samples that are not finite, identities that do not hold, what is missing."""
+"""Problems of a file: samples that are not finite, identities that do not hold, missing chains."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,8 +11,8 @@ from gradscope.stats.sections import Section, short
 from gradscope.stats.source import finite_samples, in_half, labels_of, rows_of
 from gradscope.stats.summary import Data, Summary, statistic
 
-_TOLERANCE = 1e-4  # of float32 rows; what is wrong is wrong by far more
-_HALF = 0.02  # of rows in bfloat16, which has 8 bits
+_TOLERANCE = 1e-4  # for float32 rows; real errors are far larger
+_HALF = 0.02  # for rows in bfloat16, which has 8 bits
 
 
 class NonFinite(Record):
@@ -30,8 +30,8 @@ def _warn_nonfinite(found: NonFinite, summary: Summary) -> Iterator[str]:
 
 
 def _answer_nonfinite(found: NonFinite, summary: Summary) -> Iterator[tuple[str, str]]:
-    how_many = count(found.count, summary.noun) if found.count else "none"
-    yield "broken", f"{how_many} not finite"
+    how_many = f"{count(found.count, summary.noun)} not finite"
+    yield "problems", how_many if found.count else f"every {summary.noun} is finite"
 
 
 @statistic("nonfinite", place=100, warnings=_warn_nonfinite, answers=_answer_nonfinite)
@@ -65,7 +65,7 @@ def _warn_checks(checks: Sequence[Check], summary: Summary) -> Iterator[str]:
 def _answer_checks(checks: Sequence[Check], summary: Summary) -> Iterator[tuple[str, str]]:
     failed = sum(not one.passed for one in checks)
     if failed:
-        yield "broken", f"{count(failed, 'check')} failed"
+        yield "problems", f"{count(failed, 'check')} failed"
 
 
 @statistic("checks", place=140, warnings=_warn_checks, answers=_answer_checks)
@@ -109,7 +109,7 @@ def checks(data: Data) -> tuple[Check, ...]:
 
 
 class Missing(Record):
-    """What could not be computed, in words, and what the file would have to hold."""
+    """Statistics that could not be computed, and the chains that they need."""
 
     what: str
     needs: str
@@ -124,7 +124,7 @@ def _missing_section(found: Sequence[Missing], summary: Summary) -> Iterator[Sec
 def missing(data: Data) -> tuple[Missing, ...]:
     """Say what could not be computed, and what it needs."""
     noun, found = data.noun, data.products
-    every = f"whatever needs every {noun}'s gradient"
+    every = f"statistics of the single {noun}s' gradients"
     if found.unusable is not None:
         return (Missing(what=every, needs=found.unusable),)
     if not data.options.rows and rows_of(data.file) is not None:

@@ -1,4 +1,4 @@
-"""Does each sample agree with the mean gradient, and how many directions do the gradients take?"""
+"""Cosines of the samples with the mean gradient, and the spectrum of the gradients."""
 
 from collections.abc import Iterator, Sequence
 
@@ -44,7 +44,7 @@ def _sections(found: Directions, summary: Summary) -> Iterator[Section]:
             ("opposed", f"{percent(found.opposing)} of {count(found.samples, summary.noun)}"),
             ("mean", short(found.cosine.mean)),
             ("5% to 95%", f"{short(low)} to {short(high)}"),
-            ("from -1 to 1", Sparkline(found.histogram.counts)),
+            ("cosines from -1 to 1", Sparkline(found.histogram.counts)),
         ],
         formulas=[
             "cosine = ⟨gᵢ, G⟩ / (‖gᵢ‖ ‖G‖)",
@@ -67,7 +67,7 @@ def _picture(found: Directions, summary: Summary) -> Iterator[Picture]:
 
 @statistic("directions", place=40, sections=_sections, pictures=_picture)
 def directions(data: Data) -> Directions | None:
-    """Summarise the cosines; None when no sample has one."""
+    """Summarise the cosines, or return None if they are unknown."""
     cosines = data.cosines
     if cosines is None:
         return None
@@ -104,7 +104,7 @@ def _spectrum_section(found: Spectrum, summary: Summary) -> Iterator[Section]:
     rows: list[Fact] = [
         ("effective rank", short(found.effective_rank)),
         ("directions for 90%", f"{found.directions_for_90}"),
-        ("from", f"{found.source}, {found.samples:,} of {count(found.of, summary.noun)}"),
+        (f"{summary.noun}s", f"{found.samples:,} of {found.of:,}, from {found.source}"),
     ]
     formulas = [
         "eigenvalues λₖ of (1/m) Σ gᵢ gᵢᵀ, from the Gram matrix",
@@ -118,7 +118,7 @@ def _spectrum_picture(found: Spectrum, summary: Summary) -> Iterator[Picture]:
     yield CurvePicture(
         label="Eigenvalues of the second moment of the gradients",
         title=f"Spectrum (effective rank {short(found.effective_rank)})",
-        across="direction",
+        across="direction, largest first",
         up="eigenvalue",
         empty="" if values else "every gradient is zero",
         curves={"": list(enumerate(values, 1))},
@@ -128,7 +128,7 @@ def _spectrum_picture(found: Spectrum, summary: Summary) -> Iterator[Picture]:
 
 @statistic("spectrum", place=70, sections=_spectrum_section, pictures=_spectrum_picture)
 def spectrum(data: Data) -> Spectrum | None:
-    """Summarise the Gram matrix (m, m); None where it is unknown."""
+    """Summarise the Gram matrix (m, m), or return None if it is unknown."""
     gram = data.products.gram
     if gram is None or not len(gram) or not np.isfinite(gram).all():
         return None
@@ -153,6 +153,7 @@ def _matrix(found: Sequence[Sequence[float]], summary: Summary) -> Iterator[Pict
         label=f"Cosines of {noun}s with each other",
         title=f"Cosines of {len(found)} {noun}s",
         across=f"{noun}s, evenly spread{by}",
+        up="cosine",
         values=found,
         height=4.2,
         place=70,
@@ -161,7 +162,7 @@ def _matrix(found: Sequence[Sequence[float]], summary: Summary) -> Iterator[Pict
 
 @statistic("cosines", pictures=_matrix, in_json=False)
 def cosines(data: Data) -> tuple[tuple[float, ...], ...] | None:
-    """Return the cosines of at most 64 samples with each other, those of a class together."""
+    """Return the cosines of at most 64 samples with each other, ordered by class."""
     gram, among = data.products.gram, data.products.among
     if gram is None or among is None:
         return None

@@ -1,4 +1,4 @@
-"""Duplicates: pairs of samples whose gradients are equal or nearly so."""
+"""Duplicates: pairs of samples with equal or nearly equal gradients."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import numpy as np
 from gradscope.core.texts import count
 from gradscope.stats.products import distances
 from gradscope.stats.records import Floats, Positions, Record
-from gradscope.stats.sections import Line, Section, Styled, index_and_name, short
+from gradscope.stats.sections import Column, Line, Section, Styled, Table, index_and_name, numbers
 from gradscope.stats.source import Arrays, Samples, rows_of
 from gradscope.stats.summary import Data, Summary, statistic
 
@@ -30,7 +30,7 @@ class Pair(Record):
 
 
 class Duplicates(Record):
-    """Pairs of samples whose gradients are equal or nearly so; zero gradients are left out."""
+    """Pairs of samples with equal or nearly equal gradients; zero gradients are left out."""
 
     source: str
     same: tuple[Pair, ...]
@@ -41,35 +41,42 @@ class Duplicates(Record):
 def _sections(found: Duplicates, summary: Summary) -> Iterator[Section]:
     if not (found.same or found.near):
         return
-    equal = "with equal norms and losses" if found.source == "norms" else "of equal gradients"
-    notes: list[Line] = []
-    for pairs, what in ((found.same, equal), (found.near, "nearly so")):
-        if pairs or what == equal:
-            notes.append(Styled(f"{count(len(pairs), 'pair')} {what}"))
-        for pair in pairs[:_SHOWN]:
-            apart = "" if pair.distance is None else f", {short(pair.distance)} apart"
-            first, second = (
-                index_and_name(pair.first, pair.first_id),
-                index_and_name(pair.second, pair.second_id),
-            )
-            other = (
-                (", different targets", "bold yellow") if pair.same_target is False else ("", "")
-            )
-            notes.append(Styled(f"  {first} and {second}{apart}{other[0]}", other[1]))
-        if len(pairs) > _SHOWN:
-            notes.append(Styled(f"  and {len(pairs) - _SHOWN:,} more (--json has all)"))
+    pairs = (*found.same, *found.near)
+    shown, equal = pairs[:_SHOWN], len(found.same)
+    columns = [
+        Column(which, [index_and_name(*_end(pair, which)) for pair in shown], justify="left")
+        for which in ("first", "second")
+    ]
+    if found.source == "norms":
+        counted = f"{count(equal, 'pair')} with equal norms and losses"
+    else:
+        columns.append(numbers("distance", [pair.distance for pair in shown]))
+        counted = f"{count(equal, 'pair')} with equal gradients, {len(found.near):,} nearly equal"
+    if any(pair.same_target is False for pair in shown):
+        words = [
+            Styled("different", "bold yellow") if pair.same_target is False else ""
+            for pair in shown
+        ]
+        columns.append(Column("targets", words, justify="left"))
+    notes: list[Line] = [counted]
+    if len(pairs) > len(shown):
+        notes.append(f"{len(pairs) - len(shown):,} pairs more are not shown: --json has all.")
     if not found.complete:
         notes.append("There may be more: not all pairs were compared.")
     formulas = ["distance = ‖gᵢ − gⱼ‖ / max(‖gᵢ‖, ‖gⱼ‖)"]
-    yield Section("Duplicates", notes=notes, formulas=formulas)
+    yield Section("Duplicates", table=Table(columns), notes=notes, formulas=formulas)
+
+
+def _end(pair: Pair, which: str) -> tuple[int, int | str | None]:
+    return getattr(pair, which), getattr(pair, f"{which}_id")
 
 
 def _answer(found: Duplicates, summary: Summary) -> Iterator[tuple[str, str]]:
     pairs = f"{count(len(found.same), 'pair')} of duplicates"
-    yield "broken", pairs if found.same else "no duplicates"
+    yield "problems", pairs if found.same else "no duplicates"
     other = sum(pair.same_target is False for pair in found.same)
     if other:
-        yield "broken", f"{other} of them with different targets"
+        yield "problems", f"{other} of them with different targets"
 
 
 @statistic("duplicates", place=110, sections=_sections, answers=_answer)

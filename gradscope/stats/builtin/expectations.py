@@ -33,7 +33,7 @@ def fisher_of(file: Source, samples: Samples) -> Fisher:
 
 
 def _fisher_section(found: Fisher, summary: Summary) -> Iterator[Section]:
-    rows = [(f"{found.kind} Fisher, trace", short(found.trace))]
+    rows = [("Fisher trace", f"{short(found.trace)} ({found.kind})")]
     yield Section(_TITLE, rows, formulas=["Fisher trace = mean‖gᵢ‖²"])
 
 
@@ -57,7 +57,9 @@ def _jensen_section(found: Sequence[Gap], summary: Summary) -> Iterator[Section]
     rows: list[Fact] = []
     for gap in found:
         share = "undefined" if gap.gap is None else percent(gap.gap)
-        text = f"{gap.transform}: E[T(g)] is {share} off T(E[g]), cosine {short(gap.cosine)}"
+        text = (
+            f"{gap.transform}: E[T(g)] differs from T(E[g]) by {share}, cosine {short(gap.cosine)}"
+        )
         rows.append(("Jensen gap", text))
     yield Section(_TITLE, rows, formulas=["Jensen gap = ‖E[T(g)] − T(E[g])‖ / ‖T(E[g])‖"])
 

@@ -161,16 +161,23 @@ class Clipping(Record):
 
 
 def _clipping_section(found: Clipping, summary: Summary) -> Iterator[Section]:
-    rows: list[Fact] = [(f"clips {s}%", f"norm {short(c.norm)}") for s, c in found.by_share.items()]
-    rows += [(f"norm {short(c.norm)}", f"clips {percent(c.clipped)}") for c in found.asked]
-    formulas = [f"clipped: the share of {summary.noun}s with ‖gᵢ‖ > c"]
+    noun = summary.noun
+    rows: list[Fact] = [
+        (f"norm {short(c.norm)}", f"clips {s}% of the {noun}s") for s, c in found.by_share.items()
+    ]
+    rows += [
+        (f"norm {short(c.norm)}", f"clips {percent(c.clipped)} of the {noun}s (--clip)")
+        for c in found.asked
+    ]
+    formulas = [f"clipped: the share of {noun}s with ‖gᵢ‖ > c"]
     yield Section("Which clipping norm", rows, formulas=formulas)
 
 
 def _answer_clipping(found: Clipping, summary: Summary) -> Iterator[tuple[str, str]]:
     parts = [f"{short(found.by_share[s].norm)} clips {s}%" for s in ("1", "10")]
+    parts[0] += f" of the {summary.noun}s"
     some = summary.norm is not None and summary.norm.max > 0
-    yield "where to clip", f"norm {', '.join(parts)}" if some else "nothing to clip"
+    yield "clipping norm", ", ".join(parts) if some else "every gradient is zero"
 
 
 @statistic("clipping", place=20, sections=_clipping_section, answers=_answer_clipping)

@@ -1,4 +1,4 @@
-"""One row a parameter: which layers learn and which are noise."""
+"""One row a parameter: its signal and its noise."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -116,6 +116,8 @@ def _sections(rows: Sequence[ParameterRow], summary: Summary) -> Iterator[Sectio
         "noise scale: B_simple of the parameter alone",
     ]
     notes = [f"Noise alone gives an SNR of about 1/N = {short(1 / n)}."] if n > 1 else []
+    if n > 1 and any(row.noise_scale is None for row in rows):
+        notes.append("Parameters without a noise scale have no more signal than noise alone gives.")
     yield Section("Parameters", table=parameter_table(rows), notes=notes, formulas=formulas)
 
 
@@ -138,13 +140,15 @@ def _pictures(rows: Sequence[ParameterRow], summary: Summary) -> Iterator[Pictur
     yield BarPicture(
         label="Mean gradient norm of each parameter",
         title=f"Mean norm{which}",
+        across="mean norm of the gradients",
         names=names,
         values=[row.mean_norm for row in some],
         place=30,
     )
     yield BarPicture(
         label="Signal to noise of each parameter",
-        title=f"Signal to noise{which}" + (f"; dashed: noise alone, 1/{n:,}" if n > 1 else ""),
+        title=f"Signal to noise{which}",
+        across="signal to noise" + (f" (dashed: noise alone, 1/{n:,})" if n > 1 else ""),
         names=names,
         values=[row.signal_to_noise for row in some],
         mark=1 / n if n > 1 else None,

@@ -98,7 +98,7 @@ def _answer_losses(rows: Sequence[SampleRow], summary: Summary) -> Iterator[tupl
         listed = ", ".join(index_and_name(row.index, row.id) for row in rows[:_ANSWERED])
         found = summary.predictions
         wrong = "" if found is None else f"; {percent(found.wrong)} predicted wrongly"
-        yield "check labels", f"largest losses: {listed}{wrong}"
+        yield "check labels", f"largest losses: {summary.noun}s {listed}{wrong}"
 
 
 class Predictions(Record):
@@ -158,8 +158,8 @@ def _answer_largest(rows: Sequence[SampleRow], summary: Summary) -> Iterator[tup
             f"{summary.noun} {index_and_name(first.index, first.id)}, "
             f"{short(times)} times the median norm"
         )
-        text = "no norm but zero" if zero else text
-    yield "who dominates", text
+        text = "every gradient is zero" if zero else text
+    yield "largest gradient", text
 
 
 @statistic(

@@ -18,15 +18,7 @@
   const median = count ? (positive[(count - 1) >> 1] + positive[count >> 1]) / 2 : NaN;
 
   // ---- words -------------------------------------------------------------------------------
-  const short = (v) => {
-    if (v === null || v === undefined || Number.isNaN(v)) return "-";
-    const size = Math.abs(v);
-    if (v === 0 || !Number.isFinite(v)) return String(v);
-    if (size >= 1e-3 && size < 999.5) return v.toPrecision(3);
-    if (size >= 999.5 && size < 99999.5) return v.toFixed(0);
-    return v.toExponential(2).replace("e+", "e");
-  };
-  const whole = (n) => n.toLocaleString("en-US");
+  const { short, whole, colour, draw } = drawing;
   const label = (value) => {
     if (value === undefined || Number.isNaN(value)) return null;
     const name = data.classes && data.classes[String(value)];
@@ -125,12 +117,14 @@
   };
 
   // ---- which samples -----------------------------------------------------------------------
+  const WRONG_FIRST = [["predicted wrongly, then loss", (p) => (isWrong(p) ? -1e300 : 0) - loss[p]]];
   const SORTS = [
+    ...(data.scored ? WRONG_FIRST : []),
     ["largest norm", (p) => -norm[p]], ["largest loss", (p) => -loss[p]],
     ["most opposed", columns.cosine && ((p) => columns.cosine[p])],
     ["smallest margin", columns.margin && ((p) => columns.margin[p])],
-    ["norm grown most", columns.norm2 && ((p) => norm[p] - columns.norm2[p])],
-    ["loss grown most", columns.loss2 && ((p) => loss[p] - columns.loss2[p])],
+    ["largest rise of the norm", columns.norm2 && ((p) => norm[p] - columns.norm2[p])],
+    ["largest rise of the loss", columns.loss2 && ((p) => loss[p] - columns.loss2[p])],
     [COUNTED, (p) => index[p]],
   ].filter(([, key]) => key);
   let order = every, first = 0, current = null;
@@ -185,21 +179,6 @@
     ["norm against margin", "margin", "norm", columns.margin, norm],
     ["norm against cosine with the mean", "cosine", "norm", columns.cosine, norm],
   ].filter(([, , , x, y]) => x && y);
-  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-  const config = () => {
-    const [ink, soft, line] = ["ink", "soft", "edge"].map(colour);
-    return { background: "transparent", view: { stroke: null }, font: "system-ui, sans-serif",
-      axis: { labelColor: soft, titleColor: ink, gridColor: line, gridOpacity: 0.3, domainColor: line, tickColor: line },
-      legend: { labelColor: soft, titleColor: ink }, title: { color: ink } };
-  };
-  const draw = async (element, spec, renderer) => {
-    const compiled = charts.compile({ ...spec, config: config() }).spec;
-    const view = new charts.View(charts.parse(compiled, undefined, { ast: true }),
-      { expr: charts.expressionInterpreter, renderer, logLevel: charts.Error });
-    view.initialize(element);
-    await view.runAsync();
-    return view;
-  };
   let scatter = null, drawn = [];
   const least = (values) => {
     let found = Infinity;
@@ -225,7 +204,7 @@
   const plot = async () => {
     const [name, across, up, x, y] = CHARTS[Number($("what").value) || 0];
     axes = { x: axis(x), y: axis(y) };
-    const scale = (one) => (one.isLog ? { type: "log", nice: false } : { zero: false, nice: true });
+    const scale = (one) => ({ padding: 8, ...(one.isLog ? { type: "log", nice: false } : { zero: false, nice: true }) });
     const point = (title, field, one) => ({ field, type: "quantitative", title, scale: scale(one) });
     const sides = { x: point(across, "x", axes.x), y: point(up, "y", axes.y) };
     const kinds = ["other", "predicted wrongly"];
@@ -253,7 +232,7 @@
     const places = thinned();
     drawn = rowsOf(places);
     $("chart-note").textContent = order.length > DOTS
-      ? `${whole(drawn.length)} of ${whole(order.length)} dots are drawn: half of them the largest norms, the rest evenly spread.` : "";
+      ? `${whole(drawn.length)} of ${whole(order.length)} ${data.noun}s are drawn: those with the largest norms, and others evenly spread.` : "";
     scatter.data("dots", drawn);
     mark(current);
   };
@@ -327,7 +306,7 @@
       if (opened !== place) return;
       parts.push(...neighbours(set, k), ...helpers(set, k), ...layers(set, k));
     } else parts.push(make("p", { className: "soft",
-      textContent: `Its picture, parameters and neighbours are not on this page: gradscope view --serve has those of all ${data.noun}s.` }));
+      textContent: `This page has no details of this ${data.noun}. Run gradscope view --serve to see the details of every ${data.noun}.` }));
     body.replaceChildren(...parts);
     if (!$("sample").open) $("sample").showModal();
     $("sample").scrollTop = 0;
@@ -339,8 +318,8 @@
     if (columns.target) rows.push(["target", label(columns.target[place])]);
     if (columns.prediction) rows.push(["prediction", predicted(place)]);
     rows.push(["norm", `${short(norm[place])}, ${short(norm[place] / median)} times the median`], ["loss", short(loss[place])]);
-    if (columns.margin) rows.push(["margin", `${short(columns.margin[place])}, probability ${short(1 / (1 + Math.exp(-columns.margin[place])))} of its class`]);
-    if (columns.cosine) rows.push(["cosine with the mean", short(columns.cosine[place])]);
+    if (columns.margin) rows.push(["margin", `${short(columns.margin[place])}, probability of the target ${short(1 / (1 + Math.exp(-columns.margin[place])))}`]);
+    if (columns.cosine) rows.push(["cosine with the mean gradient", short(columns.cosine[place])]);
     if (data.second) {
       rows.push(["norm, second file", short(columns.norm2[place])], ["loss, second file", short(columns.loss2[place])]);
       if (columns.prediction2) rows.push(["prediction, second file", predicted(place, "2")]);
@@ -352,20 +331,22 @@
     return make("div", { className: "whole" }, content, list, values ? numbers(found.set.album.names, values) : null);
   };
   const table = (rows, heads, className) => {  // each row begins with its name
-    const cells = ([name, ...values]) => make("tr", {}, make("th", { scope: "row", textContent: name }),
+    const title = (name) => (className && data.terms[name] ? term(name) : name);
+    const cells = ([name, ...values]) => make("tr", {}, make("th", { scope: "row" }, title(name)),
       ...values.map((textContent) => make("td", { textContent, className: heads.length ? "number" : "" })));
     const head = make("tr", {}, ...heads.map((textContent, k) => make("th", { scope: "col", textContent, className: k ? "number" : "" })));
     return make("table", { className }, heads.length ? make("thead", {}, head) : null, make("tbody", {}, ...rows.map(cells)));
   };
-  const numbers = (names, values) => table(names.map((name, k) => [name, short(values[k])]), [], "facts");
+  const term = (name) => make("abbr", { title: data.terms[name], tabIndex: 0, textContent: name });
+  const numbers = (names, values) => table(names.map((name, k) => [name, short(values[k])]), [], "");
   const beside_ = (set, side, k) => [...set[side].places.subarray(k * set.beside, (k + 1) * set.beside)].filter((p) => p >= 0);
   const neighbours = (set, k) => ["aligned", "opposed"].flatMap((side) => {
-    if (!set[side]) return side === "aligned" ? [make("p", { className: "soft", textContent: `Nearest ${data.noun}s: ${data.why.neighbours ?? "not known"}` })] : [];
+    if (!set[side]) return side === "aligned" ? [make("p", { className: "soft", textContent: `The nearest ${data.noun}s are not known: ${data.why.neighbours}.` })] : [];
     const cards = beside_(set, side, k).map((p, j) => {
       const cosine = set[side].cosines[k * set.beside + j];
       return make("li", {}, sampleCard("button", p, [`cosine ${short(cosine)}`]));
     });
-    const title = side === "aligned" ? "Nearest: their gradients point its way" : "Most opposed: their gradients point against it";
+    const title = side === "aligned" ? "Nearest: gradients in the same direction" : "Most opposed: gradients in the opposite direction";
     return [make("h3", { textContent: title }), make("ul", { className: "cards", dataset: { side } }, ...cards)];
   });
   const helpers = (set, k) => {
@@ -380,7 +361,7 @@
       const title = `training ${scores.ids ? "token" : "sample"} ${(scores.ids ?? scores.index ?? [])[j] ?? p}`;
       return make("li", {}, card("div", picture(scores.album, j, title), title, lines, false));
     };
-    return ["Helped most: its loss would be higher without", "Harmed most: its loss would be lower without"].flatMap((title, side) =>
+    return ["Helped most: without them, the loss would be higher", "Harmed most: without them, the loss would be lower"].flatMap((title, side) =>
       [make("h3", { textContent: title }), make("ul", { className: "cards", dataset: { scored: String(side) } }, ...lists[side].map(one))]);
   };
   const normsOf = (set, k) => {
@@ -390,7 +371,7 @@
   const layers = (set, k) => {
     const rows = normsOf(set, k);
     if (!rows.length) return [];
-    return [make("h3", { textContent: "Norm by parameter" }), make("div", { className: "chart", id: "bars" }),
+    return [make("h3", { textContent: "Norm of the gradient by parameter" }), make("div", { className: "chart", id: "bars" }),
       make("details", {}, make("summary", { textContent: "In numbers" }), numbers(rows.map((r) => r.name), rows.map((r) => r.norm)))];
   };
   const bars = async (set, k) => {
@@ -421,7 +402,7 @@
     }));
     const flat = values.map((row) => row.value), isLog = flat.length && Math.min(...flat) > 0;
     $("layers-note").textContent = (found.parameters.length > PARAMETERS ? `The ${PARAMETERS} parameters with the largest norms of ${whole(found.parameters.length)}. ` : "")
-      + (found.snr ? "" : "Signal to noise needs rows: compute with -t identity.");
+      + (found.snr ? "" : "Signal to noise needs the gradients: compute with -t identity.");
     $("heat").replaceChildren();
     $("heat").setAttribute("aria-label", `Heat map of the ${title} by class and parameter; the numbers are below`);
     const view = await draw($("heat"), { data: { values }, width: { step: 22 }, height: { step: 22 }, mark: "rect", encoding: {
@@ -450,9 +431,9 @@
     if (!columns.cosine) hide("opposed");
     if (!columns.prediction2) hide("changed");
     const notes = [];
-    if (data.left_out) notes.push(`${whole(data.left_out)} ${data.noun}s that are not finite are left out.`);
-    if (data.why.samples) notes.push(`The ${data.noun}s themselves are not shown: ${data.why.samples}.`);
-    if (!data.served && details.size < count) notes.push(`Pictures, parameters and neighbours are here for ${whole(details.size)} of ${whole(count)} ${data.noun}s, the largest norms and losses among them; gradscope view --serve has all.`);
+    if (data.left_out) notes.push(`${whole(data.left_out)} ${data.noun}s without a finite loss and gradient are left out.`);
+    if (data.why.samples) notes.push(`The ${data.noun}s themselves cannot be shown: ${data.why.samples}.`);
+    if (!data.served && details.size < count) notes.push(`This page has the details of ${whole(details.size)} of ${whole(count)} ${data.noun}s, first those with the largest norms and losses. gradscope view --serve has all.`);
     $("list-note").textContent = notes.join(" ");
     for (const id of ["class", "low", "high", "wrong", "opposed", "changed", "sort", "find"]) $(id).addEventListener("input", refresh);
     $("filters").addEventListener("reset", () => setTimeout(refresh));
