@@ -112,7 +112,9 @@ def with_samples(result: Displayable, opened: ShownData) -> Overview:
 
     def with_cards(section: Section) -> Section:
         rows = [row for row in section.samples if ("", row.index) in seen]
-        lines = ([f"norm {short(row.norm)}", f"loss {short(row.loss)}"] for row in rows)
+        names = ("norm", "loss", "cosine")
+        known = ({name: getattr(row, name) for name in names} for row in rows)
+        lines = ([f"{k} {short(v)}" for k, v in one.items() if v is not None] for one in known)
         cards = [album.card("", *both) for both in zip(rows, lines, strict=True)]
         return replace(section, cards=[*section.cards, ("", cards)]) if cards else section
 

@@ -22,6 +22,7 @@ from axe_playwright_python.sync_playwright import Axe
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from gradscope.markup.glossary import TERMS
 from gradscope.stats.sections import short
 from tests.pages import ROOT
 
@@ -461,3 +462,29 @@ def test_pictures_for_the_docs(browser: Browser, files: dict[str, Path]) -> None
     page.screenshot(path=IMAGES / "view-sample.png")
     assert (IMAGES / "view.png").stat().st_size > 10_000
     page.context.close()
+
+
+def test_terms_are_explained_by_keyboard_pointer_and_touch(
+    browser: Browser, files: dict[str, Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "stats.html"
+    gradscope("stats", files["digits_mlp"], "--html", out)
+    context = browser.new_context(viewport={"width": 400, "height": 700}, has_touch=True)
+    page = context.new_page()
+    page.goto(out.as_uri())
+    tip = page.locator("#tip")
+    for term, act in (
+        (page.locator("abbr", has_text="noise scale").first, "focus"),
+        (page.locator("abbr", has_text="what learns"), "hover"),
+        (page.locator("abbr", has_text="opposed").first, "tap"),
+        (page.locator("th button", has_text="SNR"), "focus"),
+    ):
+        getattr(term, act)()
+        page.wait_for_timeout(50)
+        box, name = tip.bounding_box(), term.text_content()
+        assert tip.text_content() == TERMS[str(name)] and box is not None
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 400
+        assert box["y"] >= 0 and box["y"] + box["height"] <= 700
+        page.keyboard.press("Escape")
+        assert not tip.is_visible()
+    context.close()

@@ -139,8 +139,8 @@ def test_a_section_for_each_question():
     text = screen(render, summarize(FakeFile(copied, loss, target, more=more), nearest=3), 120)
     for word in (
         "Which clipping norm", "Useful batch size", "Cosine with the mean", "Classes", "Spectrum",
-        "Jensen gap", "Duplicates", "0 and 40", "aligned with sample 3", "largest losses",
-        "most opposed",
+        "Jensen gap", "Duplicates", "1 pair with equal gradients",
+        "aligned with sample 3", "largest losses", "most opposed",
     ):  # fmt: skip
         assert word in text
     assert "Not in this file" not in text
