@@ -1,4 +1,4 @@
-"""Whose doing is a prediction: scores of training samples for queries, from exact gradients."""
+"""Scores of training samples for queries, from exact gradients."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -68,7 +68,7 @@ def attribute(
         damping: Relative to the mean eigenvalue of the curvature, or "auto".
         chain: Which chain of a training file, by number or text; the first with rows if None.
         checkpoints: More training sides, of other checkpoints; scores are summed over all.
-        weights: Of each checkpoint; equal ones that sum to 1 if None.
+        weights: The weight of each checkpoint; equal ones that sum to 1 if None.
         factors: See `AttributionSettings`.
         refine: How many of the most helpful and of the most harmful samples of each query, by
             rows of a projection, are scored again with full gradients.

@@ -113,7 +113,7 @@ class Queries:
         """Return the loss of each query (M,) by a model, in the mode it is in.
 
         Raises:
-            ModelError: The model is of another form than that of the run.
+            ModelError: The model is with other parameters than the model of the run.
             NonFiniteError: A loss is not finite.
         """
         own, job = self._job.session.problem, self._job
@@ -152,7 +152,7 @@ def _require_alike(known: nn.Module, model: nn.Module) -> None:
             for k in names[:3]
         )
         raise ModelError(
-            f"FIT returned a model of another form than that of the run ({shown})",
+            f"FIT returned a model with other parameters than the model of the run ({shown})",
             remedy="Return the model that the run's factory builds.",
         )
 
@@ -204,7 +204,7 @@ class Retrainings:
             raise OutputError(
                 f"the folder holds something else than retrainings: its {PLAN} is none of ours",
                 where=str(self.folder),
-                remedy="Name a --folder of its own.",
+                remedy="Give an empty --folder.",
             )
         wrong = list(differences(found, self.identity))
         if wrong:

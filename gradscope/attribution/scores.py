@@ -39,7 +39,7 @@ _CERTIFICATE = {"verified": False, "verdict": "scores: their gradients were prov
 
 @dataclass(frozen=True)
 class Ranked:
-    """Some training samples of a query, the first of them first."""
+    """Some training samples of a query, best first."""
 
     places: NDArray[np.int64]  # their rows in the training side (k,)
     scores: NDArray[np.float64]  # theirs (k,)
@@ -67,7 +67,7 @@ class Scores:
     file: GradientFile | None = field(default=None, repr=False)
 
     def _repr_html_(self) -> str:
-        """Return what was chosen, for a notebook; `summarize_scores` says who helped whom."""
+        """Return what was chosen, for a notebook; `summarize_scores` lists the samples."""
         m, n = self.shape
         chosen = (self.record.get("checkpoints") or [{}])[0]
         rows = [
@@ -79,7 +79,7 @@ class Scores:
 
     @property
     def noun(self) -> str:
-        """What is scored: sample or token."""
+        """The kind of row that has a score: sample or token."""
         return str((self.record.get("train") or {}).get("rows", "sample"))
 
     @property

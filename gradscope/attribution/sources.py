@@ -259,7 +259,7 @@ def selected_source(job: Job, name: str, places: Tensor) -> SessionSource:
         SpecError: The gradient of a sample depends on others of its batch.
     """
     if job.session.settings.own_loss:
-        raise SpecError("with own-loss coupling, gradients of a few samples are others", where=name)
+        raise SpecError("with own-loss coupling, a gradient depends on its whole batch", where=name)
     chosen, data = torch.arange(job.rows.start, job.rows.stop)[places], job.dataset
     tokens, used = (None, chosen) if job.tokens is None else job.tokens.some(chosen)
     inner = replace(data, chosen=used if data.chosen is None else data.chosen[used])

@@ -1,4 +1,4 @@
-"""What moves on a terminal: the progress of a command on stderr, and a history while it grows.
+"""Progress of a command on stderr, and a history while it grows.
 
 Progress is a wrapper around the iterator of batches, so no computation knows of it.
 """

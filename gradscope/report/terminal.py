@@ -35,11 +35,11 @@ from gradscope.stats.sections import (
 _GAP = 2
 _NARROW = 40
 _NARROWEST_NAME = 16
-_NAME_SHARE = 0.4  # of the width, before numbers are hidden for long names
+_NAME_SHARE = 0.4  # the share of the width, before numbers are hidden for long names
 _WIDEST_BAR = 100
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _CARD = 14  # cells of a sample's picture and its captions
-_LINES = 3  # of a sample's text
+_LINES = 3  # lines of a sample's text
 _HALVES, _HALF = " ▄▀█", 127
 
 
@@ -236,7 +236,7 @@ def _rgb(pixel: Any) -> Color:
 
 
 def _print_histogram(histogram: Histogram, console: Console) -> None:
-    """Print one line a bin: its edges, its count, a bar; what is not zero can be seen."""
+    """Print one line a bin: its edges, its count, a bar. A count above zero has a visible bar."""
     rows = bins(histogram)
     left = max((len(label) for label, _ in rows), default=0)
     right = max((len(f"{n:,}") for _, n in rows), default=0)

@@ -20,10 +20,10 @@ class NamedSample(Protocol):
 
 
 class PredictedSample(NamedSample, Protocol):
-    """A row that says what is known of a sample."""
+    """A row with the target and the prediction of a sample."""
 
     target: Plain
-    prediction: Plain  # what the model makes of it
+    prediction: Plain  # the model's prediction
 
 
 def sample_name(row: NamedSample) -> str:

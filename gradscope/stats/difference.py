@@ -1,4 +1,4 @@
-"""Two files: what changed from the first to the second."""
+"""Two files: the changes from the first to the second."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -71,7 +71,7 @@ class NumberPair(Record):
 
     @classmethod
     def of(cls, numbers: Iterable[float | None]) -> "NumberPair":
-        """Return the two numbers with their ratio; what is not finite is None."""
+        """Return the two numbers with their ratio; numbers that are not finite are None."""
         first, second = map(number, numbers)
         return cls(first=first, second=second, ratio=ratio(second, first))
 
@@ -228,7 +228,7 @@ def _changed(name: str, cosine: float | None, rows: Sequence[Mapping[str, Any]])
 def _products(
     files: Two[Source], tables: Two[Samples], names: Sequence[str], rows: bool
 ) -> dict[str, float] | None:
-    """Return ⟨G, G′⟩ by parameter; None where a mean is neither stored nor to be had from rows."""
+    """Return ⟨G, G′⟩ by parameter; None if a mean is neither stored nor computable from rows."""
     means = []
     for file, table in zip(files, tables, strict=True):
         mean, arrays = mean_of(file), rows_of(file)
@@ -255,7 +255,7 @@ def _cosine(
 def _distances(
     files: Two[Source], tables: Two[Samples], at: Two[Positions], names: Sequence[str]
 ) -> Floats | None:
-    """Return ‖gᵢ′ − gᵢ‖ (m,) of the samples of both; None without the rows of both."""
+    """Return ‖gᵢ′ − gᵢ‖ (m,) of the samples of both; None unless both files have rows."""
     arrays = [rows_of(file) for file in files]
     if arrays[0] is None or arrays[1] is None or any(map(rows_unusable, files)):
         return None

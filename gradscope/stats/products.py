@@ -1,4 +1,4 @@
-"""Products of gradients with each other and with their mean, from whatever a file has.
+"""Products of gradients with each other and with their mean, from the chains of a file.
 
 From stored rows, a chain `gram`, or a chain `cosine:to=mean`, in this order; projections serve the
 neighbours of a sample and the spectrum, approximately.

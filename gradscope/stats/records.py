@@ -1,4 +1,4 @@
-"""What every result of this room is: a frozen record with a stable JSON form, in float64."""
+"""Records: frozen results with a stable JSON form, in float64."""
 
 import math
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ Plain = bool | int | float | str | None  # a target, as JSON has it
 
 
 class Record(BaseModel):
-    """A frozen part of a result. JSON has no NaN: what is undefined is None, and null there."""
+    """A frozen part of a result. An undefined number is None, and null in JSON."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -48,7 +48,7 @@ class Record(BaseModel):
 
 
 class SampleRecord(Record):
-    """What is told of one sample begins with which one it is."""
+    """A record about one sample, which begins with its index and name."""
 
     index: int  # its position in the data set
     id: int | str | None = None  # its own name
@@ -56,7 +56,7 @@ class SampleRecord(Record):
 
 
 class Interval(Record):
-    """A confidence interval; an end is None where it has none."""
+    """A confidence interval; an unbounded end is None."""
 
     low: float | None
     high: float | None
@@ -89,7 +89,7 @@ def ratio(above: Any, below: Any) -> float | None:
 
 
 def average(values: Floats) -> float | None:
-    """Return the mean of the finite ones of `values` (n,), or None where there is none."""
+    """Return the mean of the finite `values` (n,), or None if no value is finite."""
     known = values[np.isfinite(values)]
     return number(known.mean()) if known.size else None
 

@@ -1,4 +1,4 @@
-"""How a result is shown, whatever shows it: sections of text, numbers, columns and pictures.
+"""How results are shown: sections of text, numbers, columns and pictures.
 
 Nothing here is made safe to show: the renderer escapes every string, names from files above all.
 """
@@ -16,7 +16,7 @@ NONE = "-"
 WRONG = " (wrong)"  # behind a prediction
 POINTS = 4000  # samples in a picture
 _LEVELS, _ASCII_LEVELS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
-BARS = 40  # of a sparkline, at most
+BARS = 40  # at most in a sparkline
 _NAME = 24  # cells of a target or of a sample's own name
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -32,12 +32,12 @@ class Sparkline(NamedTuple):
     """Numbers shown as a line of small bars, one letter a number."""
 
     values: Sequence[float | None]
-    label: str = ""  # what follows them
+    label: str = ""  # shown after the bars
 
     def bars(self, width: int, ascii_only: bool = False) -> str:
         """Return a bar a number, from the least to the largest; evenly thinned to `width`.
 
-        What is unknown is a space.
+        An unknown number is a space.
         """
         levels, values = _ASCII_LEVELS if ascii_only else _LEVELS, self.thinned(width)
         known = [value for value in values if value is not None]
@@ -94,7 +94,7 @@ class Picture:
     label: str  # what it shows, for readers who cannot see it
     title: str  # printed above
     across: str = ""  # the label of the horizontal axis
-    up: str = ""  # that of the vertical axis
+    up: str = ""  # the label of the vertical axis
     empty: str = ""  # what to say where there is nothing to draw
     place: int = 100  # where it comes among the pictures
     height: float = 3.4  # in inches
@@ -152,17 +152,17 @@ class MatrixPicture(Picture):
 
 
 class Pixels(NamedTuple):
-    """A picture as it is: uint8, grey (h, w) or red, green and blue (h, w, 3)."""
+    """The pixels of a picture: uint8, grey (h, w) or red, green and blue (h, w, 3)."""
 
     values: Any
 
 
 @dataclass(frozen=True)
 class Card:
-    """A sample as it is; where there is no room for pictures, tables take its place."""
+    """A sample itself: its picture or text, and lines about it."""
 
     title: str
-    lines: Sequence[str]  # what is known of it
+    lines: Sequence[str]  # its label, prediction, loss, ...
     content: Pixels | str | None  # what it is, None where that is not known
     wrong: int | None = None  # which of the lines is a wrong prediction: the card stands out
 
@@ -189,7 +189,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Brief:
-    """What fits one screen of a terminal."""
+    """The part of a result that fits one screen of a terminal."""
 
     facts: Sequence[Fact]
     sections: Sequence[Section]
@@ -221,13 +221,13 @@ class Overview(Displayable):
     """All that is shown of a result."""
 
     paths: Sequence[str]  # the files it is about
-    facts: Sequence[Fact]  # what they are
+    facts: Sequence[Fact]  # facts about the files
     sections: Sequence[Section]  # the rest
     pictures: Sequence[Picture]  # in their order
-    warnings: Sequence[str] = ()  # what is wrong with them
-    records: Mapping[str, Any] | None = None  # documents shown as they are, by title
+    warnings: Sequence[str] = ()  # problems of the files
+    records: Mapping[str, Any] | None = None  # recorded documents, by title
     brief: Brief | None = None  # what a terminal shows unless all is asked for
-    noun: str = "sample"  # what has a row
+    noun: str = "sample"  # the kind of row
 
     def overview(self) -> "Overview":
         """Return itself."""
@@ -303,7 +303,7 @@ def short(value: float | None) -> str:
 
 
 def value_text(value: Plain) -> str:
-    """Return a target or a prediction: a class or a text as it is, other numbers in short."""
+    """Return a target or a prediction: a class or a text unchanged, other numbers in short."""
     return short(value) if value is None or isinstance(value, float) else str(value)
 
 
@@ -315,7 +315,7 @@ def percent(share: float | None) -> str:
 
 
 def index_and_name(index: int, own: int | str | None) -> str:
-    """Return the index of a sample, to be copied as it is, and its own name where it has one."""
+    """Return the index of a sample, without separators, and its own name if it has one."""
     return str(index) if own is None else f"{index} ({own})"
 
 
@@ -371,7 +371,7 @@ def count_column(title: str, values: Sequence[int], rank: int = 0) -> Column:
 
 
 def index_columns(rows: Sequence[Any]) -> list[Column]:
-    """Return the columns of the rows' `index`, to be copied as it is, and `id` where known."""
+    """Return the columns of the rows' `index`, without separators, and `id` where known."""
     columns = [numbers("index", [row.index for row in rows], show=str)]
     if any(row.id is not None for row in rows):
         cells = [NONE if row.id is None else str(row.id) for row in rows]
@@ -385,7 +385,7 @@ def target_columns(rows: Sequence[Any]) -> list[Column]:
 
 
 def _value_column(rows: Sequence[Any], name: str) -> list[Column]:
-    """Return a column of words or numbers, numbers among them to sort by; none if unknown."""
+    """Return a column of words or numbers, with numbers to sort by, if anything is known."""
     found = [getattr(row, name, None) for row in rows]
     if not any(value is not None for value in found):
         return []

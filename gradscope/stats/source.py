@@ -1,4 +1,4 @@
-"""What statistics read of a result file: its finite samples, and what its chains stored."""
+"""The parts of a result file that statistics read: finite samples and stored chains."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -155,7 +155,7 @@ def stages_of(file: Source, chain: Any) -> tuple[Stage, ...]:
         return parse(chain.text)
     except SpecError as error:
         raise ResultFileError(
-            f"it holds a chain that is none: {error.what}",
+            f"it holds an invalid chain: {error.what}",
             where=str(file.path),
             remedy=f"{error.remedy}\nIt was changed, or something else wrote it: compute it again.",
         ) from error

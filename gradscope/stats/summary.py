@@ -73,7 +73,7 @@ class Data:
     Attributes:
         file: The open result file.
         options: What is asked for.
-        noun: What has a row: sample or token.
+        noun: The kind of row: sample or token.
         recorded: The samples as recorded.
         recorded_squared: ‖G‖² as recorded, or None where it is not finite.
         groups: The samples' classes, or None where the targets are none.
@@ -123,8 +123,8 @@ class Data:
     def rows(self) -> Iterator[tuple[str, Positions, Floats]]:
         """Stream the stored rows: (parameter, places (b,) among the samples, gradients (b, w)).
 
-        Nothing comes where none are stored or `--no-rows` is given. The parts of complex numbers
-        are entries of their own. Each walk reads the rows once more.
+        Nothing comes where none are stored or `--no-rows` is given. Real and imaginary parts
+        are separate entries. Each walk reads the rows once more.
         """
         if self.options.rows:
             for name, array in (rows_of(self.file) or {}).items():
@@ -154,7 +154,7 @@ class Statistic:
     brief: "Callable[[Any, Summary], Iterable[Section]] | None" = None
     # (result, summary) -> pairs of a question and its answer, for "In short"
     answers: "Callable[[Any, Summary], Iterable[tuple[str, str]]] | None" = None
-    # (result, summary) -> what is wrong, for the first lines
+    # (result, summary) -> warnings, for the first lines
     warnings: "Callable[[Any, Summary], Iterable[str]] | None" = None
     # (result, summary) -> pictures
     pictures: "Callable[[Any, Summary], Iterable[Picture]] | None" = None
@@ -200,7 +200,7 @@ def ordered_statistics() -> list[tuple[str, Statistic]]:
 class Summary(Displayable):
     """The statistics of one result file; each is an attribute: `summary.noise_scale.simple`.
 
-    What needs products of gradients is None where the file has none, and `missing` says so.
+    Statistics that need products of gradients are None without them, and `missing` lists them.
     `docs/statistics.md` has every key and formula.
     """
 
@@ -216,7 +216,7 @@ class Summary(Displayable):
 
     @property
     def noun(self) -> str:
-        """What has a row: sample or token."""
+        """The kind of row: sample or token."""
         return self.file.noun
 
     @property
@@ -297,7 +297,7 @@ def summarize(
         "nearest": nearest is not None,
         **dict.fromkeys(("samples", "most_opposed", "largest_losses"), top is not None),
     }
-    with np.errstate(all="ignore"):  # what overflows becomes None
+    with np.errstate(all="ignore"):  # an overflow becomes None
         data = Data(file, options)
     return summary_of(data, [name for name, known in asked.items() if known])
 

@@ -24,7 +24,7 @@ from gradscope.stats.summary import Data, Summary, statistic
 PERCENTS = (1, 5, 25, 50, 75, 90, 95, 99)
 _MOST_BINS = 20
 _DECADES_FOR_LOG = 2
-_SHARES = (0.01, 0.05, 0.1, 0.5)  # of samples clipped
+_SHARES = (0.01, 0.05, 0.1, 0.5)  # shares of clipped samples
 
 
 class Moments(Record):
@@ -49,7 +49,7 @@ class Distribution(Moments):
 
 
 def moments(values: Floats) -> Moments | None:
-    """Summarise the finite ones of `values` (n,); None when there is none."""
+    """Summarise the finite ones of `values` (n,); None if no value is finite."""
     values = values[np.isfinite(values)]
     if not values.size:
         return None
@@ -182,7 +182,7 @@ def _answer_clipping(found: Clipping, summary: Summary) -> Iterator[tuple[str, s
 
 @statistic("clipping", place=20, sections=_clipping_section, answers=_answer_clipping)
 def clipping(data: Data) -> Clipping | None:
-    """Say what clips whom; None where there is no sample."""
+    """Return clipping norms and the shares they clip, or None without samples."""
     norms = data.samples.norm
     if not norms.size:
         return None

@@ -119,7 +119,7 @@
   // ---- which samples -----------------------------------------------------------------------
   const WRONG_FIRST = [["predicted wrongly, then loss", (p) => (isWrong(p) ? -1e300 : 0) - loss[p]]];
   const SORTS = [
-    ...(data.scored ? WRONG_FIRST : []),
+    ...(data.scored && data.classes && columns.prediction ? WRONG_FIRST : []),
     ["largest norm", (p) => -norm[p]], ["largest loss", (p) => -loss[p]],
     ["most opposed", columns.cosine && ((p) => columns.cosine[p])],
     ["smallest margin", columns.margin && ((p) => columns.margin[p])],
