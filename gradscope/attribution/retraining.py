@@ -113,7 +113,7 @@ class Queries:
         """Return the loss of each query (M,) by a model, in the mode it is in.
 
         Raises:
-            ModelError: The model is with other parameters than the model of the run.
+            ModelError: The model has other parameters than the model of the run.
             NonFiniteError: A loss is not finite.
         """
         own, job = self._job.session.problem, self._job
@@ -130,7 +130,7 @@ class Queries:
         if len(bad):
             raise NonFiniteError(
                 f"the losses of {len(bad):,} of {len(losses):,} queries are not finite, the first "
-                f"that of query {bad[0]}",
+                f"at query {bad[0]}",
                 remedy="The training has diverged: correct FIT, or train with a lower rate.",
             )
         return losses
