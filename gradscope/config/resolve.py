@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -75,6 +76,7 @@ def resolve(
     config: Path | None,
     overrides: Mapping[str, Any],
     also: Callable[[RunSpec], Iterable[SpecError]] = lambda _: (),
+    examples: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> RunSpec:
     """Return the settings of a run file with those of the command line over them.
 
@@ -83,12 +85,14 @@ def resolve(
         overrides: {section: {key: value}} of the flags; None is not given. Paths in it are
             relative to the working directory. A dataset path ending in .toml is a dataset spec.
         also: Where settings are not of the form they must have: what else is wrong with the rest.
+        examples: {section: {key: value}} of settings that need not be given.
 
     Raises:
         SpecError: Anything is wrong; one error tells everything that is.
     """
     problems: list[SpecError] = []
-    layers = _layers(config, overrides, problems)
+    lowest = _Origin("example", {section: {**table} for section, table in examples.items()})
+    layers = [lowest, *_layers(config, overrides, problems)]
     merged, origin = _merge(layers)
     opposed = []
     computing = merged.get("compute")
@@ -106,7 +110,7 @@ def resolve(
         spec = RunSpec.model_validate(merged)
         spec._places = places
     except ValidationError as failure:
-        origin[()] = next(layer for layer in layers if not layer.flat)
+        origin[()] = next(layer for layer in layers[1:] if not layer.flat)
         missing = not problems  # what is missing may be in the file that could not be read
         problems += _complaints(failure, merged, origin, missing=missing)
         if missing:

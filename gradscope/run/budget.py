@@ -173,7 +173,8 @@ def _beside_others(job: Job, there: int | None, *, fixed: bool, measured: bool) 
         notes.append(note)
     if rehearsals is None:
         return MemoryPlan(samples, tuple(notes), available=there)
-    found = rehearsals.curve(most, limit) if takes > limit else None
+    whole = job.session.settings.own_loss  # which samples share a batch is part of the answer
+    found = rehearsals.curve(most, limit) if takes > limit and not whole else None
     if found is None:
         return MemoryPlan(samples, tuple(notes), rehearsals.peak(most), there)
     peak, fits = found.peak(most), found.most(limit, most)

@@ -14,16 +14,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradscope.config import FROM_CHECKPOINT, function_of
+from gradscope.config import FROM_CHECKPOINT, RunSpec, function_of, is_folder
+from gradscope.core.grammar import anchored
 from gradscope.core.precision import dtype_name
 from gradscope.core.texts import count, listed
-from gradscope.errors import CheckpointError, DatasetError
+from gradscope.errors import CheckpointError, DatasetError, located
 from gradscope.sources.data.columns import SequenceColumn, StoredColumn, TextColumn
 from gradscope.sources.data.files import open_arrays
 from gradscope.sources.data.recipes import MASK
 from gradscope.sources.scripts import FoundModel, find_models, losses_called
 from gradscope.sources.weights import read
-from gradscope.sources.weights.fit import state_dicts
+from gradscope.sources.weights.fit import state_dict_under, state_dicts
 from gradscope.sources.weights.hugging_face import CONFIG
 from gradscope.sources.weights.readers import ADAPTER
 
@@ -48,7 +49,7 @@ version = 1
 [model]
 # FILE.py:NAME, a class or a function that returns the model
 {model}
-mode = "eval"                      # or "train"
+mode = {mode}
 
 [model.kwargs]                     # the keyword arguments of NAME, such as width = 64
 {kwargs}
@@ -65,12 +66,18 @@ mode = "eval"                      # or "train"
 {loss}
 
 [compute]
-backend = "auto"
-transform = ["identity"]           # every sample's gradient; or such as "clip:max_norm=1.0 | mean"
-# parameters = ["*"]               # only parameters of these names
-# samples = "0:100"                # only some samples
-# batch_size = 32                  # samples computed at a time
+{compute}
 """
+
+# of [compute]: a line for each setting that is not given
+_EXAMPLES = {
+    "backend": 'backend = "auto"',
+    "transform": 'transform = ["identity"]           # every sample\'s gradient; or such as '
+    '"clip:max_norm=1.0 | mean"',
+    "parameters": '# parameters = ["*"]               # only parameters of these names',
+    "samples": '# samples = "0:100"                # only some samples',
+    "batch_size": "# batch_size = 32                  # samples computed at a time",
+}
 
 
 @dataclass
@@ -84,29 +91,30 @@ class Draft:
     unused: dict[str, str] = field(default_factory=dict)  # {array that is left out: why}
 
 
-def draft(
-    checkpoint: Path,
-    data: Path,
-    folder: Path,
-    *,
-    model: str | None = None,
-    loss: str | None = None,
-) -> Draft:
-    """Return a run file for a folder; the factory and the loss are guessed where not known.
+def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
+    """Return a run file for a folder.
 
-    `data` is a data file, a dataset spec ending in .toml, or FILE.py:FACTORY.
+    Args:
+        spec: The settings of the command line, which are taken as they are. What else there is of
+            the model, the checkpoint, the data and the loss is guessed.
+        data: A data file, a dataset spec ending in .toml, or FILE.py:FACTORY.
+        folder: The folder of the run file.
     """
     result = Draft()
-    beside = (checkpoint.absolute().parent, data.absolute().parent, Path.cwd())
-    checkpoint_lines, stored = _checkpoint(result, checkpoint, folder)
+    checkpoint = spec.checkpoint.path
+    model = _given(spec, "model").get("factory")
+    loss = _given(spec, "loss").get("name")
+    beside = (checkpoint.parent, data.absolute().parent, Path.cwd())
+    checkpoint_lines, stored = _checkpoint(result, spec, folder)
     files = [f for place in dict.fromkeys(beside) for f in sorted(place.glob("*.py"))]
     files = list(filter(Path.is_file, files))
     model_lines, argument_lines = _model(result, model, checkpoint, folder, files, stored)
     found, why = "mse", "an example"
-    spec = data.suffix.lower() == ".toml"
-    if spec or function_of(str(data)) is not None:  # the samples of a function are not looked at
-        reference = _relative(data, folder) if spec else _anchored(str(data), folder)
-        dataset_lines = [f"{'spec' if spec else 'path'} = {quoted(reference)}"]
+    described = data.suffix.lower() == ".toml"
+    # the samples of a function are not looked at
+    if described or function_of(str(data)) is not None:
+        reference = _relative(data, folder) if described else _anchored(str(data), folder)
+        dataset_lines = [f"{'spec' if described else 'path'} = {quoted(reference)}"]
         result.missing += [] if loss else ["loss.name"]
     else:
         held = model == FROM_CHECKPOINT if model else _description(checkpoint) is not None
@@ -120,8 +128,26 @@ def draft(
     sections = (model_lines, argument_lines, checkpoint_lines, dataset_lines, loss_lines)
     names = ("model", "kwargs", "checkpoint", "dataset", "loss")
     texts = dict(zip(names, map("\n".join, sections), strict=True))
-    result.text = _TEMPLATE.format(**texts)
+    mode = f"{quoted(spec.model.mode):<28}# eval or train"
+    compute = "\n".join(_compute(spec, folder))
+    result.text = _TEMPLATE.format(mode=mode, compute=compute, **texts)
     return result
+
+
+def _given(spec: RunSpec, section: str) -> dict[str, Any]:
+    """Return the settings {key: value} of a table that were given on the command line."""
+    table: Any = getattr(spec, section)
+    return {key: value for key, value in table if spec.is_flag(section, key)}
+
+
+def _compute(spec: RunSpec, folder: Path) -> list[str]:
+    """Return the lines of [compute]: what was given, and examples of the usual settings."""
+    given = _given(spec, "compute")
+    here = Path(os.path.relpath(Path.cwd(), folder.absolute()))
+    if "transform" in given:  # in a run file, paths are relative to it
+        given["transform"] = [anchored(text, here) for text in given["transform"]]
+    lines = {key: f"{key} = {_value(value)}" for key, value in given.items()}
+    return [*(_EXAMPLES | lines).values()]
 
 
 def quoted(text: str) -> str:
@@ -231,10 +257,14 @@ def _functions(file: Path) -> list[str]:
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
 
 
-def _checkpoint(result: Draft, checkpoint: Path, folder: Path) -> tuple[list[str], _Stored]:
+def _checkpoint(result: Draft, spec: RunSpec, folder: Path) -> tuple[list[str], _Stored]:
     """Return the lines on the checkpoint, and what it holds."""
-    content, report = read(checkpoint)
+    checkpoint, given = spec.checkpoint.path, _given(spec, "checkpoint")
+    content, report = read(checkpoint, unsafe_pickle=spec.checkpoint.unsafe_pickle)
     found = state_dicts(content) if isinstance(content, Mapping | nn.Module) else []
+    if spec.checkpoint.key is not None:
+        with located(checkpoint):
+            found = [state_dict_at(content, found, spec.checkpoint.key)]
     weights = [
         (key, [f"{k} {tuple(v.shape)}" for k, v in state.items() if isinstance(v, Tensor)])
         for key, state in found
@@ -248,6 +278,7 @@ def _checkpoint(result: Draft, checkpoint: Path, folder: Path) -> tuple[list[str
     shown = _comment(listed(largest[0][1], _SHOWN))
     lines = [f"# {report.format}, {most} tensors: {shown}"]
     lines.append(f"path = {quoted(_relative(checkpoint, folder))}")
+    lines += [f"{key} = {_value(value)}" for key, value in given.items() if key != "path"]
     keys = [key for key, _ in largest if key]
     if len(largest) > 1:
         result.guessed["checkpoint.key"] = f"{keys[0]}: the first of {listed(keys)}"
@@ -451,7 +482,9 @@ def _comment(text: str) -> str:
 
 
 def _anchored(reference: str, folder: Path) -> str:
-    """Make the file of FILE.py:FUNCTION relative to the folder."""
+    """Make the file of FILE.py:FUNCTION relative to the folder, or the folder of a base model."""
+    if is_folder(Path(reference)) and reference != FROM_CHECKPOINT:
+        return _relative(Path(reference), folder)
     file = (function_of(reference) or "").rpartition(":")[0]
     if not file.endswith(".py") or (reference == "model.py:build" and not Path(file).exists()):
         return reference

@@ -83,7 +83,8 @@ def test_each_option_that_a_message_names_is_one_and_takes_the_value():
         ("compute", '(randomness="fixed")', "(--randomness fixed)"),
         ("compute", "Leave `compile` out.", "Leave --compile out."),
         ("compute", 'loss="cross_entropy:weight=a b"', "--loss 'cross_entropy:weight=a b'"),
-        ("check", 'coupling="frozen"', 'coupling = "frozen" under [compute] of a run file'),
+        ("check", 'coupling="frozen"', "--coupling frozen"),
+        ("merge", 'coupling="frozen"', 'coupling = "frozen" under [compute] of a run file'),
         ("attribute", "give overwrite=True.", "give --overwrite."),
         ("compute", "project:dim=64,seed=True", "project:dim=64,seed=True"),
         ("compute", 'Scope.rows="token", `nothing`', 'Scope.rows="token", `nothing`'),
@@ -124,7 +125,8 @@ def test_the_same_refusal_in_python_and_on_the_command_line(tmp_path, gradscope,
     assert "use --coupling own-loss" in refused.err
     assert 'coupling="' not in refused.err
     refused = gradscope("check", *words)
-    assert 'use coupling = "own-loss" under [compute] of a run file' in refused.err
+    assert "use --coupling own-loss" in refused.err
+    assert gradscope("check", *words, "--coupling", "own-loss").code == 0
 
 
 @pytest.mark.parametrize(

@@ -193,19 +193,7 @@ def _state_dict(
         raise CheckpointError(f"it holds {kind}, not a state dict", remedy=_SAVE)
     found = state_dicts(content)
     if key is not None:
-        below: Any = content
-        for part in key.split("."):  # it may lie deeper than is looked by itself
-            below = below.get(part) if isinstance(below, Mapping) else None
-        deeper = isinstance(below, Mapping) and any(isinstance(v, Tensor) for v in below.values())
-        for name, state in (*found, *([(key, below)] if deeper else [])):
-            if name == key:
-                return key, state
-        if beginning := _beginning(found, key):
-            return _only(beginning)
-        known = [name for name, _ in found if name]
-        hint = suggestion(key, known).replace("Supported", "There are")
-        what = f"there is no state dict under {key!r} in it"
-        raise CheckpointError(what, remedy=hint if known else "There is none under any key.")
+        return state_dict_under(content, found, key)
     scores = []
     for _, state in found:
         fits = expected if all(isinstance(name, str) for name in state) else {}
@@ -221,6 +209,29 @@ def _state_dict(
             "four is named with --key.",
         )
     return _only(chosen)
+
+
+def state_dict_under(
+    content: Any, found: Sequence[tuple[str, Mapping[Any, Any]]], key: str
+) -> tuple[str, Mapping[Any, Any]]:
+    """Return the state dict under a key of a checkpoint; `found` are its `state_dicts`.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    below: Any = content
+    for part in key.split("."):  # it may lie deeper than is looked by itself
+        below = below.get(part) if isinstance(below, Mapping) else None
+    deeper = isinstance(below, Mapping) and any(isinstance(v, Tensor) for v in below.values())
+    for name, state in (*found, *([(key, below)] if deeper else [])):
+        if name == key:
+            return key, state
+    if beginning := _beginning(found, key):
+        return _only(beginning)
+    known = [name for name, _ in found if name]
+    hint = suggestion(key, known).replace("Supported", "There are")
+    what = f"there is no state dict under {key!r} in it"
+    raise CheckpointError(what, remedy=hint if known else "There is none under any key.")
 
 
 def _only(chosen: Sequence[tuple[str, Mapping[Any, Any]]]) -> tuple[str, Mapping[Any, Any]]:
