@@ -56,7 +56,7 @@ def init(options: InitOptions) -> None:
     told["unused"] = found.unused
     rows = [*found.guessed.items(), *((key, "an example: write your own") for key in found.missing)]
     rows += [("not used", f"{name}: {why}") for name, why in found.unused.items()]
-    following = shlex.join(["gradscope", "check", "--config", str(output)])
+    following = f"gradscope check --config {shlex.quote(str(output))}"
     rows += [("written", str(output)), ("next", following)]
     document = {"schema": "gradscope.init", "version": 1, **told}
     show(document, lambda _, console: print_facts(console, rows), json=options.as_json)

@@ -159,10 +159,11 @@ def as_flags(text: str, flags: Mapping[str, str]) -> str:
         if name in flags:
             given = "" if value in (None, "True") else shlex.quote(value.strip('"'))
             return f"{flags[name]} {given}".rstrip()
-        if name in keys and match["name"]:
-            held = value.lower() if value == "True" else value
+        if name in keys:
+            held = "true" if value == "True" else value
             section, key = keys[name]
-            return f"{key} = {held} under [{section}] of a run file"
+            setting = f"`{key}`" if held is None else f"{key} = {held}"
+            return f"{setting} under [{section}] of a run file"
         return match[0]
 
     return _OPTION.sub(shown, text)

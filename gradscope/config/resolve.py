@@ -67,8 +67,8 @@ Origin = dict[tuple[str, ...], _Origin]
 
 _REQUIRED = ("model", "checkpoint", "dataset", "loss")
 _BEGIN = (
-    "To begin, `gradscope init CHECKPOINT DATASET` writes a run file, run.toml: complete it, and "
-    "give --config run.toml."
+    "To begin, `gradscope init CHECKPOINT DATASET` writes a run file, run.toml. Complete it, and "
+    "run `gradscope check --config run.toml`."
 )
 
 
@@ -320,7 +320,7 @@ def _with_dataset_spec(layer: _Origin, problems: list[SpecError]) -> list[_Origi
 
 def _run_file(path: Path) -> SpecError:
     """Say that a run file stands where a checkpoint or data belong."""
-    remedy = "Give it with --config in front, in place of CHECKPOINT and DATASET."
+    remedy = f"Run `gradscope check --config {path.name}` without CHECKPOINT and DATASET."
     return SpecError("this is a run file", where=str(path), remedy=remedy)
 
 

@@ -144,10 +144,10 @@ def _within(job: Job, memory: int, there: int | None) -> MemoryPlan:
             f"a single sample at a time takes about {memory_text(found.peak(1))}",
             where=f"memory {job.spec.compute.memory}",
             remedy=f"Give more than {least}, of which it is {_MARGIN:.0%}, or compute fewer "
-            "--parameters at a time.",
+            "`parameters` at a time.",
         )
     note = f"batches of {count(samples, 'sample')} are to take {memory_text(found.peak(samples))}"
-    note += f" of the {memory_text(memory)} of --memory"
+    note += f" of the {memory_text(memory)} that they may"
     return MemoryPlan(samples, (note,), max(found.largest, found.peak(samples)), there)
 
 

@@ -248,7 +248,7 @@ def prepare(spec: RunSpec) -> Job:
             "with own-loss coupling the answer depends on which samples share a batch, so memory "
             "is not to choose the batch size",
             where="memory",
-            remedy="Give --batch-size instead.",
+            remedy="Give `batch_size` instead.",
         )
     compression = None if asked.compression is None else parse_compression(asked.compression)
     require_compression(compression)
@@ -388,7 +388,7 @@ def require_one_pass(bound: Iterable[Chain]) -> None:
                 f"{chain.text!r} needs the result of {first.text!r} over all samples first, and a "
                 "part of them has only its own",
                 where="shard",
-                remedy=f"Compute it without --shard. Or compute {first.text!r} in shards, merge "
+                remedy=f"Compute it without `shard`. Or compute {first.text!r} in shards, merge "
                 "them, and give what is stored: cosine:with=FILE.h5:0 for cosine:to=mean, "
                 "ekfac:with=FILE.h5:0 for ekfac.",
             )
@@ -442,7 +442,7 @@ def require_usable(device: torch.device) -> None:
         raise SpecError(
             f"there is no device '{device}'; {torch.cuda.device_count()} CUDA devices are here",
             where="device",
-            remedy="Use --device cpu, or leave it out.",
+            remedy='Use device="cpu", or leave it out.',
         )
     try:
         torch.ones(2, device=device).sum().item()
@@ -452,7 +452,7 @@ def require_usable(device: torch.device) -> None:
         raise SpecError(
             f"{device} does not compute: {first_line(error)}",
             where="device",
-            remedy="Use --device cpu, or leave it out; or install a torch for this GPU and driver.",
+            remedy='Use device="cpu", or leave it out; or install a torch for this GPU and driver.',
         ) from error
 
 

@@ -264,7 +264,7 @@ def _checkpoint(result: Draft, spec: RunSpec, folder: Path) -> tuple[list[str], 
     found = state_dicts(content) if isinstance(content, Mapping | nn.Module) else []
     if spec.checkpoint.key is not None:
         with located(checkpoint):
-            found = [state_dict_at(content, found, spec.checkpoint.key)]
+            found = [state_dict_under(content, found, spec.checkpoint.key)]
     weights = [
         (key, [f"{k} {tuple(v.shape)}" for k, v in state.items() if isinstance(v, Tensor)])
         for key, state in found

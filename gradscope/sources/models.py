@@ -32,7 +32,7 @@ from gradscope.sources.weights.fit import changed_dtypes, check_finite, rounding
 from gradscope.sources.weights.hugging_face import CONFIG, build_from_config
 from gradscope.sources.weights.readers import ADAPTER, ADAPTER_WEIGHTS
 
-_FACTORY = "Write a function that builds the model, and name it with --model FILE.py:FACTORY."
+_FACTORY = 'Write a function that builds the model, and name it with model="FILE.py:FACTORY".'
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ def _model_in_checkpoint(
             raise
         if spec.mode == "train":
             what = "an exported program stays in the mode in which it was exported"
-            remedy = "Leave --mode out, or export it again in train mode."
+            remedy = "Leave `mode` out, or export it again in train mode."
             raise CheckpointError(what, where=str(report.path), remedy=remedy) from error
     return model, replace(report, tensors=len(state)), digests
 
@@ -363,7 +363,7 @@ def _require_whole(path: Path) -> None:
     remedy = "Save the adapter again with save_pretrained."
     if (path.parent / ADAPTER).exists():
         what = "the base model of the adapter is itself an adapter"
-        remedy = "Save it merged, merge_and_unload().save_pretrained(FOLDER): --model FOLDER."
+        remedy = 'Save it merged, merge_and_unload().save_pretrained(FOLDER): model="FOLDER".'
     raise CheckpointError(what, remedy=remedy)
 
 
@@ -377,5 +377,5 @@ def _module(value: Any, key: str | None) -> nn.Module:
     what, remedy = "the checkpoint holds weights, not the model they belong to", _FACTORY
     if held:
         what = f"it holds several models, under {', '.join(map(repr, held))}"
-        remedy = "Name one with --key."
+        remedy = "Name one with `key`."
     raise CheckpointError(what, remedy=remedy)

@@ -253,7 +253,7 @@ class Summary(Displayable):
         short = [Section("In short", facts)] if self.finite else []
         sections = join_sections([*short, *collect("sections")])
         some = join_sections([*short, *collect("brief")])
-        left = f"{len(sections) - len(some)} more sections: --full."
+        left = f"{len(sections) - len(some)} more sections: gradscope stats --full."
         left += f" A page of {self.noun}s: gradscope view"
         records = {"Certificate": self.file.certificate, "Run": self.file.run}
         return Overview(

@@ -80,7 +80,7 @@ class View:
             if record is not None and ("position" in table) != ("position" in self.file.samples):
                 raise SpecError(
                     f"of the {what} and {self.file.path} one is of samples, the other of tokens",
-                    remedy="Give files that were computed with the same --rows.",
+                    remedy="Give files of the same gradscope compute --rows.",
                 )
 
     @property

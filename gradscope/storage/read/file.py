@@ -515,5 +515,5 @@ def _sources_of(text: str, folder: Path) -> Sources:
 
 def _other(source: SourceFile, what: str) -> ResultFileError:
     return ResultFileError(
-        what, where=str(source.path), remedy="Merge the files again, without --virtual."
+        what, where=str(source.path), remedy="Run gradscope merge again without --virtual."
     )

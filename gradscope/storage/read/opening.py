@@ -37,6 +37,7 @@ from gradscope.storage.format.layout import (
 from gradscope.storage.format.numbers import unescape
 from gradscope.storage.format.seal import REMEDY, Checks, Seal, seal_of
 
+_CONTINUE = "Run the gradscope compute or attribute that wrote it again, with --resume."
 _DEPTH = 4  # /chains/0/NAME/left
 _CHUNK_BYTES = 2 * CHUNK_BYTES
 _KINDS = "biufc"
@@ -113,7 +114,7 @@ def _file(path: Path) -> tuple[h5py.File, Seal | None]:
         part = path.with_name(path.name + ".part")
         raise ResultFileError(
             ("this is no regular file" if os.path.exists(path) else "there is no such file"),  # noqa: PTH110
-            remedy=f"{part.name} is there: the run is not finished; give --resume."
+            remedy=f"{part.name} is there: the run is not finished. {_CONTINUE}"
             if os.path.isfile(part)  # noqa: PTH113
             else "Check the path.",
         )
@@ -152,7 +153,7 @@ def _checked(file: h5py.File, size: int, seal: Seal | None) -> OpenFile:
     if file.attrs.get("status") != "complete":
         raise ResultFileError(
             "the file is not finished: its run was stopped, or is still going on",
-            remedy="Go on with it: the same command and --resume.",
+            remedy=_CONTINUE,
         )
     if seal is None:
         raise ResultFileError(
