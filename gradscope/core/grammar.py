@@ -150,7 +150,8 @@ class Stage:
                 raise self.error(f"{self.name}:{key}: {error.what}", error.remedy) from error
         if known:
             told = " or ".join(_told(k) for k, _ in known)
-            raise self.error(f"{self.name}:{key} must be {told}, not {text!r}")
+            remedy = f"Write {self.name}:{key}=VALUE; stages are joined by |, arguments by commas."
+            raise self.error(f"{self.name}:{key} must be {told}, not {text!r}", remedy)
         remedy = "Declare it int, float, bool, str, Literal or list[float]; or give it no type."
         what = f"{self.name}:{key} is declared {_told(kind)}, which is not made from text"
         raise self.error(what, remedy)
@@ -299,7 +300,8 @@ def _stage(chain: str, text: str, start: int) -> Stage:
     if not text:
         raise pointed(chain, start, "a stage is empty", "Write stages like clip:max_norm=1 | mean.")
     if not (code or _NAME.fullmatch(name)) or rest[:1] not in ("", ":"):
-        raise pointed(chain, start, f"{name!r} is not the name of a stage")
+        remedy = "Write NAME:argument=value,argument=value, such as clip:max_norm=1.0 | mean."
+        raise pointed(chain, start, f"{name!r} is not the name of a stage", remedy)
     given = arguments(chain, name, rest[1:], start + len(head) + 1) if rest else {}
     return Stage(name, given, chain, start)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gradscope.core.batch import Batch, Tokens, call, map_tensors, output, token_losses, whole_of
 from gradscope.core.precision import cast, double
-from gradscope.core.texts import listed
+from gradscope.core.texts import article, listed
 from gradscope.errors import ModelError, RefusedError, SpecError, UnsupportedError
 from gradscope.model.copies import deep_copy, graph_leaves
 from gradscope.model.locate import PACKED, shapes_of, user_code
@@ -417,7 +417,8 @@ class Problem:
                 remedy="Return the loss itself, not a label or a count; of a complex one, its "
                 "real part or its square.",
             )
-        found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(type(losses))
+        kind = "None" if losses is None else article(type(losses).__name__)
+        found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else kind
         scalar = isinstance(losses, Tensor) and losses.dim() == 0
         rows = isinstance(losses, Tensor) and losses.dim() == 1
         raise SpecError(
@@ -431,6 +432,9 @@ class Problem:
                 if scalar
                 else f"Model and loss were given {shapes_of(batch)}. {PACKED}"
                 if rows
+                else "Return the tensor of losses: no `return` gives None, .item() a float, and "
+                "numpy leaves the graph."
+                if not isinstance(losses, Tensor)
                 else "Reduce over all axes but the first, the sample axis. For a row for each "
                 'position of (n, t), use rows="token".'
             ),

@@ -375,7 +375,12 @@ def resolve_names(spec: RunSpec) -> tuple[tuple[Chain, ...], Loss]:
     if problems:
         raise combine_errors(problems)
     if ":" in stage.name:
-        loss = bound_loss(load_function(stage.name, "loss"), stage)
+        function = load_function(stage.name, "loss")
+        if isinstance(function, type):
+            what = f"this is the class {function.__name__}, not a loss function"
+            remedy = "Name an object, such as criterion = nn.CrossEntropyLoss(reduction='none')."
+            raise SpecError(what, where=f"loss {stage.name}", remedy=remedy)
+        loss = bound_loss(function, stage)
     return tuple(bound), loss
 
 

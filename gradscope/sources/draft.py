@@ -32,6 +32,8 @@ _SHOWN = 6  # tensors named in a comment
 _READ = 10_000  # targets that are read for their texts
 _TARGETS = {"target", "targets", "label", "labels", "y", "class", "classes", "following"}
 _NO_INPUTS = {"id", "ids", "idx", "index", "indices"}  # a name that is only this
+# columns in which pandas stores the numbers of rows
+_OF_PANDAS = re.compile(r"unnamed: \d+|__index_level_\d+__|level_\d+")
 _KEYWORDS = {"input_ids", "attention_mask", "token_type_ids", "pixel_values", "position_ids"}
 # keywords of the masks of what is padded
 _PADDING = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}
@@ -379,6 +381,13 @@ def _unused(arrays: Mapping[str, _DataArray], used: set[str]) -> dict[str, str]:
     return {name: why(name, array) for name, array in arrays.items() if name not in used}
 
 
+def _numbers_samples(name: str, arrays: Mapping[str, _DataArray]) -> bool:
+    """Whether an array is the index of a table by its name, or the unnamed first column."""
+    unnamed = name == "0" and not all(other.isdigit() for other in arrays)
+    known = name.lower() in _NO_INPUTS or _OF_PANDAS.fullmatch(name.lower()) is not None
+    return unnamed or known
+
+
 def _require_inputs(
     data: Path, arrays: Mapping[str, _DataArray], unused: Mapping[str, str]
 ) -> None:
@@ -386,7 +395,7 @@ def _require_inputs(
     dropped = [
         f"{name} ({why})"
         for name, why in unused.items()
-        if arrays[name].dtype != "text" and name.lower() not in _NO_INPUTS
+        if arrays[name].dtype != "text" and not _numbers_samples(name, arrays)
     ]
     if dropped:
         raise DatasetError(
@@ -446,7 +455,7 @@ def _columns(
     n = max(lengths, key=lambda length: (lengths[length], length), default=0)  # train, not test
     usable = [name for name, array in arrays.items() if array.length == n]
     targets = [name for name in usable if _TARGETS & set(re.split(r"[\W_]+", name.lower()))]
-    rest = [k for k in usable if k not in targets and k.lower() not in _NO_INPUTS]
+    rest = [k for k in usable if k not in targets and not _numbers_samples(k, arrays)]
     inputs = [k for k in rest if arrays[k].dtype != "text"] or rest  # texts need a tokenizer
     if not inputs:  # one array, or only names that look like targets
         inputs, targets = targets[:1] or usable[:1], targets[1:]

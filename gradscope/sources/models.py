@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from gradscope.config import FROM_CHECKPOINT, CheckpointSpec, ModelSpec, is_folder
 from gradscope.core.precision import cast
-from gradscope.core.texts import listed
+from gradscope.core.texts import article, listed
 from gradscope.errors import CheckpointError, ModelError, SpecError, located
 from gradscope.model.locate import first_line
 from gradscope.model.randomness import random_numbers_kept
@@ -210,8 +210,16 @@ def _with_attributes(value: Any) -> Any:
 def _require_trainable(model: Any, where: str) -> None:
     """Refuse what is no model, or has nothing to differentiate by."""
     if not isinstance(model, nn.Module):
-        what = f"the factory returned {type(model).__name__}, not a torch.nn.Module"
-        remedy = "Return the model; a missing `return` gives NoneType."
+        kind = "None" if model is None else article(type(model).__name__)
+        what = f"the factory returned {kind}, not a torch.nn.Module"
+        remedy = "Return the model itself."
+        if model is None:
+            remedy = "Return the model: the function has no `return`."
+        elif isinstance(model, type):
+            what = f"the factory returned the class {model.__name__}, not a model"
+            remedy = f"Return {model.__name__}(...), called with its arguments."
+        elif isinstance(model, Mapping):
+            remedy = "Return the model, not its state dict."
         raise ModelError(what, where=where, remedy=remedy)
     parameters = dict(model.named_parameters())
     lazy = [name for name, p in parameters.items() if is_lazy(p)]

@@ -57,7 +57,8 @@ class Options:
         rate = () if self.learning_rate is None else (("learning rate", self.learning_rate),)
         for what, value in (*rate, *(("clipping norm", norm) for norm in self.clip)):
             if not 0 < value < float("inf"):
-                raise SpecError(f"a {what} is a positive number, not {value:g}")
+                remedy = "Give a number above 0, such as 0.1."
+                raise SpecError(f"the {what} is {value:g}", remedy=remedy)
 
 
 class Data:

@@ -202,6 +202,13 @@ def _state_dict(
     best = max(scores, default=0)
     chosen = [each for each, score in zip(found, scores, strict=True) if score == best]
     if not found or (not best and len(found) > 1):
+        if isinstance(content, Mapping) and {"state", "param_groups"} <= content.keys():
+            what = "it holds the state of an optimiser, not the weights of a model"
+            raise CheckpointError(what, remedy=_SAVE)
+        if isinstance(content, Mapping) and any(hasattr(v, "__array__") for v in content.values()):
+            what = f"its values are numpy arrays, not tensors: {listed(map(str, content))}"
+            remedy = "Save {name: torch.from_numpy(array) for name, array in weights.items()}."
+            raise CheckpointError(what, remedy=remedy)
         keys = listed(repr(k) for k in content) if isinstance(content, Mapping) else ""
         raise CheckpointError(
             f"there is no state dict of the model in it; its keys are: {keys or 'none'}",

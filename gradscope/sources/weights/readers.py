@@ -23,13 +23,13 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from gradscope.core.filetypes import AGAIN
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError, InputError
 from gradscope.model.locate import first_line
 from gradscope.sources.code import importable
 from gradscope.sources.formats import (
-    AGAIN,
     checkpoint_readers,
     distinct,
     find_reader,
@@ -160,7 +160,7 @@ def _verified_kind(path: Path) -> Literal["saved", "TorchScript", "torch.export"
             found = "zip archive without tensors of torch.save"
             if any(name.endswith(".npy") for name in names):
                 found = "numpy .npz file: data, not weights"
-            remedy = "Give a file of torch.save or safetensors."
+            remedy = "Give a file of torch.save or safetensors as CHECKPOINT, and data as DATASET."
             raise CheckpointError(f"this is a {found}", remedy=remedy)
         if len(set(names)) < len(names):
             raise _damaged("several of its parts have one name")

@@ -20,6 +20,7 @@ import h5py
 import numpy as np
 
 from gradscope.core.chunks import index_is_sound
+from gradscope.core.filetypes import describe
 from gradscope.errors import ResultFileError
 from gradscope.storage.format.files import reading
 from gradscope.storage.format.layout import (
@@ -39,6 +40,7 @@ from gradscope.storage.format.seal import REMEDY, Checks, Seal, seal_of
 
 _CONTINUE = "Run the gradscope compute or attribute that wrote it again, with --resume."
 _DEPTH = 4  # /chains/0/NAME/left
+_HEAD = 4096  # bytes by which a file of another kind is described
 _CHUNK_BYTES = 2 * CHUNK_BYTES
 _KINDS = "biufc"
 _ATTRIBUTE_BYTES = 2**16
@@ -122,8 +124,11 @@ def _file(path: Path) -> tuple[h5py.File, Seal | None]:
     if seal is not None and not seal.intact:
         raise ResultFileError("its structure was changed after it was written", remedy=REMEDY)
     if not h5py.is_hdf5(path):
+        with path.open("rb") as plain:
+            what, _ = describe(plain.read(_HEAD))
         raise ResultFileError(
-            "this is not an HDF5 file", remedy="Give the file that gradscope compute -o wrote."
+            f"this is {what}, not an HDF5 file",
+            remedy="Give the file that gradscope compute -o wrote.",
         )
     try:
         return h5py.File(path, "r", locking=False), seal
