@@ -37,7 +37,10 @@ def list_(options: ListOptions) -> None:
 
 @with_flags
 def init(options: InitOptions) -> None:
-    """Write a commented run file, guessing what can be guessed; nothing of yours is executed."""
+    """Write a commented run file, guessing what can be guessed; nothing of yours is executed.
+
+    With --unsafe-pickle, a checkpoint may execute code as it is read.
+    """
     from gradscope.report import print_facts
     from gradscope.run import resolve_names
     from gradscope.sources.draft import draft

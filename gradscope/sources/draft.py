@@ -97,8 +97,8 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     """Return a run file for a folder.
 
     Args:
-        spec: The settings of the command line, which are taken as they are. What else there is of
-            the model, the checkpoint, the data and the loss is guessed.
+        spec: The settings of the command line, which are written as they are. The function guesses
+            the other settings of the model, the checkpoint, the data and the loss.
         data: A data file, a dataset spec ending in .toml, or FILE.py:FACTORY.
         folder: The folder of the run file.
     """
@@ -143,7 +143,7 @@ def _given(spec: RunSpec, section: str) -> dict[str, Any]:
 
 
 def _compute(spec: RunSpec, folder: Path) -> list[str]:
-    """Return the lines of [compute]: what was given, and examples of the usual settings."""
+    """Return the lines of [compute]: the given settings, and examples of the usual settings."""
     given = _given(spec, "compute")
     here = Path(os.path.relpath(Path.cwd(), folder.absolute()))
     if "transform" in given:  # in a run file, paths are relative to it
