@@ -120,7 +120,8 @@ def options_named(text):
 
 def test_each_option_that_a_message_names_is_one_of_the_command_that_prints_it():
     taken = {
-        name: {flag for p in command.params for flag in (*p.opts, *p.secondary_opts, p.name)}
+        name: {"--help"}
+        | {flag for p in command.params for flag in (*p.opts, *p.secondary_opts, p.name)}
         for name, command in reach.COMMANDS.items()
     }
     described = {"gradscope.config.spec", "gradscope.config.commands"}  # the options themselves
