@@ -150,10 +150,12 @@ def _training(
     """Return the training side, and what tells its run."""
     if isinstance(source, tuple):
         return scope_source("training samples", *source), None
-    if _is_result(source):
+    if _is_result(source) or Path(str(source)).suffix != ".toml":  # and no run file
         file = _file(source, stack)
         if is_scores(file):
-            raise SpecError("these are scores, not gradients", where=str(file.path))
+            what = "these are scores, not gradients"
+            remedy = "Give the file that gradscope compute -o wrote, or a run file."
+            raise SpecError(what, where=str(file.path), remedy=remedy)
         if not stream:
             return FileSource(file, chain), lambda: training_run(file)
         spec = training_run(file).computing(shard=None)

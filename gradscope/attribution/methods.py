@@ -96,7 +96,8 @@ class AttributionSettings:
             )
         if self.damping != "auto" and not 0 <= self.damping < float("inf"):
             raise SpecError(
-                f"the damping is a number that is not negative, or auto, not {self.damping}"
+                f"the damping is {self.damping}, which is negative or not finite",
+                remedy="Give a `damping` of at least 0, such as 0.1, or auto.",
             )
 
     def room(self, train: GradientSource) -> int:

@@ -349,17 +349,23 @@ def _sections(path: Path) -> set[str]:
 
 def _chosen(file: GradientFile, asked: str | None) -> StoredChain:
     """Return the chain with rows that is asked for by number or text; the best one by default."""
-    rows = {k: chain for k, chain in enumerate(file.chains) if not chain.reduced}
+    rows = {
+        k: chain
+        for k, chain in enumerate(file.chains)
+        if not chain.reduced and all(len(array.shape) > 1 for array in chain.values())  # no norms
+    }
     if asked is None and rows:
         asked = best_rows([chain.text for chain in rows.values()])
-    if asked is not None and (chain := find_chain(file, asked, reduced=False)) is not None:
-        return chain
+    found = None if asked is None else find_chain(file, asked, reduced=False)
+    if found is not None and any(found.text == chain.text for chain in rows.values()):
+        return found
     known = ", ".join(f"{k} ({chain.text})" for k, chain in rows.items()) or "none"
     wanted = "no chain with rows" if asked is None else f"no chain {asked!r} with rows"
     raise SpecError(
         f"the file has {wanted}",
         where=str(file.path),
-        remedy=f"Chains with rows in it: {known}. Compute it with -t identity or -t project:...",
+        remedy=f"Chains with rows in it: {known}. Run gradscope compute -t identity, or -t "
+        "project:dim=4096 if the gradients are large.",
     )
 
 
@@ -433,7 +439,7 @@ def stored_aggregate(path: str, train: SourceFacts, chain: str) -> dict[str, Ten
                 )
         found = stored_result(file, chain)
         if found is None:
-            remedy = f"Compute it: -t {chain!r}."
+            remedy = f"Run gradscope compute -t {chain!r}."
             raise SpecError(f"the file has no chain {chain!r}", where=path, remedy=remedy)
         return found
 

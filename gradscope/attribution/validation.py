@@ -174,7 +174,7 @@ class ValidationRun:
                 raise SpecError(
                     "the scores are of tokens, and a training leaves out whole samples",
                     where=str(path),
-                    remedy="Score runs with --rows sample.",
+                    remedy='Score runs with rows="sample".',
                 )
             n = scores.shape[1]
             _require_sizes(path, n, asked)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from gradscope.cli.names import registries
-from gradscope.cli.options import NONFINITE, run_spec, show, with_flags
-from gradscope.config import FROM_CHECKPOINT
+from gradscope.cli.options import NONFINITE, show, with_flags
+from gradscope.config import RunSpec
 from gradscope.config.commands import CheckOptions, InitOptions, ListOptions
 from gradscope.process import stops, streams
 
@@ -37,34 +37,41 @@ def list_(options: ListOptions) -> None:
 
 @with_flags
 def init(options: InitOptions) -> None:
-    """Write a commented run file, guessing what can be guessed; nothing of yours is executed."""
+    """Write a commented run file, guessing what can be guessed; nothing of yours is executed.
+
+    With --unsafe-pickle, a checkpoint may execute code as it is read.
+    """
     from gradscope.report import print_facts
+    from gradscope.run import resolve_names
     from gradscope.sources.draft import draft
-    from gradscope.stages.losses import bound, losses
     from gradscope.storage import require_free, require_place, written
 
-    output, model, loss = options.output, options.model, options.loss
+    output = options.output
     require_place(output)
     known = re.compile(rb"^version *= *\d", re.MULTILINE).search
     require_free(
         output, overwrite=options.overwrite, kind="run file", known=lambda h: bool(known(h))
     )
-    given = {"checkpoint": options.checkpoint, "dataset": options.dataset}
-    # what is wrong with an option is told before anything is written
-    asked = run_spec(None, {**given, "model": model or FROM_CHECKPOINT, "loss": loss or "mse"})
-    stage = asked.loss.stage
-    if ":" not in stage.name:  # else it is code of yours, which is not executed
-        bound(losses.get(stage.name), stage)
-    found = draft(options.checkpoint, options.dataset, output.parent, model=model, loss=loss)
+    resolve_names(_without_code(options.spec))
+    found = draft(options.spec, options.dataset, output.parent)
     written(output, lambda file: file.write(found.text.encode()))
     told = {"path": str(output), "guessed": found.guessed, "missing": found.missing}
     told["unused"] = found.unused
     rows = [*found.guessed.items(), *((key, "an example: write your own") for key in found.missing)]
     rows += [("not used", f"{name}: {why}") for name, why in found.unused.items()]
-    following = shlex.join(["gradscope", "check", "--config", str(output)])
+    following = f"gradscope check --config {shlex.quote(str(output))}"
     rows += [("written", str(output)), ("next", following)]
     document = {"schema": "gradscope.init", "version": 1, **told}
     show(document, lambda _, console: print_facts(console, rows), json=options.as_json)
+
+
+def _without_code(spec: RunSpec) -> RunSpec:
+    """Return the settings of a run without the chains and the loss that are code of the user's."""
+    chains = tuple(text for text in spec.compute.transform if ".py:" not in text)
+    kept = spec.computing(transform=chains or ("identity",))
+    if ":" not in spec.loss.stage.name:
+        return kept
+    return kept.model_copy(update={"loss": spec.loss.model_copy(update={"name": "mse"})})
 
 
 @with_flags

@@ -104,7 +104,7 @@ def _loaded(reference: str, samples: range, rows: "RowKind") -> Any:
             raise SpecError(
                 "the result holds no raw per-sample gradients",
                 where=reference,
-                remedy="Compute it with -t identity.",
+                remedy="Run gradscope compute -t identity.",
             )
         # of a run of tokens, a sample has several rows, or none
         places: dict[int, list[int]] = {

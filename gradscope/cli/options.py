@@ -45,7 +45,7 @@ def with_flags(command: Callable[[Any], None]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         values = {s.key: given[s.parameter] for s in options_of(options)}
         if "spec" in options.model_fields:
-            values["spec"] = run_spec(values["config"], given)
+            values["spec"] = run_spec(values.get("config"), given, options.examples)
         command(options.of(values))
 
     taken = {option.key: [option] for option in options_of(options)}
@@ -101,8 +101,17 @@ def _declare(option: Option) -> Any:
     return typer.Option(*names, metavar=metavar, **shown)
 
 
-def run_spec(config: Path | None, flags: Mapping[str, Any]) -> RunSpec:
+def run_spec(
+    config: Path | None,
+    flags: Mapping[str, Any],
+    examples: Mapping[str, Mapping[str, Any]] | None = None,
+) -> RunSpec:
     """Return the run file's settings with the given flags over them; None is not given.
+
+    Args:
+        config: The run file, or None.
+        flags: The values of the flags by their names in Python.
+        examples: {section: {key: value}} of settings that need not be given.
 
     Raises:
         SpecError: Anything does not fit; all of it is listed.
@@ -116,7 +125,7 @@ def run_spec(config: Path | None, flags: Mapping[str, Any]) -> RunSpec:
             overrides.setdefault(option.section, {})[option.key] = value
     if "loss" in overrides:
         overrides["loss"]["kwargs"] = {}  # those of the run file's loss are not this one's
-    return resolve(config, overrides, _wrong_names)
+    return resolve(config, overrides, _wrong_names, examples or {})
 
 
 def group_of(name: str) -> str:
@@ -150,10 +159,11 @@ def as_flags(text: str, flags: Mapping[str, str]) -> str:
         if name in flags:
             given = "" if value in (None, "True") else shlex.quote(value.strip('"'))
             return f"{flags[name]} {given}".rstrip()
-        if name in keys and match["name"]:
-            held = value.lower() if value == "True" else value
+        if name in keys:
+            held = "true" if value == "True" else value
             section, key = keys[name]
-            return f"{key} = {held} under [{section}] of a run file"
+            setting = f"`{key}`" if held is None else f"{key} = {held}"
+            return f"{setting} under [{section}] of a run file"
         return match[0]
 
     return _OPTION.sub(shown, text)

@@ -8,7 +8,7 @@ a run.
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -42,6 +42,8 @@ class Options(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    # {section: {key: value}} of settings of a run that need not be given
+    examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     @classmethod
     def of(cls: type[T], given: Mapping[str, Any]) -> T:
@@ -78,11 +80,12 @@ class ListOptions(Options):
 class InitOptions(Options):
     """What `gradscope init` takes."""
 
+    examples = {"model": {"factory": values.FROM_CHECKPOINT}, "loss": {"name": "mse"}}
+
     checkpoint: values.SomePath = same("checkpoint", "path", ...)
     dataset: values.SomePath = same("dataset", "path", ...)
     output: Path = option(Path("run.toml"), "--output -o RUN.toml", help="The run file")
-    model: str | None = same("model", "factory", None)
-    loss: str | None = same("loss", "name", None)
+    spec: RunSpec
     overwrite: bool = OVERWRITE
     as_json: bool = JSON
 

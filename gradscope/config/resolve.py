@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
 
 from gradscope.config.spec import RunSpec, run_options
 from gradscope.config.values import FROM_CHECKPOINT, function_of, is_folder
+from gradscope.core.filetypes import describe
 from gradscope.core.grammar import resolve_paths
 from gradscope.core.registry import suggestion
 from gradscope.errors import SpecError
@@ -31,6 +33,11 @@ _MAX_PARTS = 32  # of a dotted key: tomllib takes the square of their number in 
 _PART = r"""(?:[\w-]++|"(?:[^"\\\n]++|\\.)*+"|'[^'\n]*+')"""
 _LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{_MAX_PARTS}}}")
 
+_TOML = (
+    'Write TABLE headings as [model], and settings as key = "text", key = 32 or key = ["a", "b"]. '
+    "A path with backslashes stands in single quotes."
+)
+_COMMAND_LINE = "command line"
 _RIVALS = {("compute", "batch_size"): "memory", ("compute", "memory"): "batch_size"}
 _EXAMPLES = (
     ("model", "factory", FROM_CHECKPOINT),
@@ -51,7 +58,12 @@ class _Origin:
     flat: bool = False
 
     def place(self, parts: Location) -> str:
-        """Return "SOURCE: dotted.key", the key as the source writes it."""
+        """Return "SOURCE: dotted.key", the key as the source writes it; of a flag, its name."""
+        if self.source == _COMMAND_LINE:
+            names = tuple(map(str, parts[:2]))
+            flags = next((s.flags for s in run_options() if (s.section, s.key) == names), ())
+            if flags:
+                return flags[0]
         dotted = ""
         for part in parts[1:] if self.flat else parts:
             bare = isinstance(part, str) and part.isascii()
@@ -66,8 +78,8 @@ Origin = dict[tuple[str, ...], _Origin]
 
 _REQUIRED = ("model", "checkpoint", "dataset", "loss")
 _BEGIN = (
-    "To begin, `gradscope init CHECKPOINT DATASET` writes a run file, run.toml: complete it, and "
-    "give --config run.toml."
+    "To begin, `gradscope init CHECKPOINT DATASET` writes a run file, run.toml. Complete it, and "
+    "run `gradscope check --config run.toml`."
 )
 
 
@@ -75,6 +87,7 @@ def resolve(
     config: Path | None,
     overrides: Mapping[str, Any],
     also: Callable[[RunSpec], Iterable[SpecError]] = lambda _: (),
+    examples: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> RunSpec:
     """Return the settings of a run file with those of the command line over them.
 
@@ -83,19 +96,21 @@ def resolve(
         overrides: {section: {key: value}} of the flags; None is not given. Paths in it are
             relative to the working directory. A dataset path ending in .toml is a dataset spec.
         also: Where settings are not of the form they must have: what else is wrong with the rest.
+        examples: {section: {key: value}} of settings that need not be given.
 
     Raises:
         SpecError: Anything is wrong; one error tells everything that is.
     """
     problems: list[SpecError] = []
-    layers = _layers(config, overrides, problems)
+    lowest = _Origin("example", {section: {**table} for section, table in examples.items()})
+    layers = [lowest, *_layers(config, overrides, problems)]
     merged, origin = _merge(layers)
     opposed = []
     computing = merged.get("compute")
     if isinstance(computing, Mapping) and {"batch_size", "memory"} <= computing.keys():
         where = origin["compute", "memory"].place(("compute", "memory"))
-        what = "memory is there to choose the batch size, and batch_size is given too"
-        opposed.append(SpecError(what, where=where, remedy="Give one of them."))
+        what = "memory chooses the batch size, and a batch size is given too"
+        opposed.append(SpecError(what, where=where, remedy="Give one of the two."))
     for section in _REQUIRED:
         merged.setdefault(section, {})  # so that the missing key is named, not only its table
     places = {
@@ -106,7 +121,7 @@ def resolve(
         spec = RunSpec.model_validate(merged)
         spec._places = places
     except ValidationError as failure:
-        origin[()] = next(layer for layer in layers if not layer.flat)
+        origin[()] = next(layer for layer in layers[1:] if not layer.flat)
         missing = not problems  # what is missing may be in the file that could not be read
         problems += _complaints(failure, merged, origin, missing=missing)
         if missing:
@@ -116,7 +131,8 @@ def resolve(
     problems += opposed
     if problems:
         error = combine_errors(problems)
-        if config is None and not all(merged[section] for section in _REQUIRED):
+        begun = any("this is a run file" in problem.what for problem in problems)
+        if config is None and not begun and not all(merged[section] for section in _REQUIRED):
             error.remedy = f"{error.remedy}\n{_BEGIN}"
         raise error
     return spec
@@ -159,7 +175,7 @@ def _layers(
         else table
         for section, table in overrides.items()
     }
-    above = _Origin("command line", _with_absolute_paths(given, Path.cwd(), flags=True))
+    above = _Origin(_COMMAND_LINE, _with_absolute_paths(given, Path.cwd(), flags=True))
     below = []
     weights = _toml(above, "checkpoint")
     if config is None and weights is not None:
@@ -200,7 +216,8 @@ def _read(path: Path, problems: list[SpecError]) -> dict[str, Any]:
     try:
         if not path.is_file():
             found = "this is a directory" if path.is_dir() else "this is no regular file"
-            what, remedy = found if path.exists() else "there is no such file", "Give a TOML file."
+            what = found if path.exists() else "there is no such file"
+            remedy = "Give a run file, which gradscope init writes, or a dataset spec."
         else:
             with path.open("rb") as file:
                 content = file.read(_MAX_BYTES + 1)
@@ -218,15 +235,16 @@ def _read(path: Path, problems: list[SpecError]) -> dict[str, Any]:
     except OSError as error:
         what, remedy = f"cannot be read: {error.strerror}", "Check its permissions."
     except UnicodeDecodeError as error:
-        packed = content.startswith(b"PK")
-        kind = "a zip archive (.npz, .pt)" if packed else "not text"
+        kind, _ = describe(content[:4096])
         what = f"this is {kind}, and a TOML file is expected: byte {error.start} is not UTF-8"
-        remedy = "Give a run file or a dataset spec; gradscope init writes one."
+        remedy = "Give a run file, which gradscope init writes, or a dataset spec."
     except RecursionError:
         what, remedy = "tables or arrays are nested too deeply", "Flatten them."
     except ValueError as error:  # TOMLDecodeError, and numbers of thousands of digits
         what = f"not valid TOML: {str(error).partition(chr(10))[0]}"
-        remedy = "Correct it there."
+        at = re.search(r"at line (\d+)", what)
+        shown = text.splitlines()[int(at[1]) - 1].strip() if at else ""
+        remedy = _TOML if not shown else f"The line is: {shown[:200]}\n{_TOML}"
     problems.append(SpecError(what, where=str(path), remedy=remedy))
     return {}
 
@@ -316,7 +334,7 @@ def _with_dataset_spec(layer: _Origin, problems: list[SpecError]) -> list[_Origi
 
 def _run_file(path: Path) -> SpecError:
     """Say that a run file stands where a checkpoint or data belong."""
-    remedy = "Give it with --config in front, in place of CHECKPOINT and DATASET."
+    remedy = f"Run `gradscope check --config {path.name}` without CHECKPOINT and DATASET."
     return SpecError("this is a run file", where=str(path), remedy=remedy)
 
 
@@ -367,7 +385,8 @@ def _complaint(parts: Location, kind: str, merged: dict[str, Any], origin: Origi
         what = "missing" if kind == "missing" else f"found {short_repr(value)}"
         if len(names) > 1:
             found = next(s for s in run_options() if (s.section, s.key) == names[:2])
-            accepted = f"{found.accepted} ({found.flags[0]})" if found.flags else found.accepted
+            named = found.flags and layer.source != _COMMAND_LINE
+            accepted = f"{found.accepted} ({found.flags[0]})" if named else found.accepted
         else:
             accepted = RunSpec.model_fields[names[0]].description or f"a table [{names[0]}]"
         remedy = f"Accepted: {accepted}."

@@ -21,9 +21,9 @@ from gradscope.config.values import FROM_CHECKPOINT, REFERENCE_FORMS, function_o
 from gradscope.core.grammar import Stage
 from gradscope.errors import SpecError
 
-_RUNS = ("compute", "compare", "check")
-_CHAINS = ("compute", "check")
-_COMPUTE = ("compute",)
+_CHAINS = ("init", "check", "compute")
+_RUNS = (*_CHAINS, "compare")
+_FILES = _RUNS[1:]  # of init these are options of its own, which must be given
 
 
 def option(
@@ -143,7 +143,7 @@ class CheckpointSpec(_Section):
     path: values.SomePath = option(
         ...,
         "CHECKPOINT",
-        _RUNS,
+        _FILES,
         "A file with the model's weights, or its folder",
         "the path of a file with the weights, or of the folder that holds it",
     )
@@ -176,7 +176,7 @@ class DatasetSpec(_Section):
     path: values.SomePath = option(
         ...,
         "DATASET",
-        _RUNS,
+        _FILES,
         "A data file, or a dataset spec (.toml)",
         "the path of a data file or folder, of a dataset spec ending in .toml, or "
         "FILE.py:FACTORY, a function that returns a torch Dataset",
@@ -318,13 +318,13 @@ class ComputeSpec(_Section):
     shard: values.ShardText | None = option(
         None,
         "--shard I/N",
-        _COMPUTE,
+        _CHAINS,
         "Only part I, from 0, of N; workers of torchrun take theirs by themselves",
     )
     sharded: values.Switch = option(
         False,
         "--sharded",
-        _COMPUTE,
+        _CHAINS,
         "Divide the model over the workers of torchrun (fully_shard), for one result file",
     )
     batch_size: values.Count | None = option(
@@ -333,7 +333,7 @@ class ComputeSpec(_Section):
     memory: values.Memory | None = option(
         None,
         "--memory SIZE",
-        _COMPUTE,
+        _CHAINS,
         "What a run may take beside model and data, such as 2GB; it sets the batch size",
     )
     dtype: values.Dtype | None = option(None, "--dtype", _RUNS, "What the model computes in")
@@ -344,28 +344,28 @@ class ComputeSpec(_Section):
     compile: values.Switch = option(
         False,
         "--compile",
-        ("compute", "compare"),
+        _RUNS,
         "Compile gradient and reduction where that can be done; with auto, where it pays",
     )
     cache: values.Switch = option(
         True,
         "--cache",
-        _COMPUTE,
+        _CHAINS,
         "Measure which kernels are faster, and remember it on this machine",
     )
     layout: Literal["auto", "dense", "factored"] = option(
-        "dense", "--layout", _COMPUTE, "How rows are stored"
+        "dense", "--layout", _CHAINS, "How rows are stored"
     )
     compression: values.Compressed | None = option(
         None,
         "--compression gzip|zstd|blosc2[:LEVEL]",
-        _COMPUTE,
+        _CHAINS,
         "Compress rows [they are stored as they are]",
     )
     labels: Literal["data", "sampled", "exact"] = option(
         "data",
         "--labels",
-        _COMPUTE,
+        _CHAINS,
         "The data's, drawn from the model's predictions, or all classes",
     )
     rows: Literal["sample", "token"] = option(
@@ -377,17 +377,17 @@ class ComputeSpec(_Section):
     predictions: values.Switch = option(
         True,
         "--predictions",
-        _COMPUTE,
+        _CHAINS,
         "Keep what the model predicts of each sample, and the margin of its class",
     )
     previews: values.Preview | None = option(
         None,
         "--previews BYTES",
-        _COMPUTE,
+        _CHAINS,
         "Keep a small picture of each sample, or the beginning of its text, in so many bytes",
     )
     coupling: Literal["refuse", "own-loss", "frozen"] = option(
-        "refuse", "--coupling", _COMPUTE, "What to do when samples depend on their batch"
+        "refuse", "--coupling", _CHAINS, "What to do when samples depend on their batch"
     )
     randomness: Literal["refuse", "fixed"] = option(
         "refuse",
@@ -396,12 +396,12 @@ class ComputeSpec(_Section):
         "Of a model that draws random numbers: refuse it, or fix them by seed and sample",
     )
     nonfinite: Literal["skip", "fail", "keep"] = option(
-        "skip", "--nonfinite", _COMPUTE, "What reducers do with samples that are not finite"
+        "skip", "--nonfinite", _CHAINS, "What reducers do with samples that are not finite"
     )
     verify: Literal["audit", "first", "always", "never"] = option(
         "audit",
         "--verify",
-        _COMPUTE,
+        _CHAINS,
         "Which batches are proved; audit: the first, the last, some between",
     )
 

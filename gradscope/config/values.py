@@ -121,7 +121,7 @@ class Shard:
                 f"the batches of {batch:,} are too few for {self.count:,} shards: "
                 f"{count(len(whole), 'sample')} make {count(batches, 'batch')}",
                 where="shard",
-                remedy=f"Use at most {count(batches, 'shard')}, or a smaller --batch-size.",
+                remedy=f"Use at most {count(batches, 'shard')}, or a smaller `batch_size`.",
             )
         first, last = (k * batches // self.count * batch for k in (self.index, self.index + 1))
         return whole[first:last]

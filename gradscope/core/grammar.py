@@ -157,7 +157,8 @@ class Stage:
                 raise self.error(f"{self.name}:{key}: {error.what}", error.remedy) from error
         if known:
             accepted = " or ".join(_describe_type(k) for k, _ in known)
-            raise self.error(f"{self.name}:{key} must be {accepted}, not {text!r}")
+            remedy = f"Write {self.name}:{key}=VALUE; stages are joined by |, arguments by commas."
+            raise self.error(f"{self.name}:{key} must be {accepted}, not {text!r}", remedy)
         remedy = "Declare it as int, float, bool, str, Literal or list[float], or without a type."
         what = f"{self.name}:{key} has the type {_describe_type(kind)}: text cannot be converted"
         raise self.error(what, remedy)
@@ -308,7 +309,8 @@ def _stage(chain: str, text: str, start: int) -> Stage:
             chain, start, "a stage is empty", "Write stages as in clip:max_norm=1 | mean."
         )
     if not (code or _NAME.fullmatch(name)) or rest[:1] not in ("", ":"):
-        raise error_at(chain, start, f"{name!r} is not the name of a stage")
+        remedy = "Write NAME:argument=value,argument=value, such as clip:max_norm=1.0 | mean."
+        raise error_at(chain, start, f"{name!r} is not the name of a stage", remedy)
     given = arguments(chain, name, rest[1:], start + len(head) + 1) if rest else {}
     return Stage(name, given, chain, start)
 

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import dropwhile
+from math import prod
 from pathlib import Path
 
 import torch
@@ -31,6 +32,9 @@ _COUNT = re.compile(r"positional arguments? but|required positional|unexpected k
 _DEVICES = re.compile(r"on the same device|on the expected device|torch\.\w+\.\w+Tensor")
 _INDEX = re.compile(r"index out of range in self")
 _CHANNELS = re.compile(r"expected input\[[\d, ]+\] to have (\d+) channels")
+_PRODUCT = re.compile(r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
+_UNBATCHED = re.compile(r"Expected \dD \(unbatched\) or (\d)D \(batched\) input")
+_IDS = re.compile(r"argument #1 'indices'")
 _SIZES = re.compile(r"size|shape|length|split|expand|index", re.I)
 _FIXED = re.compile(r"Guard failed|to be equal to \d+, but got")  # messages of exported programs
 _ONE = re.compile(r"more than 1 value per channel")
@@ -251,6 +255,34 @@ def _channels_hint(text: str, batch: Batch) -> str | None:
     return None
 
 
+def _width_hint(text: str, batch: Batch) -> str | None:
+    """Return what to do about inputs of another width, or without axes, for the first layer."""
+    inputs = [t for t in tensors(batch.inputs) if t.is_floating_point()]
+    if len(inputs) != 1:
+        return None
+    size = inputs[0].shape[1:]
+    product, axes = _PRODUCT.search(text), _UNBATCHED.search(text)
+    if axes is not None and len(size) < int(axes[1]) - 1:
+        wanted = "[channels, height, width]" if axes[1] == "4" else "[channels, ...]"
+        return (
+            f"The layer takes {axes[1]} axes, the samples' among them. A dataset spec says "
+            f"reshape = {{ NAME = {wanted} }} with the numbers of one sample, whose product is "
+            f"{prod(size)}."
+        )
+    if product is None or (size[-1:] != (int(product[1]),) and size != ()):
+        return None
+    width = int(product[2])
+    if prod(size) == width and len(size) > 1:
+        return (
+            f"The layer takes {width} numbers on the last axis. A dataset spec says reshape = "
+            f"{{ NAME = [{width}] }}."
+        )
+    return (
+        f"The layer takes {width} numbers on the last axis, and a sample has {prod(size[-1:])}: "
+        "name the columns that the model was trained on, or build the model for these."
+    )
+
+
 def _hint(error: BaseException, batch: Batch | None) -> tuple[str | None, str]:
     """Return the sample that caused an error of the model or loss, if known, and a remedy."""
     general = "Check that the data match the model: shapes, dtypes and the order of inputs."
@@ -259,6 +291,13 @@ def _hint(error: BaseException, batch: Batch | None) -> tuple[str | None, str]:
     general = f"The model was called with {shapes_of(batch)}. {general}"
     if (fits := _channels_hint(str(error), batch)) is not None:
         return None, f"The model was called with {shapes_of(batch)}. {fits}"
+    if (fits := _width_hint(str(error), batch)) is not None:
+        return None, f"The model was called with {shapes_of(batch)}. {fits}"
+    if _IDS.search(str(error)):
+        return None, (
+            f"The model was called with {shapes_of(batch)}. Token ids are integers: a dataset "
+            'spec says dtype = { NAME = "int64" }.'
+        )
     if _SIZES.search(str(error)):
         general = f"{general} {PACKED}"
     text, whole = str(error), [t for t in tensors(batch.inputs) if t.dtype in _WHOLE]

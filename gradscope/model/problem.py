@@ -27,7 +27,7 @@ from gradscope.core.batch import (
     token_losses,
 )
 from gradscope.core.precision import cast, double
-from gradscope.core.texts import listed
+from gradscope.core.texts import article, listed
 from gradscope.errors import ModelError, RefusedError, SpecError, UnsupportedError
 from gradscope.model.copies import deep_copy, graph_leaves
 from gradscope.model.locate import PACKED, shapes_of, user_code
@@ -433,7 +433,8 @@ class Problem:
                 remedy="Return the loss itself, not a label or a count. For a complex loss, "
                 "return its real part or its square.",
             )
-        found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(type(losses))
+        kind = "None" if losses is None else article(type(losses).__name__)
+        found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else kind
         scalar = isinstance(losses, Tensor) and losses.dim() == 0
         rows = isinstance(losses, Tensor) and losses.dim() == 1
         raise SpecError(
@@ -448,6 +449,9 @@ class Problem:
                 if scalar
                 else f"The model and the loss were called with {shapes_of(batch)}. {PACKED}"
                 if rows
+                else "Return the tensor of losses: no `return` gives None, .item() a float, and "
+                "numpy leaves the graph."
+                if not isinstance(losses, Tensor)
                 else "Reduce over all axes but the first, the sample axis. For one row per "
                 'position of (n, t), use rows="token".'
             ),

@@ -144,11 +144,11 @@ def _plan_within(job: Job, memory: int, free: int | None) -> MemoryPlan:
             f"a single sample at a time takes about {memory_text(found.peak(1))}",
             where=f"memory {job.spec.compute.memory}",
             remedy=f"Give more than {least}, of which it is {_MARGIN:.0%}, or compute fewer "
-            "--parameters at a time.",
+            "`parameters` at a time.",
         )
     peak = found.peak(batch_size)
     note = f"batches of {count(batch_size, 'sample')} are to take {memory_text(peak)}"
-    note += f" of the {memory_text(memory)} of --memory"
+    note += f" of the {memory_text(memory)} that they may"
     return MemoryPlan(batch_size, (note,), max(found.largest, peak), free)
 
 
@@ -174,7 +174,8 @@ def _plan_by_sizes(job: Job, free: int | None, *, fixed: bool, measured: bool) -
         notes.append(note)
     if rehearsals is None:
         return MemoryPlan(batch_size, tuple(notes), available=free)
-    found = rehearsals.curve(most, limit) if takes > limit else None
+    whole = job.session.settings.own_loss  # which samples share a batch is part of the answer
+    found = rehearsals.curve(most, limit) if takes > limit and not whole else None
     if found is None:
         return MemoryPlan(batch_size, tuple(notes), rehearsals.peak(most), free)
     peak, fits = found.peak(most), found.most(limit, most)

@@ -198,8 +198,8 @@ class Run:
             raise OutputError(
                 f"the file just written contradicts itself: {error.what}",
                 where=str(self.path),
-                remedy="Compute it anew, with --overwrite. If that does not help, please report "
-                "this: it is a bug in gradscope.",
+                remedy="Run gradscope compute again with --overwrite. If that does not help, "
+                "please report this: it is a bug in gradscope.",
             ) from error
         return self._report(file, aggregates=False)
 

@@ -258,7 +258,7 @@ def prepare(spec: RunSpec) -> Job:
             "with own-loss coupling the answer depends on which samples share a batch, so memory "
             "is not to choose the batch size",
             where="memory",
-            remedy="Give --batch-size instead.",
+            remedy="Give `batch_size` instead.",
         )
     compression = None if asked.compression is None else parse_compression(asked.compression)
     require_compression(compression)
@@ -385,7 +385,12 @@ def resolve_names(spec: RunSpec) -> tuple[tuple[Chain, ...], Loss]:
     if problems:
         raise combine_errors(problems)
     if ":" in stage.name:
-        loss = bound_loss(load_function(stage.name, "loss"), stage)
+        function = load_function(stage.name, "loss")
+        if isinstance(function, type):
+            what = f"this is the class {function.__name__}, not a loss function"
+            remedy = "Name an object, such as criterion = nn.CrossEntropyLoss(reduction='none')."
+            raise SpecError(what, where=f"loss {stage.name}", remedy=remedy)
+        loss = bound_loss(function, stage)
     return tuple(chains), loss
 
 
@@ -398,7 +403,7 @@ def require_one_pass(chains: Iterable[Chain]) -> None:
                 f"{chain.text!r} needs the result of {first.text!r} over all samples first, and a "
                 "part of them has only its own",
                 where="shard",
-                remedy=f"Compute it without --shard. Or compute {first.text!r} in shards, merge "
+                remedy=f"Compute it without `shard`. Or compute {first.text!r} in shards, merge "
                 "them, and give what is stored: cosine:with=FILE.h5:0 for cosine:to=mean, "
                 "ekfac:with=FILE.h5:0 for ekfac.",
             )
@@ -452,7 +457,7 @@ def require_usable(device: torch.device) -> None:
         raise SpecError(
             f"there is no device '{device}'; {torch.cuda.device_count()} CUDA devices are here",
             where="device",
-            remedy="Use --device cpu, or leave it out.",
+            remedy='Use device="cpu", or leave it out.',
         )
     try:
         torch.ones(2, device=device).sum().item()
@@ -462,7 +467,7 @@ def require_usable(device: torch.device) -> None:
         raise SpecError(
             f"{device} does not compute: {first_line(error)}",
             where="device",
-            remedy="Use --device cpu, or leave it out; or install a torch for this GPU and driver.",
+            remedy='Use device="cpu", or leave it out; or install a torch for this GPU and driver.',
         ) from error
 
 

@@ -253,7 +253,7 @@ def _require_known_code(
         raise RefusedError(
             f"merging needs code that the files name: {', '.join(missing)}",
             where="chains",
-            remedy="Give --code FILE.py for each of them, if you trust it.",
+            remedy="Give gradscope merge --code FILE.py for each of them, if you trust it.",
         )
     found = stages_digests([bind(text) for text, _ in parts.chains])
     recorded = (parts.identity.get("digests") or {}).get("stages")

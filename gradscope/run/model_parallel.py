@@ -57,8 +57,8 @@ def processes(device: str | None) -> Iterator[Ranks]:
     except (RuntimeError, ValueError) as error:
         raise OutOfStepError(
             f"the processes do not find each other: {first_line(error)}",
-            remedy="Start all of them again. For --max-restarts on several machines set "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: torchrun else keeps addresses of ended ones.",
+            remedy="Start all of them again. For torchrun --max-restarts on several machines set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: else it keeps addresses of ended ones.",
         ) from error
     stops.without_shutdown()
     try:

@@ -29,12 +29,12 @@ T = TypeVar("T")
 
 _ONE = "does not suffice for a single sample"
 _FREE = (
-    "Free memory and go on with --resume; or compute fewer --parameters at a time, or in another "
-    "--dtype."
+    "Free memory and run the command again; or compute fewer `parameters` at a time, or in another "
+    "`dtype`. A stopped gradscope compute continues with --resume."
 )
 _COUPLED = (
     "With own-loss coupling the answer depends on which samples share a batch, so it is not split. "
-    "Give a smaller --batch-size."
+    "Give a smaller `batch_size`."
 )
 
 
@@ -190,7 +190,8 @@ class BackgroundWriter:
                 raise
             raise OutputError(
                 f"memory ran out while rows were written: {first_line(error)}",
-                remedy="Go on with --resume, and a smaller --batch-size or --memory.",
+                remedy="Run gradscope compute again with --resume, and a smaller `batch_size` or "
+                "`memory`.",
             ) from error
         self._last = None
 

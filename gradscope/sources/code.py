@@ -163,6 +163,11 @@ def _users(error: BaseException) -> ModelError:
     last = traceback.format_exception_only(error) if isinstance(error, SyntaxError) else []
     shown = "\n".join(filter(None, (own_lines(error), "".join(last).rstrip())))
     remedy = f"It is yours to correct:\n{shown}" if shown else "Correct it there."
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        remedy = (
+            f"Install {error.name.partition('.')[0]} for {sys.executable}, or put its folder on "
+            f"PYTHONPATH.\n{shown}"
+        )
     if isinstance(error, ImportError) and "no known parent package" in str(error):
         remedy = (
             "A file that is named alone has no package. Go to the folder that holds the package, "

@@ -14,16 +14,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradscope.config import FROM_CHECKPOINT, function_of
+from gradscope.config import FROM_CHECKPOINT, RunSpec, function_of, is_folder
+from gradscope.core.grammar import resolve_paths
 from gradscope.core.precision import dtype_name
 from gradscope.core.texts import count, listed
-from gradscope.errors import CheckpointError, DatasetError
+from gradscope.errors import CheckpointError, DatasetError, located
 from gradscope.sources.data.columns import SequenceColumn, StoredColumn, TextColumn
 from gradscope.sources.data.files import open_arrays
 from gradscope.sources.data.recipes import MASK
 from gradscope.sources.scripts import FoundModel, find_models, losses_called
 from gradscope.sources.weights import read
-from gradscope.sources.weights.fit import state_dicts
+from gradscope.sources.weights.fit import state_dict_under, state_dicts
 from gradscope.sources.weights.hugging_face import CONFIG
 from gradscope.sources.weights.readers import ADAPTER
 
@@ -31,6 +32,8 @@ _SHOWN = 6  # tensors named in a comment
 _READ = 10_000  # targets that are read for their texts
 _TARGETS = {"target", "targets", "label", "labels", "y", "class", "classes", "following"}
 _NO_INPUTS = {"id", "ids", "idx", "index", "indices"}  # a name that is only this
+# columns in which pandas stores the numbers of rows
+_OF_PANDAS = re.compile(r"unnamed: \d+|__index_level_\d+__|level_\d+")
 _KEYWORDS = {"input_ids", "attention_mask", "token_type_ids", "pixel_values", "position_ids"}
 # keywords of the masks of what is padded
 _PADDING = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}
@@ -48,7 +51,7 @@ version = 1
 [model]
 # FILE.py:NAME, a class or a function that returns the model
 {model}
-mode = "eval"                      # or "train"
+mode = {mode}
 
 [model.kwargs]                     # the keyword arguments of NAME, such as width = 64
 {kwargs}
@@ -65,12 +68,18 @@ mode = "eval"                      # or "train"
 {loss}
 
 [compute]
-backend = "auto"
-transform = ["identity"]           # every sample's gradient; or such as "clip:max_norm=1.0 | mean"
-# parameters = ["*"]               # only parameters of these names
-# samples = "0:100"                # only some samples
-# batch_size = 32                  # samples computed at a time
+{compute}
 """
+
+# of [compute]: a line for each setting that is not given
+_EXAMPLES = {
+    "backend": 'backend = "auto"',
+    "transform": 'transform = ["identity"]           # every sample\'s gradient; or such as '
+    '"clip:max_norm=1.0 | mean"',
+    "parameters": '# parameters = ["*"]               # only parameters of these names',
+    "samples": '# samples = "0:100"                # only some samples',
+    "batch_size": "# batch_size = 32                  # samples computed at a time",
+}
 
 
 @dataclass
@@ -84,29 +93,30 @@ class Draft:
     unused: dict[str, str] = field(default_factory=dict)  # {array that is left out: why}
 
 
-def draft(
-    checkpoint: Path,
-    data: Path,
-    folder: Path,
-    *,
-    model: str | None = None,
-    loss: str | None = None,
-) -> Draft:
-    """Return a run file for a folder; the factory and the loss are guessed where not known.
+def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
+    """Return a run file for a folder.
 
-    `data` is a data file, a dataset spec ending in .toml, or FILE.py:FACTORY.
+    Args:
+        spec: The settings of the command line, which are written as they are. The function guesses
+            the other settings of the model, the checkpoint, the data and the loss.
+        data: A data file, a dataset spec ending in .toml, or FILE.py:FACTORY.
+        folder: The folder of the run file.
     """
     result = Draft()
-    beside = (checkpoint.absolute().parent, data.absolute().parent, Path.cwd())
-    checkpoint_lines, stored = _checkpoint(result, checkpoint, folder)
+    checkpoint = spec.checkpoint.path
+    model = _given(spec, "model").get("factory")
+    loss = _given(spec, "loss").get("name")
+    beside = (checkpoint.parent, data.absolute().parent, Path.cwd())
+    checkpoint_lines, stored = _checkpoint(result, spec, folder)
     files = [f for place in dict.fromkeys(beside) for f in sorted(place.glob("*.py"))]
     files = list(filter(Path.is_file, files))
     model_lines, argument_lines = _model(result, model, checkpoint, folder, files, stored)
     found, why = "mse", "an example"
-    spec = data.suffix.lower() == ".toml"
-    if spec or function_of(str(data)) is not None:  # the samples of a function are not looked at
-        reference = _relative(data, folder) if spec else _anchored(str(data), folder)
-        dataset_lines = [f"{'spec' if spec else 'path'} = {quoted(reference)}"]
+    described = data.suffix.lower() == ".toml"
+    # the samples of a function are not looked at
+    if described or function_of(str(data)) is not None:
+        reference = _relative(data, folder) if described else _anchored(str(data), folder)
+        dataset_lines = [f"{'spec' if described else 'path'} = {quoted(reference)}"]
         result.missing += [] if loss else ["loss.name"]
     else:
         held = model == FROM_CHECKPOINT if model else _description(checkpoint) is not None
@@ -120,8 +130,26 @@ def draft(
     sections = (model_lines, argument_lines, checkpoint_lines, dataset_lines, loss_lines)
     names = ("model", "kwargs", "checkpoint", "dataset", "loss")
     texts = dict(zip(names, map("\n".join, sections), strict=True))
-    result.text = _TEMPLATE.format(**texts)
+    mode = f"{quoted(spec.model.mode):<28}# eval or train"
+    compute = "\n".join(_compute(spec, folder))
+    result.text = _TEMPLATE.format(mode=mode, compute=compute, **texts)
     return result
+
+
+def _given(spec: RunSpec, section: str) -> dict[str, Any]:
+    """Return the settings {key: value} of a table that were given on the command line."""
+    table: Any = getattr(spec, section)
+    return {key: value for key, value in table if spec.is_flag(section, key)}
+
+
+def _compute(spec: RunSpec, folder: Path) -> list[str]:
+    """Return the lines of [compute]: the given settings, and examples of the usual settings."""
+    given = _given(spec, "compute")
+    here = Path(os.path.relpath(Path.cwd(), folder.absolute()))
+    if "transform" in given:  # in a run file, paths are relative to it
+        given["transform"] = [resolve_paths(text, here) for text in given["transform"]]
+    lines = {key: f"{key} = {_value(value)}" for key, value in given.items()}
+    return [*(_EXAMPLES | lines).values()]
 
 
 def quoted(text: str) -> str:
@@ -231,10 +259,14 @@ def _functions(file: Path) -> list[str]:
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
 
 
-def _checkpoint(result: Draft, checkpoint: Path, folder: Path) -> tuple[list[str], _Stored]:
+def _checkpoint(result: Draft, spec: RunSpec, folder: Path) -> tuple[list[str], _Stored]:
     """Return the lines on the checkpoint, and what it holds."""
-    content, report = read(checkpoint)
+    checkpoint, given = spec.checkpoint.path, _given(spec, "checkpoint")
+    content, report = read(checkpoint, unsafe_pickle=spec.checkpoint.unsafe_pickle)
     found = state_dicts(content) if isinstance(content, Mapping | nn.Module) else []
+    if spec.checkpoint.key is not None:
+        with located(checkpoint):
+            found = [state_dict_under(content, found, spec.checkpoint.key)]
     weights = [
         (key, [f"{k} {tuple(v.shape)}" for k, v in state.items() if isinstance(v, Tensor)])
         for key, state in found
@@ -248,6 +280,7 @@ def _checkpoint(result: Draft, checkpoint: Path, folder: Path) -> tuple[list[str
     shown = _comment(listed(largest[0][1], _SHOWN))
     lines = [f"# {report.format}, {most} tensors: {shown}"]
     lines.append(f"path = {quoted(_relative(checkpoint, folder))}")
+    lines += [f"{key} = {_value(value)}" for key, value in given.items() if key != "path"]
     keys = [key for key, _ in largest if key]
     if len(largest) > 1:
         result.guessed["checkpoint.key"] = f"{keys[0]}: the first of {listed(keys)}"
@@ -348,6 +381,13 @@ def _unused(arrays: Mapping[str, _DataArray], used: set[str]) -> dict[str, str]:
     return {name: why(name, array) for name, array in arrays.items() if name not in used}
 
 
+def _numbers_samples(name: str, arrays: Mapping[str, _DataArray]) -> bool:
+    """Whether an array is the index of a table by its name, or the unnamed first column."""
+    unnamed = name == "0" and not all(other.isdigit() for other in arrays)
+    known = name.lower() in _NO_INPUTS or _OF_PANDAS.fullmatch(name.lower()) is not None
+    return unnamed or known
+
+
 def _require_inputs(
     data: Path, arrays: Mapping[str, _DataArray], unused: Mapping[str, str]
 ) -> None:
@@ -355,7 +395,7 @@ def _require_inputs(
     dropped = [
         f"{name} ({why})"
         for name, why in unused.items()
-        if arrays[name].dtype != "text" and name.lower() not in _NO_INPUTS
+        if arrays[name].dtype != "text" and not _numbers_samples(name, arrays)
     ]
     if dropped:
         raise DatasetError(
@@ -415,7 +455,7 @@ def _columns(
     n = max(lengths, key=lambda length: (lengths[length], length), default=0)  # train, not test
     usable = [name for name, array in arrays.items() if array.length == n]
     targets = [name for name in usable if _TARGETS & set(re.split(r"[\W_]+", name.lower()))]
-    rest = [k for k in usable if k not in targets and k.lower() not in _NO_INPUTS]
+    rest = [k for k in usable if k not in targets and not _numbers_samples(k, arrays)]
     inputs = [k for k in rest if arrays[k].dtype != "text"] or rest  # texts need a tokenizer
     if not inputs:  # one array, or only names that look like targets
         inputs, targets = targets[:1] or usable[:1], targets[1:]
@@ -451,7 +491,9 @@ def _comment(text: str) -> str:
 
 
 def _anchored(reference: str, folder: Path) -> str:
-    """Make the file of FILE.py:FUNCTION relative to the folder."""
+    """Make the file of FILE.py:FUNCTION relative to the folder, or the folder of a base model."""
+    if is_folder(Path(reference)) and reference != FROM_CHECKPOINT:
+        return _relative(Path(reference), folder)
     file = (function_of(reference) or "").rpartition(":")[0]
     if not file.endswith(".py") or (reference == "model.py:build" and not Path(file).exists()):
         return reference

@@ -7,7 +7,6 @@ import errno
 import functools
 import hashlib
 import importlib
-import re
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from gradscope.core.filetypes import AGAIN, describe
 from gradscope.core.registry import Registry
 from gradscope.errors import DatasetError, GradscopeError, InputError, located
 from gradscope.model.locate import first_line
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 HEAD = 4096  # bytes that are looked at to tell what a file is
-AGAIN = "Write or download it again."
 
 
 class Reader(Generic[T]):
@@ -78,7 +77,7 @@ def find_reader(registry: Registry[Reader[T]], path: Path, error: type[InputErro
     for name in registry:
         if registry.get(name).matches(head):
             return name
-    found, remedy = _description(head)
+    found, remedy = describe(head)
     raise error(
         f"this is {found}, no {registry.kind} that can be read",
         where=str(path),
@@ -104,44 +103,6 @@ def _head(path: Path, error: type[InputError]) -> bytes:
     if not head:
         raise error("the file is empty", where=str(path), remedy=AGAIN)
     return head
-
-
-_MAGIC = {
-    b"\x89HDF": "an HDF5 file",
-    b"\x93NUMPY": "a single numpy array (.npy)",
-    b"\x1f\x8b": "a gzip archive",
-    b"BZh": "a bzip2 archive",
-    b"\xfd7zXZ": "an xz archive",
-    b"\x28\xb5\x2f\xfd": "a zstd archive",
-    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
-    b"\x80": "a Python pickle, which could execute code and is never loaded",
-    b"PK\x03\x04": "a zip archive",
-    b"PK\x05\x06": "an empty zip archive",
-    b"GGUF": "a GGUF file",
-}
-
-
-def _description(head: bytes) -> tuple[str, str]:
-    """Say what a file that begins like this is, and what to do."""
-    if head.startswith(b"version https://git-lfs"):
-        return "a git-LFS pointer, not the file itself", "Run `git lfs pull`."
-    if re.match(rb"\s*<(!doctype|html|head|body|\?xml)", head, re.IGNORECASE):
-        return "an HTML page, as a failed download leaves it", "Download the file again."
-    if len(head) < 16:
-        return f"a file of {len(head)} bytes, probably cut off", AGAIN
-    if head[257:262] == b"ustar":
-        return "a tar archive", "Unpack it, and give the file in it."
-    for magic, what in _MAGIC.items():
-        if head.startswith(magic):
-            packed = what.endswith("archive")
-            return what, "Unpack it, and give the file in it." if packed else "Convert it."
-    try:
-        text = head[:-4].decode()  # not the last bytes: a character may be cut
-    except UnicodeDecodeError:
-        text = "\0"
-    if all(c.isprintable() or c.isspace() for c in text):
-        return "a text file", "Check that it is the right one."
-    return "a file of an unknown kind, or a damaged one", AGAIN
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from gradscope.config import FROM_CHECKPOINT, CheckpointSpec, ModelSpec, is_folder
 from gradscope.core.precision import cast
-from gradscope.core.texts import listed
+from gradscope.core.texts import article, listed
 from gradscope.errors import CheckpointError, ModelError, SpecError, located
 from gradscope.model.locate import first_line
 from gradscope.model.randomness import random_numbers_kept
@@ -32,7 +32,7 @@ from gradscope.sources.weights.fit import changed_dtypes, check_finite, rounding
 from gradscope.sources.weights.hugging_face import CONFIG, build_from_config
 from gradscope.sources.weights.readers import ADAPTER, ADAPTER_WEIGHTS
 
-_FACTORY = "Write a function that builds the model, and name it with --model FILE.py:FACTORY."
+_FACTORY = 'Write a function that builds the model, and name it with model="FILE.py:FACTORY".'
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,16 @@ def _with_attributes(value: Any) -> Any:
 def _require_trainable(model: Any, where: str) -> None:
     """Refuse what is no model, or has nothing to differentiate by."""
     if not isinstance(model, nn.Module):
-        what = f"the factory returned {type(model).__name__}, not a torch.nn.Module"
-        remedy = "Return the model; a missing `return` gives NoneType."
+        kind = "None" if model is None else article(type(model).__name__)
+        what = f"the factory returned {kind}, not a torch.nn.Module"
+        remedy = "Return the model itself."
+        if model is None:
+            remedy = "Return the model: the function has no `return`."
+        elif isinstance(model, type):
+            what = f"the factory returned the class {model.__name__}, not a model"
+            remedy = f"Return {model.__name__}(...), called with its arguments."
+        elif isinstance(model, Mapping):
+            remedy = "Return the model, not its state dict."
         raise ModelError(what, where=where, remedy=remedy)
     parameters = dict(model.named_parameters())
     lazy = [name for name, p in parameters.items() if is_lazy(p)]
@@ -317,7 +325,7 @@ def _model_in_checkpoint(
             raise
         if spec.mode == "train":
             what = "an exported program stays in the mode in which it was exported"
-            remedy = "Leave --mode out, or export it again in train mode."
+            remedy = "Leave `mode` out, or export it again in train mode."
             raise CheckpointError(what, where=str(report.path), remedy=remedy) from error
     return model, replace(report, tensors=len(state)), digests
 
@@ -363,7 +371,7 @@ def _require_whole(path: Path) -> None:
     remedy = "Save the adapter again with save_pretrained."
     if (path.parent / ADAPTER).exists():
         what = "the base model of the adapter is itself an adapter"
-        remedy = "Save it merged, merge_and_unload().save_pretrained(FOLDER): --model FOLDER."
+        remedy = 'Save it merged, merge_and_unload().save_pretrained(FOLDER): model="FOLDER".'
     raise CheckpointError(what, remedy=remedy)
 
 
@@ -377,5 +385,5 @@ def _module(value: Any, key: str | None) -> nn.Module:
     what, remedy = "the checkpoint holds weights, not the model they belong to", _FACTORY
     if held:
         what = f"it holds several models, under {', '.join(map(repr, held))}"
-        remedy = "Name one with --key."
+        remedy = "Name one with `key`."
     raise CheckpointError(what, remedy=remedy)

@@ -67,7 +67,7 @@ class ShownData:
         if spec.factory is not None:
             why = f"they are made by {spec.factory}, and code is not run to show them"
         elif most is not None and _bytes(spec.path) > most:
-            why = "the data are large: --top or --html reads them"
+            why = "the data are large: gradscope stats --html reads them"
         else:
             try:
                 found = open_dataset(spec)

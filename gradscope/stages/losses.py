@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial, update_wrapper, wraps
-from math import inf, log, pi
+from math import inf, log, pi, prod
 from typing import Any, Literal, NewType
 
 import torch
@@ -236,6 +236,13 @@ def _on_classes(outputs: Tensor, targets: Tensor) -> str:
             'Classes must be int64: a dataset spec says dtype = { NAME = "int64" }. A missing '
             "class makes floating-point numbers of its whole column: leave that sample out."
         )
+    wanted = (*outputs.shape[:1], *outputs.shape[2:])
+    if outputs.dim() > 1 and targets.dtype == torch.int64 and targets.numel() == prod(wanted):
+        shape = list(wanted[1:])
+        return (
+            f"The classes must be {tuple(wanted)}: a dataset spec says "
+            f"reshape = {{ NAME = {shape} }}."
+        )
     last = outputs.dim() > 2 and targets.shape == outputs.shape[:-1]
     return (
         "Outputs must be (n, c, ...), c classes on the second axis, and targets the classes "
@@ -278,6 +285,17 @@ def _in_range(
         raise IndexError(text) from error
 
 
+def _reshaped(outputs: Tensor, targets: Tensor) -> str:
+    """Return what gives targets the shape of outputs (n, ...)."""
+    shape = list(outputs.shape[1:])
+    if not outputs.dim() or outputs.numel() != targets.numel():
+        return _RESHAPE
+    return (
+        f"A dataset spec says reshape = {{ NAME = {shape} }} of the targets; in Python that is "
+        f"targets.reshape({', '.join(['-1', *map(str, shape)])}). Else broadcasting mixes samples."
+    )
+
+
 def _entrywise(
     fn: Callable[..., Tensor], outputs: Tensor, targets: Tensor, per_sample: Normaliser, **how: Any
 ) -> Tensor:
@@ -291,7 +309,7 @@ def _entrywise(
             f"{count(len(targets), 'sample')}: give view and reshape no fixed number of samples. "
             f"{PACKED}"
             if outputs.dim() and targets.dim() and len(outputs) != len(targets)
-            else _RESHAPE,
+            else _reshaped(outputs, targets),
         )
     return per_sample_loss(fn(outputs, targets, reduction="none", **how), per_sample)
 
@@ -450,7 +468,7 @@ def bce(outputs: Tensor, targets: Tensor, *, per_sample: Normaliser = "mean") ->
     _require_probabilities(outputs, targets)
     with suppress(RuntimeError):  # vmap reads no number
         if not ((outputs >= 0) & (outputs <= 1)).all():
-            low, high = float(outputs.min()), float(outputs.max())
+            low, high = float(outputs.detach().min()), float(outputs.detach().max())
             raise ModelError(
                 f"outputs are from {low:.3g} to {high:.3g}, and bce takes probabilities",
                 where="loss bce",

@@ -105,7 +105,10 @@ def products(
         found = _from_rows(file, arrays, samples, members, place, limits)
         if np.isfinite(found.squares).all():
             return found  # in half precision they may overflow where their norms do not
-        unusable = "stored rows are not finite where their norms are: compute with --dtype float32"
+        unusable = (
+            "stored rows are not finite where their norms are; use gradscope compute --dtype "
+            "float32"
+        )
     gram = gram_of(file, samples.n)
     if gram is not None:
         squares, among = None, picked(samples, 1)

@@ -175,7 +175,7 @@ def rows_unusable(file: Source) -> str | None:
     """Say why the stored rows cannot be summed, or return None."""
     for name, array in (rows_of(file) or {}).items():
         if getattr(array, "overflowed", 0):
-            return f"stored rows of {name!r} overflowed; compute with --dtype float32"
+            return f"stored rows of {name!r} overflowed; use gradscope compute --dtype float32"
     return None
 
 

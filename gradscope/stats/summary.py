@@ -64,7 +64,8 @@ class Options:
         rate = () if self.learning_rate is None else (("learning rate", self.learning_rate),)
         for what, value in (*rate, *(("clipping norm", norm) for norm in self.clip)):
             if not 0 < value < float("inf"):
-                raise SpecError(f"a {what} is a positive number, not {value:g}")
+                remedy = "Give a number above 0, such as 0.1."
+                raise SpecError(f"the {what} is {value:g}", remedy=remedy)
 
 
 class Data:
@@ -260,7 +261,7 @@ class Summary(Displayable):
         short = [Section("In short", facts)] if self.finite else []
         sections = join_sections([*short, *collect("sections")])
         some = join_sections([*short, *collect("brief")])
-        left = f"{len(sections) - len(some)} more sections: --full."
+        left = f"{len(sections) - len(some)} more sections: gradscope stats --full."
         left += f" A page of {self.noun}s: gradscope view"
         records = {"Certificate": self.file.certificate, "Run": self.file.run}
         return Overview(

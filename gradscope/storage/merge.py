@@ -332,7 +332,7 @@ class Joiner:
                 what = (
                     "the file holds no states of reducers, which are kept in shards and where small"
                 )
-                remedy = "Compute it as a shard: --shard I/N."
+                remedy = "Compute it with gradscope compute --shard I/N."
                 raise ResultFileError(what, where=str(part.path), remedy=remedy)
             states = {
                 owner: {key: torch.from_numpy(v) for key, v in stored_states(group, checks).items()}
@@ -402,7 +402,7 @@ def _create_virtual(file: h5py.File, parts: RunFiles, folder: Path) -> None:
             f"{', '.join(sorted(parts.uneven))}: stored as factors of other sizes in other files, "
             "which one data set cannot refer to",
             where="virtual",
-            remedy="Merge without --virtual, or compute with --layout dense.",
+            remedy="Run gradscope merge without --virtual, or gradscope compute --layout dense.",
         )
     sources = [
         (os.path.relpath(part.path, folder), part.start - parts.start, part.stop - parts.start)

@@ -81,7 +81,7 @@ class View:
             if record is not None and ("position" in table) != ("position" in self.file.samples):
                 raise SpecError(
                     f"the {what} and {self.file.path} have different rows: samples and tokens",
-                    remedy="Give files that were computed with the same --rows.",
+                    remedy="Give files of the same gradscope compute --rows.",
                 )
 
     @property

@@ -284,7 +284,7 @@ def test_stopping_the_command_stops_its_workers(ridge: Ridge) -> None:
 
 WRONG: dict[str, tuple[type[GradscopeError], str]] = {
     "raises": (ModelError, "no more GPUs"),
-    "nothing": (ModelError, "returned NoneType"),
+    "nothing": (ModelError, "returned None"),
     "other": (ModelError, "weight: .1, 4., and .1, 5. in the run"),
     "diverged": (NonFiniteError, "6 of 6 queries are not finite"),
 }

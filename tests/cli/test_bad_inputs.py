@@ -352,24 +352,6 @@ def test_ids_and_texts_are_stored(forked: Forked, folder: Path, form: str, key: 
         assert str(result.samples["id"][0]) == (names[1] if key == "name" else "10")
 
 
-WORDS = {  # wrong input, and what the message must say
-    "a stage with a bare value": (["-t", "clip:1.0"], "clip:max_norm=1.0"),
-    "a comma between stages": (["-t", "clip:max_norm=1.0, mean"], "clip:max_norm=1.0 | mean"),
-    "another word for the mean": (["-t", "avg"], "Did you mean 'mean'?"),
-    "a result named as another format": (["-t", "mean", "-o", "x.npz"], "gradscope export"),
-}
-
-
-@pytest.mark.parametrize("name", WORDS)
-def test_a_wrong_word_is_answered_with_the_right_one(
-    forked: Forked, folder: Path, name: str
-) -> None:
-    given, told = WORDS[name]
-    done = compute(forked, folder, *given)
-    assert done.code == 2 and told in " ".join(done.err.split()), done.err
-    assert not (folder / "x.npz").exists()
-
-
 def channels_last(path: Path) -> None:
     convolution(path, (8, 8, 3), 3)
 
@@ -387,21 +369,234 @@ def convolution(path: Path, shape: tuple[int, ...], channels: int) -> None:
     np.savez(path / "data.npz", inputs=inputs, targets=np.arange(N) % 3)
 
 
-SHAPES = {
-    "channels last": (channels_last, "x.transpose(0, 3, 1, 2)"),
-    "no channels": (without_channels, "reshape = { NAME = [1, 8, 8] }"),
-    "one-hot classes": (data(targets=np.eye(3, dtype=int)[np.arange(N) % 3]), "y.argmax(1)"),
-    "classes in floating point": (
-        data(targets=(np.arange(N) % 3).astype(np.float32)),
-        'dtype = { NAME = "int64" }',
+def written(name: str, content: bytes | str) -> Callable[[Path], object]:
+    held = content.encode() if isinstance(content, str) else content
+    return lambda folder: (folder / name).write_bytes(held)
+
+
+def run_file(old: str, new: str) -> Callable[[Path], object]:
+    text = (
+        '[model]\nfactory = "model.py:build"\n[checkpoint]\npath = "w.pt"\n'
+        '[dataset]\npath = "data.npz"\n[loss]\nname = "cross_entropy"\n'
+    )
+    assert old in text
+    return written("run.toml", text.replace(old, new))
+
+
+def outputs(n: int, targets: np.ndarray) -> Callable[[Path], None]:
+    """A model of n outputs, and targets for it."""
+
+    def prepare(folder: Path) -> None:
+        model(f"from torch import nn\ndef build(): return nn.Linear(4, {n})\n")(folder)
+        saved(nn.Linear(4, n).state_dict())(folder)
+        data(targets=targets)(folder)
+
+    return prepare
+
+
+def vector_outputs(folder: Path) -> None:
+    outputs(1, X[:, :1])(folder)
+    model(FORWARD.format("return nn.Linear.forward(self, x)[:, 0]").replace("4, 3", "4, 1"))(folder)
+
+
+def own(code: str) -> Callable[[Path], object]:
+    return model(f"{LINEAR}import torch\n{code}\n")
+
+
+def layers(text: str, inputs: np.ndarray) -> Callable[[Path], None]:
+    """A model of these layers, and inputs that do not fit them."""
+
+    def prepare(folder: Path) -> None:
+        model(f"from torch import nn\ndef build(): return nn.Sequential({text})\n")(folder)
+        saved(eval(f"nn.Sequential({text})").state_dict())(folder)
+        data(inputs=inputs)(folder)
+
+    return prepare
+
+
+NOTHING: Callable[[Path], object] = lambda folder: None  # noqa: E731
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(64)
+PAGE = "<!DOCTYPE html><html>404 not found</html>"
+EMBED = "nn.Embedding(9, 2), nn.Flatten(), nn.Linear(4, 3)"
+IMAGE = "nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(72, 3)"
+OWN, MSE = ("--loss", "model.py:f"), ("--loss", "mse")
+CHECK = ("check", "--config", "run.toml")
+FITS = "reshape = { NAME = "
+
+# wrong input: what was done to the folder, options of compute (or a command of its own, with its
+# name in front), exit code, what is wrong and where, what to do
+MESSAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...], int, str, str]] = {
+    "a stage with a bare value": (NOTHING, ("-t", "clip:1.0"), 2, "'1.0'", "clip:max_norm=1.0"),
+    "a comma between stages": (
+        NOTHING, ("-t", "clip:max_norm=1.0, mean"), 2, "mean", "clip:max_norm=1.0 | mean",
     ),
-}
+    "another word for the mean": (NOTHING, ("-t", "avg"), 2, "'avg'", "Did you mean 'mean'?"),
+    "a stage as a call": (NOTHING, ("-t", "clip(1.0)"), 2, "'clip(1.0)'", "NAME:argument=value"),
+    "a stage with a space": (NOTHING, ("-t", "clip p=2"), 2, "'clip p=2'", "NAME:argument=value"),
+    "text for a number": (NOTHING, ("-t", "clip:max_norm=big"), 2, "'big'", "clip:max_norm=VALUE"),
+    "a stage without its argument": (NOTHING, ("-t", "clip"), 2, "needs max_norm", "Write clip:"),
+    "an empty stage": (NOTHING, ("-t", "mean |"), 2, "a stage is empty", "Write stages like"),
+    "two reducers": (NOTHING, ("-t", "mean | sum"), 2, "second reducer", "Keep one reducer"),
+    "a stage of a file that is not there": (
+        NOTHING, ("-t", "my.py:T"), 3, "my.py: cannot be read", "Check the path",
+    ),
+    "a result named as another format": (
+        NOTHING, ("-t", "mean", "-o", "x.npz"), 2, "--output: found 'x.npz'", "gradscope export",
+    ),
+    "a result in no folder": (NOTHING, ("-o", "no/o.h5"), 6, "there is no folder", "Create it"),
+    "samples reversed": (NOTHING, ("--samples", "8:3"), 2, "--samples: found '8:3'", '"A:B"'),
+    "samples with a dash": (NOTHING, ("--samples", "0-5"), 2, "--samples: found '0-5'", '"A:B"'),
+    "samples beyond": (NOTHING, ("--samples", "0:99"), 3, "the data set holds 12", "at most 12"),
+    "a batch of none": (NOTHING, ("--batch-size", "0"), 2, "--batch-size: found 0", "at least 1"),
+    "another word for a dtype": (NOTHING, ("--dtype", "double"), 2, "--dtype: found", "float64"),
+    "another word for a device": (NOTHING, ("--device", "gpu"), 2, "--device: found", "cuda"),
+    "memory and a batch size": (
+        NOTHING, ("--memory", "1GB", "--batch-size", "4"), 2, "--memory", "Give one of the two",
+    ),
+    "no such parameter": (NOTHING, ("--parameters", "fc*"), 2, "'fc*'", "weight, bias"),
+    "a backend misspelt": (NOTHING, ("--backend", "hook"), 2, "'hook'", "Did you mean 'hooks'?"),
+    "a loss misspelt": (NOTHING, ("--loss", "crossentropy"), 2, "'crossentropy'", "cross_entropy"),
+    "a model file alone": (
+        NOTHING, ("--model", "model.py"), 2, "--model: found 'model.py'", "FILE.py:NAME",
+    ),
+    "channels last": (channels_last, (), 3, "to have 3 channels", "x.transpose(0, 3, 1, 2)"),
+    "no channels": (without_channels, (), 3, "to have 1 channels", f"{FITS}[1, 8, 8] }}"),
+    "flat images": (
+        layers(IMAGE, np.ones((N, 192), "f4")), (), 3, "inputs (12, 192)", f"{FITS}[channels",
+    ),
+    "too many columns": (
+        data(inputs=np.ones((N, 5), "f4")), (), 3, "takes 4 numbers on the last axis", "has 5",
+    ),
+    "images for a linear layer": (
+        data(inputs=np.ones((N, 2, 2), "f4")), (), 3, "inputs (12, 2, 2)", f"{FITS}[4] }}",
+    ),
+    "token ids in floating point": (
+        layers(EMBED, np.ones((N, 2), "f4")), (), 3, "inputs (12, 2) float32", 'NAME = "int64"',
+    ),
+    "one-hot classes": (
+        data(targets=np.eye(3, dtype=int)[np.arange(N) % 3]), (), 3, "(12, 3)", "y.argmax(1)",
+    ),
+    "classes in floating point": (
+        data(targets=(np.arange(N) % 3).astype("f4")), (), 3, "float32", 'NAME = "int64"',
+    ),
+    "classes in a column": (data(targets=Y[:, None]), (), 3, "targets (12, 1)", f"{FITS}[] }}"),
+    "classes from 1": (data(targets=np.arange(N) % 3 + 1), (), 3, "Target 3", "go from 0"),
+    "negative classes": (data(targets=np.arange(N) % 3 - 1), (), 3, "Target -1", "go from 0"),
+    "classes as texts": (data(targets=np.array(["a", "b"] * 6)), (), 3, "'a'", "classes lists"),
+    "targets of a vector for a column": (
+        outputs(1, X[:, 0]), MSE, 2, "outputs (12, 1) and targets (12,)", f"{FITS}[1] }}",
+    ),
+    "targets of a column for a vector": (
+        vector_outputs, MSE, 2, "outputs (12,) and targets (12, 1)", f"{FITS}[] }}",
+    ),
+    "logits for probabilities": (
+        outputs(1, np.ones((N, 1), "f4")), ("--loss", "bce"), 3, "outputs are", "bce_with_logits",
+    ),
+    "arrays of two lengths": (data(targets=Y[:-1]), (), 3, "inputs 12, targets 11", "first axis"),
+    "arrays of other names": (
+        lambda p: np.savez(p / "data.npz", x=X, y=Y), (), 3, "no array 'inputs'", "It holds: x, y",
+    ),
+    "no samples": (data(inputs=X[:0], targets=Y[:0]), (), 3, "no samples", "at least one sample"),
+    "a picture as data": (written("data.npz", PNG), (), 3, "this is a PNG image", "Supported: "),
+    "a page as data": (written("data.npz", PAGE), (), 3, "an HTML page", "Download the file"),
+    "an empty file as data": (written("data.npz", b""), (), 3, "the file is empty", "download"),
+    "a page as weights": (written("w.pt", PAGE), (), 3, "w.pt: this is an HTML page", "Download"),
+    "data as weights": (
+        lambda p: (p / "data.npz").replace(p / "w.pt"), (), 3, "data, not weights", "CHECKPOINT",
+    ),
+    "an optimiser's state": (
+        saved(torch.optim.Adam([torch.ones(1)]).state_dict()), (), 3, "state of an optimiser",
+        "Save model.state_dict()",
+    ),
+    "weights of numpy": (
+        saved({k: v.numpy() for k, v in state().items()}), (), 3, "numpy arrays", "from_numpy",
+    ),
+    "a whole model": (saved(nn.Linear(4, 3)), (), 3, "Linear", "--unsafe-pickle loads it"),
+    "weights of another width": (
+        saved(nn.Linear(5, 3).state_dict()), (), 3, "(3, 5) here, (3, 4) in the model", "factory",
+    ),
+    "a factory that returns a class": (
+        own("def build(): return nn.Linear"), (), 3, "the class Linear", "Return Linear(...)",
+    ),
+    "a factory that returns nothing": (
+        own("def build(): nn.Linear(4, 3)"), (), 3, "returned None", "has no `return`",
+    ),
+    "a factory that returns weights": (
+        own("def build(): return nn.Linear(4, 3).state_dict()"), (), 3, "OrderedDict",
+        "not its state dict",
+    ),
+    "a package that is missing": (
+        model("import timmm"), (), 3, "No module named 'timmm'", "Install timmm for",
+    ),
+    "a loss that returns nothing": (
+        own("def f(o, t): pass"), OWN, 2, "it returned None", "Return the tensor of losses",
+    ),
+    "a loss that returns a number of Python": (
+        own("def f(o, t): return o.sum().item()"), OWN, 2, "it returned a float", ".item()",
+    ),
+    "a loss that returns several numbers": (
+        own("def f(o, t): return o"), OWN, 2, "it returned shape (12, 3)", "Reduce over all axes",
+    ),
+    "the class of a loss": (
+        own("f = nn.CrossEntropyLoss"), OWN, 2, "the class CrossEntropyLoss", "reduction='none'",
+    ),
+    "a key misspelt": (run_file("factory", "facotry"), CHECK, 2, "facotry", "mean 'factory'?"),
+    "a table misspelt": (run_file("[loss]", "[los]"), CHECK, 2, "los: unknown", "mean 'loss'?"),
+    "a text without quotes": (
+        run_file('"model.py:build"', "model.py:build"), CHECK, 2, "at line 2",
+        "The line is: factory = model.py:build",
+    ),
+    "no run file": (NOTHING, CHECK, 2, "there is no such file", "gradscope init writes"),
+    "weights as a run file": (
+        NOTHING, ("check", "--config", "w.pt"), 2, "a file of torch.save", "gradscope init writes",
+    ),
+    "a run file as weights": (
+        run_file("[loss]", "[loss]"), ("init", "run.toml", "data.npz"), 2, "this is a run file",
+        "gradscope check --config run.toml",
+    ),
+    **{
+        f"{kind} for {command[0]}": (
+            written("k", content), command, 3, f"k: this is {kind}", "gradscope compute -o wrote",
+        )
+        for kind, content in (("a PNG image", PNG), ("an HTML page", PAGE), ("an empty file", ""))
+        for command in (
+            ("stats", "k"), ("view", "k"), ("export", "k", "-o", "x.npy"), ("attribute", "k", "k"),
+            ("merge", "k", "-o", "m.h5"), ("validate", "k", "--train", "model.py:f"),
+        )
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_data_of_another_shape_are_answered_with_what_to_do(
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_message_says_what_is_wrong_where_and_what_to_do(
     forked: Forked, folder: Path, name: str
 ) -> None:
-    prepare, told = SHAPES[name]
+    prepare, options, code, wrong, remedy = MESSAGES[name]
     prepare(folder)
-    assert_clear(compute(forked, folder, data="data.npz"), 3, told, folder)
+    before = {path.name for path in folder.iterdir()} | {"__pycache__"}
+    if options and not options[0].startswith("-"):
+        done = forked.run(*options, cwd=folder)
+    else:
+        done = compute(forked, folder, *options)
+    assert_clear(done, code, wrong, folder)
+    assert remedy in " ".join(done.err.split()), done.err
+    assert {path.name for path in folder.iterdir()} <= before
+
+
+@pytest.mark.parametrize("form", ["csv", "unnamed", "parquet"])
+def test_the_index_of_pandas_is_no_input(forked: Forked, folder: Path, form: str) -> None:
+    """As `DataFrame.to_csv` and `to_parquet` write it."""
+    name = {"csv": "", "unnamed": "Unnamed: 0", "parquet": "__index_level_0__"}[form]
+    if form == "parquet":
+        arrow = pytest.importorskip("pyarrow")
+        table = arrow.table({"a": X[:, 0], "b": X[:, 1], "label": Y, name: np.arange(N)})
+        pytest.importorskip("pyarrow.parquet").write_table(table, folder / "data.parquet")
+    else:
+        rows = [f"{k},{X[k, 0]},{X[k, 1]},{Y[k]}" for k in range(N)]
+        (folder / "data.csv").write_text("\n".join([f"{name},a,b,label", *rows]))
+    data = "data.parquet" if form == "parquet" else "data.csv"
+    done = forked.run("init", "w.pt", data, "--json", cwd=folder)
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert found["unused"] == {name or "0": "its name says that it numbers samples"}
+    assert found["guessed"]["dataset.columns"].startswith('{ "table" = ["a", "b"] }')

@@ -17,6 +17,7 @@ from gradscope.cli import options
 from gradscope.cli.app import app
 from gradscope.config import run_options
 from gradscope.errors import CoupledSamplesError, GradscopeError, SpecError, UnsupportedError
+from tests import reach
 
 HERE = Path(library.__file__).parent
 # reached from Python: there a flag would be a word from elsewhere
@@ -76,6 +77,74 @@ def test_each_option_that_a_message_names_is_one_and_takes_the_value():
             assert given in get_args(setting.type), said
 
 
+def text_of(node):
+    """Return the text of a string expression, with {} for what is put in; None of any other."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else None
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part) or "{}" for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        sides = [text_of(node.left), text_of(node.right)]
+        return None if sides == [None, None] else "".join(side or "{}" for side in sides)
+    return None
+
+
+def texts(node):
+    """Yield the text of every string expression below a node, each as long as it is."""
+    text = text_of(node)
+    docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    if text is not None:
+        yield text
+    for below in () if text is not None or docstring else ast.iter_child_nodes(node):
+        yield from texts(below)
+
+
+def options_named(text):
+    """Yield each option that a message names, and the command of which it names it, if it does.
+
+    An option behind `gradscope COMMAND` is that command's. One in Python's words is a flag of the
+    command or, if it is a setting of a run, a key of the run file.
+    """
+    keys = {setting.parameter for setting in run_options()}
+    known = set().union(*FLAGS.values())
+    for match in re.finditer(r"(?<![-\w])--[a-z][a-z-]*", text):
+        programs = re.findall(r"gradscope ([a-z]+)|(torchrun) ", text[: match.start()])
+        command, other = programs[-1] if programs else (None, None)
+        if not other:
+            yield match.group(), command
+    for match in NAMED.finditer(text):
+        name = match[1] or match[3]
+        if name in known - keys:
+            yield name, None
+
+
+def test_each_option_that_a_message_names_is_one_of_the_command_that_prints_it():
+    taken = {
+        name: {"--help"}
+        | {flag for p in command.params for flag in (*p.opts, *p.secondary_opts, p.name)}
+        for name, command in reach.COMMANDS.items()
+    }
+    described = {"gradscope.config.spec", "gradscope.config.commands"}  # the options themselves
+    seen, wrong = 0, []
+    for module in sorted(reach.DEFINED.keys() - described):
+        for name, statements in reach.DEFINED[module].items():
+            printing = [each for each in taken if (module, name) in reach.reached(each)]
+            for text in (text for statement in statements for text in texts(statement)):
+                for option, command in options_named(text):
+                    of = printing if command is None else [command]
+                    seen += bool(of)
+                    wrong += [(module, each, text) for each in of if option not in taken[each]]
+    assert not wrong
+    assert seen > 80
+
+
+def test_what_commands_reach():
+    computing = {name for name in FLAGS if ("gradscope.run.job", "prepare") in reach.reached(name)}
+    assert computing == {"check", "compute", "merge", "compare", "attribute", "validate"}
+    written = ("gradscope.storage.write.writer", "open_writer")
+    assert [n for n in FLAGS if written in reach.reached(n)] == ["compute", "attribute"]
+
+
 @pytest.mark.parametrize(
     ("command", "text", "shown"),
     [
@@ -83,12 +152,18 @@ def test_each_option_that_a_message_names_is_one_and_takes_the_value():
         ("compute", '(randomness="fixed")', "(--randomness fixed)"),
         ("compute", "Run without `compile`.", "Run without --compile."),
         ("compute", 'loss="cross_entropy:weight=a b"', "--loss 'cross_entropy:weight=a b'"),
-        ("check", 'coupling="frozen"', 'coupling = "frozen" under [compute] of a run file'),
+        ("check", 'coupling="frozen"', "--coupling frozen"),
+        ("merge", 'coupling="frozen"', 'coupling = "frozen" under [compute] of a run file'),
         ("attribute", "give overwrite=True.", "give --overwrite."),
         ("compute", "project:dim=64,seed=True", "project:dim=64,seed=True"),
         ("compute", 'Scope.rows="token", `nothing`', 'Scope.rows="token", `nothing`'),
         ("check", 'loss="mse"', "--loss mse"),
         ("export", 'loss="mse"', 'name = "mse" under [loss] of a run file'),
+        (
+            "attribute",
+            "a smaller `batch_size`",
+            "a smaller `batch_size` under [compute] of a run file",
+        ),
         ("list", 'weight_norm(name="weight")', 'weight_norm(name="weight")'),
     ],
 )
@@ -124,7 +199,14 @@ def test_the_same_refusal_in_python_and_on_the_command_line(tmp_path, gradscope,
     assert "use --coupling own-loss" in refused.err
     assert 'coupling="' not in refused.err
     refused = gradscope("check", *words)
-    assert 'use coupling = "own-loss" under [compute] of a run file' in refused.err
+    assert "use --coupling own-loss" in refused.err
+    assert gradscope("check", *words, "--coupling", "own-loss").code == 0
+
+
+def test_init_check_and_compute_take_the_same_settings_of_a_run():
+    settings = {s.parameter for s in run_options() if "compute" in s.commands}
+    for command in ("init", "check", "compute"):
+        assert settings <= {p.name for p in reach.COMMANDS[command].params}
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ TABLE: dict[str, list[tuple[str, int, str]]] = {
         ("--loss crossentropy", 2, "'cross_entropy'"),
         ("--model model.py:biuld", 3, "'build'"),
         ("--model nowhere.py:build", 3, "nowhere.py"),
-        ("--model model.py", 2, "command line: model.factory: found 'model.py'\nAccepted: FILE.py"),
+        ("--model model.py", 2, "--model: found 'model.py'\nAccepted: FILE.py"),
         ("--dtype float8", 2, "(--dtype)"),
         ("--batch-size 0", 2, "an integer of at least 1 (--batch-size)"),
         ("--layout sparse", 2, "auto, dense or factored (--layout)"),

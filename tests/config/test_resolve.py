@@ -131,10 +131,10 @@ def test_a_batch_size_and_a_budget_are_one_choice(tmp_path: Path) -> None:
     assert (spec.memory, spec.batch_size) == ("1GB", None)
     write(tmp_path, f"{RUN}[compute]\n{size}{memory}seed = -1\n")
     told = message(config)
-    assert f"{config}: compute.memory: memory is there to choose the batch size" in told
+    assert f"{config}: compute.memory: memory chooses the batch size" in told
     assert "compute.seed: found -1" in told
     both = message(None, {"compute": {"memory": "1GB", "batch_size": 3}})
-    assert "command line: compute.memory: memory is there" in both
+    assert "--memory: memory chooses the batch size" in both
 
 
 def test_a_dataset_spec_lies_under_the_keys_beside_it_and_replaces_them_as_a_flag(
@@ -202,7 +202,7 @@ def test_all_errors_are_told_at_once_with_file_key_and_what_is_accepted(tmp_path
         f"{run}: loss.name: missing. Accepted: a loss",
         f"{run}: compute.batch_sise: unknown key. Did you mean 'batch_size'?",
         f"{run}: compute.seed: found '7'. Accepted: an integer from 0 to 2^63 - 1 (--seed).",
-        "command line: compute.dtype: found 'float8'. Accepted: float32, float64, float16 or",
+        "--dtype: found 'float8'. Accepted: float32, float64, float16 or",
     ):
         assert line in text, line
     assert text.startswith("11 settings are wrong:")
@@ -342,8 +342,8 @@ def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
 
 def test_without_anything_every_needed_setting_is_named() -> None:
     told = message(None)
-    for key in ("model.factory", "checkpoint.path", "dataset.path", "loss.name"):
-        assert f"command line: {key}: missing" in told
+    for key in ("--model", "CHECKPOINT", "DATASET", "--loss"):
+        assert f"{key}: missing" in told
 
 
 def test_a_setting_knows_the_file_that_made_it(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_of_several_models_under_one_name_each_the_user_chooses(tmp_path: Path) 
     both |= {f"ema.module.{k}": v for k, v in average.items()} | {"step": torch.tensor(3)}
     for content, place in ((both, ""), ({"state_dict": both}, "state_dict.")):
         path = saved(tmp_path, content)
-        assert f"are under {place}ema, {place}online: name one with --key" in refusal(path)
+        assert f"are under {place}ema, {place}online: name one with `key`" in refusal(path)
         net = model()
         report = load_into(net, path, key=f"{place}ema")
         assert (report.key, report.prefix) == (f"{place}ema", "module.")
@@ -202,7 +202,7 @@ def test_floating_point_numbers_are_cast_and_told(tmp_path: Path) -> None:
     report = check(saved(tmp_path, content), state())
     assert report.notes == (
         "The checkpoint has more digits than the model: its weights are rounded "
-        "(0.weight: float64 -> float32). --dtype float64 keeps all digits.",
+        "(0.weight: float64 -> float32). The dtype float64 keeps all digits.",
     )
     content = state() | {"0.weight": state()["0.weight"].half()}
     assert load_into(model(), saved(tmp_path, content)).notes == (

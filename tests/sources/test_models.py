@@ -51,7 +51,7 @@ def test_a_model_is_built_in_the_mode_asked_for(file: Path, mode: str) -> None:
 @pytest.mark.parametrize(
     ("name", "kwargs", "expected"),
     [
-        ("nothing", {}, "returned NoneType, not a torch.nn.Module"),
+        ("nothing", {}, "returned None, not a torch.nn.Module"),
         ("weights", {}, "returned OrderedDict"),
         ("bare", {}, "no parameter at all"),
         ("frozen", {}, "no trainable parameter"),
@@ -134,7 +134,7 @@ def test_weights_keep_the_digits_of_the_dtype_that_is_computed_in(
     notes = [note for note in found.notes if note.startswith(DIGITS)]
     assert len(notes) == (wanted != torch.float64)
     assert found.notes == tuple(notes)
-    assert all("--dtype float64 keeps all digits." in note for note in notes)
+    assert all("dtype float64 keeps all digits." in note for note in notes)
 
 
 def test_values_too_large_for_a_dtype_are_refused(tmp_path: Path) -> None:
@@ -190,4 +190,4 @@ def test_complex_weights_keep_their_digits(
     wanted = torch.complex128 if dtype == torch.float64 else torch.complex64
     assert torch.equal(found.model.w, value.to(stored).to(wanted))
     lost = stored == torch.complex128 and wanted == torch.complex64
-    assert any("--dtype float64 keeps all digits" in note for note in found.notes) == lost
+    assert any("dtype float64 keeps all digits" in note for note in found.notes) == lost

@@ -418,7 +418,7 @@ class Same(nn.Module):
     ("outputs", "targets", "must"),
     [
         (LOGITS, CLASSES.double(), "Classes must be int64"),
-        (LOGITS, CLASSES[:, None], "Outputs must be"),
+        (LOGITS, CLASSES[:, None], "reshape = { NAME = [] }"),
         (LOGITS, CLASSES.int(), "Classes must be int64"),
         (LOGITS, CLASSES[1:], "Outputs must be"),
         (LOGITS, SHARES.long(), "One-hot targets must be classes"),

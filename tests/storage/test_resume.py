@@ -105,7 +105,7 @@ def test_an_unfinished_file_is_never_cleared_silently(tmp_path: Path) -> None:
         write(tmp_path / "o.h5", stop_at=32)
     with pytest.raises(OutputError, match="unfinished") as caught:
         write(tmp_path / "o.h5")
-    assert "--resume" in str(caught.value) and "overwrite=True" in str(caught.value)
+    assert "resume=True" in str(caught.value) and "overwrite=True" in str(caught.value)
     with open_writer(tmp_path / "o.h5", PLAN, overwrite=True) as writer:
         assert writer.completed == 0
 

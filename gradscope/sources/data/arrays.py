@@ -20,6 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from gradscope.core.chunks import index_is_sound
+from gradscope.core.filetypes import AGAIN
 from gradscope.errors import DatasetError
 from gradscope.sources.data.columns import (
     NumberColumn,
@@ -35,7 +36,6 @@ from gradscope.sources.data.columns import (
     torch_dtype,
 )
 from gradscope.sources.formats import (
-    AGAIN,
     dataset_readers,
     is_safetensors,
     is_saved_by_torch,

@@ -50,7 +50,7 @@ def read(path: Path, *, unsafe_pickle: bool = False) -> tuple[Any, CheckpointRep
     with reading(CheckpointError, file):
         if unsafe_pickle and name in TRUSTED:
             value = read_trusted(file, name)
-            notes.append("The checkpoint was trusted to execute code (--unsafe-pickle).")
+            notes.append("The checkpoint was trusted to execute code.")
         else:
             value = checkpoint_readers.get(name)(file)
         files = files_of(file) if name == "index" else (file,)

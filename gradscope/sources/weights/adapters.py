@@ -20,7 +20,7 @@ from gradscope.sources.formats import need, reachable
 from gradscope.sources.weights.fit import check_finite
 from gradscope.sources.weights.readers import ADAPTER, ADAPTER_WEIGHTS, table, weights_in
 
-_GIVE = "Give its folder, --model FOLDER, or a factory that returns it, --model FILE.py:FACTORY."
+_GIVE = 'Give its folder, model="FOLDER", or a factory that returns it, model="FILE.py:FACTORY".'
 _CLASS = "kwargs = { architecture = ... }"
 _AGAIN = "Save the adapter again with save_pretrained."
 
@@ -39,7 +39,7 @@ def is_adapter(path: Path) -> bool:
         own = sorted(p.name for p in folder.glob(f"{ADAPTER_WEIGHTS}.*"))
     if path.is_dir() and own and file.name not in own:
         what = f"it holds a model, {file.name}, and an adapter, {own[0]}"
-        remedy = f"Give one of these files; the adapter with --model {folder}, if that is its base."
+        remedy = f'Give one of these files; the adapter with model="{folder}", if that is its base.'
         raise CheckpointError(what, where=str(path), remedy=remedy)
     return file.stem == ADAPTER_WEIGHTS
 

@@ -114,7 +114,7 @@ def rounding_note(lost: Sequence[Change]) -> str:
     widest = min((c.stored.to_real() for c in lost), key=lambda dtype: torch.finfo(dtype).eps)
     return (
         "The checkpoint has more digits than the model: its weights are rounded "
-        f"({listed(map(str, lost), 3)}). --dtype {dtype_name(widest)} keeps all digits."
+        f"({listed(map(str, lost), 3)}). The dtype {dtype_name(widest)} keeps all digits."
     )
 
 
@@ -140,7 +140,7 @@ def _require_range(cast: StateDict, lost: Sequence[Change]) -> None:
         dtype = dtype_name(next(cast[k].dtype for k, n in bad.items() if n))
         raise CheckpointError(
             f"{len(wrong)} tensors hold values that are too large for {dtype}: {listed(wrong)}",
-            remedy="Compute in a dtype of a larger range, such as --dtype float64.",
+            remedy='Compute in a dtype of a larger range, such as dtype="float64".',
         )
 
 
@@ -193,19 +193,7 @@ def _state_dict(
         raise CheckpointError(f"it holds {kind}, not a state dict", remedy=_SAVE)
     found = state_dicts(content)
     if key is not None:
-        below: Any = content
-        for part in key.split("."):  # it may lie deeper than is looked by itself
-            below = below.get(part) if isinstance(below, Mapping) else None
-        deeper = isinstance(below, Mapping) and any(isinstance(v, Tensor) for v in below.values())
-        for name, state in (*found, *([(key, below)] if deeper else [])):
-            if name == key:
-                return key, state
-        if beginning := _beginning(found, key):
-            return _only(beginning)
-        known = [name for name, _ in found if name]
-        hint = suggestion(key, known).replace("Supported", "There are")
-        what = f"there is no state dict under {key!r} in it"
-        raise CheckpointError(what, remedy=hint if known else "There is none under any key.")
+        return state_dict_under(content, found, key)
     scores = []
     for _, state in found:
         fits = expected if all(isinstance(name, str) for name in state) else {}
@@ -214,13 +202,43 @@ def _state_dict(
     best = max(scores, default=0)
     chosen = [each for each, score in zip(found, scores, strict=True) if score == best]
     if not found or (not best and len(found) > 1):
+        if isinstance(content, Mapping) and {"state", "param_groups"} <= content.keys():
+            what = "it holds the state of an optimiser, not the weights of a model"
+            raise CheckpointError(what, remedy=_SAVE)
+        if isinstance(content, Mapping) and any(hasattr(v, "__array__") for v in content.values()):
+            what = f"its values are numpy arrays, not tensors: {listed(map(str, content))}"
+            remedy = "Save {name: torch.from_numpy(array) for name, array in weights.items()}."
+            raise CheckpointError(what, remedy=remedy)
         keys = listed(repr(k) for k in content) if isinstance(content, Mapping) else ""
         raise CheckpointError(
             f"there is no state dict of the model in it; its keys are: {keys or 'none'}",
             remedy=f"{_SAVE} It may stand under a key, such as 'model'; one that is deeper than "
-            "four is named with --key.",
+            "four is named with `key`.",
         )
     return _only(chosen)
+
+
+def state_dict_under(
+    content: Any, found: Sequence[tuple[str, Mapping[Any, Any]]], key: str
+) -> tuple[str, Mapping[Any, Any]]:
+    """Return the state dict under a key of a checkpoint; `found` are its `state_dicts`.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    below: Any = content
+    for part in key.split("."):  # it may lie deeper than is looked by itself
+        below = below.get(part) if isinstance(below, Mapping) else None
+    deeper = isinstance(below, Mapping) and any(isinstance(v, Tensor) for v in below.values())
+    for name, state in (*found, *([(key, below)] if deeper else [])):
+        if name == key:
+            return key, state
+    if beginning := _beginning(found, key):
+        return _only(beginning)
+    known = [name for name, _ in found if name]
+    hint = suggestion(key, known).replace("Supported", "There are")
+    what = f"there is no state dict under {key!r} in it"
+    raise CheckpointError(what, remedy=hint if known else "There is none under any key.")
 
 
 def _only(chosen: Sequence[tuple[str, Mapping[Any, Any]]]) -> tuple[str, Mapping[Any, Any]]:
@@ -228,7 +246,7 @@ def _only(chosen: Sequence[tuple[str, Mapping[Any, Any]]]) -> tuple[str, Mapping
         keys = listed(name or "the top level" for name, _ in chosen)
         raise CheckpointError(
             f"there is a state dict that may be meant under each of {keys}",
-            remedy="Name the one you mean with --key, or `key` under [checkpoint].",
+            remedy="Name the one you mean with `key`.",
         )
     return chosen[0]
 
@@ -331,13 +349,13 @@ def _check_names(values: StateDict, expected: StateDict, key: str) -> None:
     told = "; ".join(f"{len(names)} {what} ({listed(names)})" for names, what in sides if names)
     remedy = _CHECK
     if not missing:
-        remedy += " --ignore GLOB leaves out what it does not have."
+        remedy += ' ignore="GLOB" leaves out what it does not have.'
     mixed = [p for p in _PREFIXES if any(name.startswith(p) for name in unexpected)]
     parts = {name.partition(".")[0] for name in unexpected if "." in name}
     own = [p for p in sorted(parts) if _covers(values, p, expected)]
     if own:
         keys = listed(f"{key}.{p}" if key else p for p in own)
-        remedy += f" All of the model's are under {keys}: name one with --key."
+        remedy += f" All of the model's are under {keys}: name one with `key`."
     elif mixed:
         remedy += f" Not every name begins with {mixed[0]!r}, so it was not taken off."
     what = f"the names do not fit the model's {len(expected)}: {told}"

@@ -24,7 +24,7 @@ from gradscope.sources.weights.readers import table
 CONFIG = "config.json"
 _ATTENTION = "attn_implementation"
 _OURS = ("architecture", _ATTENTION)  # arguments that are no values of a config
-_SAVED = "Save the model again with save_pretrained, or write a factory for it (--model)."
+_SAVED = "Save the model again with save_pretrained, or write a factory for it (`model`)."
 
 
 def build_from_config(

@@ -56,7 +56,7 @@ def read_optimizer(path: Path) -> OptimizerState:
     try:
         content, _ = read(path)
     except CheckpointError as error:
-        error.remedy = _SAVE if "--unsafe-pickle" in (error.remedy or "") else error.remedy
+        error.remedy = _SAVE if "unsafe_pickle" in (error.remedy or "") else error.remedy
         raise
     with reading(CheckpointError, path):
         states = list(_states(content, _DEPTH))

@@ -23,13 +23,13 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from gradscope.core.filetypes import AGAIN
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError, InputError
 from gradscope.model.locate import first_line
 from gradscope.sources.code import importable
 from gradscope.sources.formats import (
-    AGAIN,
     checkpoint_readers,
     distinct,
     find_reader,
@@ -48,7 +48,7 @@ _DIRECTORY = 0x10  # of a zip entry's attributes, as DOS has them
 _MAX_EXPANSION = 100  # torch.save does not compress; a bomb does
 _STATE_DICT = (
     "Save model.state_dict() with torch.save or safetensors, and give that file. "
-    "If you trust this one, --unsafe-pickle loads it."
+    "If you trust this one, unsafe_pickle=True loads it."
 )
 
 # What training scripts put beside the weights, and what only holds data: a best score of numpy's,
@@ -94,8 +94,8 @@ def read_torch(path: Path) -> Any:
     if kind != "saved":
         raise CheckpointError(
             f"this is a {kind} archive, which holds a program",
-            remedy="Save model.state_dict(). If you trust the file, --unsafe-pickle loads it, as "
-            "weights or, with --model checkpoint, as the model.",
+            remedy="Save model.state_dict(). If you trust the file, unsafe_pickle=True loads it, "
+            'as weights or, with model="checkpoint", as the model.',
         )
     return _torch_load(path)
 
@@ -160,7 +160,7 @@ def _verified_kind(path: Path) -> Literal["saved", "TorchScript", "torch.export"
             found = "zip archive without tensors of torch.save"
             if any(name.endswith(".npy") for name in names):
                 found = "numpy .npz file: data, not weights"
-            remedy = "Give a file of torch.save or safetensors."
+            remedy = "Give a file of torch.save or safetensors as CHECKPOINT, and data as DATASET."
             raise CheckpointError(f"this is a {found}", remedy=remedy)
         if len(set(names)) < len(names):
             raise _damaged("several of its parts have one name")

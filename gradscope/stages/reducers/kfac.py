@@ -433,7 +433,7 @@ def _require_bases(state: State, marks: Mapping[str, Tensor]) -> None:
         if int(mark) != int(marks[name]):
             raise UnsupportedError(
                 f"{name}: the eigenvectors are not those that earlier samples were held against",
-                remedy="Begin again (overwrite=True), or give the bases: ekfac:with=FILE.h5:CHAIN.",
+                remedy="Begin again, or give the bases: ekfac:with=FILE.h5:CHAIN.",
             )
 
 

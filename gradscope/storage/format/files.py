@@ -23,7 +23,8 @@ from gradscope.process.shortage import is_shortage
 if sys.platform != "win32":
     import fcntl
 
-_SMALLER = "or store less: a reducer, --layout factored, --dtype float16"
+_SMALLER = "Or store less: a reducer, gradscope compute --layout factored or --dtype float16."
+_AGAIN = "run the command again; gradscope compute and attribute continue with --resume"
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # file systems that have none
@@ -221,17 +222,17 @@ def writing(path: Path, *, again: bool = False) -> Iterator[None]:
         found = re.search(r"errno = (\d+)", str(error))
         number = number or (int(found[1]) if found else None)
         if is_shortage(error):
-            what, remedy = f"memory ran out: {_line(error)}", "Free some, and give --resume."
+            what, remedy = f"memory ran out: {_line(error)}", f"Free some memory, and {_AGAIN}."
         elif number in _FULL:
             what = "the disk is full, or a limit on the file's size is reached"
-            remedy = f"Free space and go on with --resume, {_SMALLER}."
+            remedy = f"Free space, and {_AGAIN}. {_SMALLER}"
         elif number in (errno.EACCES, errno.EPERM, errno.EROFS):
             what, remedy = "the folder cannot be written to", "Choose another place."
         elif number == errno.EAGAIN:
-            what, remedy = "another process has the file open", "Close it, and give --resume."
+            what, remedy = "another process has the file open", f"Close it, and {_AGAIN}."
         else:
             what = f"writing failed: {_line(error)}"
-            remedy = "Check the path and the disk; what is complete is kept for --resume."
+            remedy = f"Check the path and the disk, and {_AGAIN}."
         raise OutputError(what, where=str(path), remedy=remedy) from error
 
 

@@ -511,5 +511,5 @@ def _sources_of(text: str, folder: Path) -> Sources:
 
 def _wrong_source(source: SourceFile, what: str) -> ResultFileError:
     return ResultFileError(
-        what, where=str(source.path), remedy="Merge the files again, without --virtual."
+        what, where=str(source.path), remedy="Run gradscope merge again without --virtual."
     )

@@ -20,6 +20,7 @@ import h5py
 import numpy as np
 
 from gradscope.core.chunks import index_is_sound
+from gradscope.core.filetypes import describe
 from gradscope.errors import ResultFileError
 from gradscope.storage.format.files import reading
 from gradscope.storage.format.layout import (
@@ -37,7 +38,9 @@ from gradscope.storage.format.layout import (
 from gradscope.storage.format.numbers import unescape
 from gradscope.storage.format.seal import REMEDY, Checks, Seal, seal_of
 
+_CONTINUE = "Run the gradscope compute or attribute that wrote it again, with --resume."
 _DEPTH = 4  # /chains/0/NAME/left
+_HEAD = 4096  # bytes by which a file of another kind is described
 _CHUNK_BYTES = 2 * CHUNK_BYTES
 _KINDS = "biufc"
 _ATTRIBUTE_BYTES = 2**16
@@ -113,7 +116,7 @@ def _file(path: Path) -> tuple[h5py.File, Seal | None]:
         part = path.with_name(path.name + ".part")
         raise ResultFileError(
             ("this is no regular file" if os.path.exists(path) else "there is no such file"),  # noqa: PTH110
-            remedy=f"{part.name} is there: the run is not finished; give --resume."
+            remedy=f"{part.name} is there: the run is not finished. {_CONTINUE}"
             if os.path.isfile(part)  # noqa: PTH113
             else "Check the path.",
         )
@@ -121,8 +124,11 @@ def _file(path: Path) -> tuple[h5py.File, Seal | None]:
     if seal is not None and not seal.intact:
         raise ResultFileError("its structure was changed after it was written", remedy=REMEDY)
     if not h5py.is_hdf5(path):
+        with path.open("rb") as plain:
+            what, _ = describe(plain.read(_HEAD))
         raise ResultFileError(
-            "this is not an HDF5 file", remedy="Give the file that gradscope compute -o wrote."
+            f"this is {what}, not an HDF5 file",
+            remedy="Give the file that gradscope compute -o wrote.",
         )
     try:
         return h5py.File(path, "r", locking=False), seal
@@ -152,7 +158,7 @@ def _checked(file: h5py.File, size: int, seal: Seal | None) -> OpenFile:
     if file.attrs.get("status") != "complete":
         raise ResultFileError(
             "the file is not finished: its run was stopped, or is still going on",
-            remedy="Go on with it: the same command and --resume.",
+            remedy=_CONTINUE,
         )
     if seal is None:
         raise ResultFileError(

@@ -169,7 +169,8 @@ def _verify(part: Path, look: Inspect | None) -> None:
         raise OutputError(
             f"the file just written does not verify: {error.what}",
             where=str(part),
-            remedy="The disk or its driver may be failing; give --resume to complete it again.",
+            remedy="The disk or its driver may be failing. Run the command again: gradscope "
+            "compute and attribute continue with --resume.",
         ) from error
 
 

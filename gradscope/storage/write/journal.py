@@ -214,7 +214,7 @@ def recover(
         raise OutputError(
             "an unfinished file of a stopped run is there",
             where=str(paths.part),
-            remedy="Give --resume to go on with it, or overwrite=True to start again.",
+            remedy="Give resume=True to go on with it, or overwrite=True to start again.",
         )
     found = Entry.load(paths.progress) if unfinished and resume else None
     if overwrite and found is not None and found.identity != plan.identity:
@@ -253,7 +253,7 @@ def require_intact(part: Path, descriptor: int, records: np.ndarray) -> None:
             f"the unfinished file is damaged: {places} changed after they were written",
             where=str(part),
             remedy="Look after the disk. Then start again with overwrite=True, or put back a copy "
-            f"of {part.name} and {part.name}.progress, and give --resume.",
+            f"of {part.name} and {part.name}.progress.",
         )
 
 

@@ -176,7 +176,7 @@ class Writer:
             raise OutputError(
                 f"only {self.completed} of {self._plan.n} samples are complete",
                 where=str(self._paths.part),
-                remedy="Go on with --resume.",
+                remedy="Go on with resume=True.",
             )
         with writing(self._paths.final):
             regions = self._ready(None)
