@@ -55,7 +55,14 @@ def init(options: InitOptions) -> None:
     stage = asked.loss.stage
     if ":" not in stage.name:  # else it is code of yours, which is not executed
         bound(losses.get(stage.name), stage)
-    found = draft(options.checkpoint, options.dataset, output.parent, model=model, loss=loss)
+    found = draft(
+        options.checkpoint,
+        options.dataset,
+        output.parent,
+        model=model,
+        loss=loss,
+        unsafe_pickle=options.unsafe_pickle,
+    )
     written(output, lambda file: file.write(found.text.encode()))
     told = {"path": str(output), "guessed": found.guessed, "missing": found.missing}
     told["unused"] = found.unused

@@ -83,6 +83,7 @@ class InitOptions(Options):
     output: Path = option(Path("run.toml"), "--output -o RUN.toml", help="The run file")
     model: str | None = same("model", "factory", None)
     loss: str | None = same("loss", "name", None)
+    unsafe_pickle: bool = same("checkpoint", "unsafe_pickle", False)
     overwrite: bool = OVERWRITE
     as_json: bool = JSON
 
