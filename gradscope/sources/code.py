@@ -165,7 +165,8 @@ def _users(error: BaseException) -> ModelError:
         return ModelError(
             f"your script parses command-line arguments, and refuses {sys.argv[1:]}: {refused}",
             remedy="Give it the arguments of the training, under [model] in the run file: "
-            'argv = ["--option", "value"]. (`gradscope init` writes a run file.)',
+            'argv = ["--option", "value"]. `gradscope init` writes a run file. Or call '
+            'parse_args() only under if __name__ == "__main__".',
         )
     last = traceback.format_exception_only(error) if isinstance(error, SyntaxError) else []
     shown = "\n".join(filter(None, (own_lines(error), "".join(last).rstrip())))

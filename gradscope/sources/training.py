@@ -10,18 +10,20 @@ from pathlib import Path
 
 _DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 _FIT = {"fit", "train", "run"}  # methods of a trainer that train
-_DEPTH = 3  # of imports that are followed to functions that train
+_DEPTH = 3  # how many imports in a row are followed
 
 
 def without_training(tree: ast.Module, path: Path) -> tuple[ast.Module, int | None]:
-    """Return a script without its training, and the line where that begins, None if there is none.
+    """Return a script without its training, and the line of its first statement that trains.
+
+    The line is None if the script does not train.
 
     From the first statement that trains, only definitions and imports are left. A statement trains
     if it calls `backward()`, or names a function or calls a method that does.
 
     Args:
         tree: The script.
-        path: Its file. Functions that it imports from files beside it are followed.
+        path: Its file. Functions that it imports from files in its folder are followed.
     """
     functions, methods = _training_names(tree, path)
     trainers = {
@@ -50,7 +52,7 @@ def trains(tree: ast.Module) -> bool:
 
 
 def _training_names(tree: ast.Module, path: Path, depth: int = 0) -> tuple[set[str], set[str]]:
-    """Return the names of the functions of a script that train, and those of methods."""
+    """Return the names of functions of a script that train, and the names of such methods."""
     functions, methods = set(_imported(tree, path, depth)), set[str]()
     inside = {
         id(method)
