@@ -79,10 +79,15 @@ def find_reader(registry: Registry[Reader[T]], path: Path, error: type[InputErro
         if registry.get(name).matches(head):
             return name
     found, remedy = _description(head)
+    convert = ""
+    if registry is dataset_readers and found.startswith("an image"):
+        remedy = "Give a folder with one folder of images for each class."
+    elif registry is dataset_readers and remedy in (_OTHER, AGAIN):
+        convert = f"\n{CONVERT}"
     raise error(
         f"this is {found}, no {registry.kind} that can be read",
         where=str(path),
-        remedy=f"{remedy} Supported: {', '.join(registry)}.",
+        remedy=f"{remedy} Supported: {', '.join(registry)}.{convert}",
     )
 
 
@@ -106,6 +111,7 @@ def _head(path: Path, error: type[InputError]) -> bytes:
     return head
 
 
+_OTHER = "Convert it."
 _MAGIC = {
     b"\x89HDF": "an HDF5 file",
     b"\x93NUMPY": "a single numpy array (.npy)",
@@ -118,7 +124,19 @@ _MAGIC = {
     b"PK\x03\x04": "a zip archive",
     b"PK\x05\x06": "an empty zip archive",
     b"GGUF": "a GGUF file",
+    b"\x89PNG": "an image (PNG)",
+    b"\xff\xd8\xff": "an image (JPEG)",
+    b"GIF8": "an image (GIF)",
+    b"II*\0": "an image (TIFF)",
+    b"MM\0*": "an image (TIFF)",
+    b"RIFF": "a sound, an image or a film (RIFF)",
+    b"%PDF": "a PDF",
 }
+CONVERT = """\
+Save tensors with one entry a sample, in your script:
+    import torch
+    inputs, targets = ...  # as the script reads them
+    torch.save({"inputs": inputs, "targets": targets}, "data.pt")"""
 
 
 def _description(head: bytes) -> tuple[str, str]:
@@ -134,7 +152,7 @@ def _description(head: bytes) -> tuple[str, str]:
     for magic, what in _MAGIC.items():
         if head.startswith(magic):
             packed = what.endswith("archive")
-            return what, "Unpack it, and give the file in it." if packed else "Convert it."
+            return what, "Unpack it, and give the file in it." if packed else _OTHER
     try:
         text = head[:-4].decode()  # not the last bytes: a character may be cut
     except UnicodeDecodeError:
