@@ -160,7 +160,7 @@ def find_trained(files: Iterable[Path], stored: Any = None) -> list[FoundModel]:
             sources = Sources(script, scripts)
             dotted = _called_name(made.value, script, sources, given)
             package, _, last = dotted.rpartition(".")
-            if package and package.partition(".")[0] not in {*local, "self"}:
+            if package and package.partition(".")[0] not in {*local, "self", "torch"}:
                 known, unknown = _given(made.value, sources, given)
                 found.append(
                     FoundModel(script.file, last, False, 1.0, why, known, unknown, package)
