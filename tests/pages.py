@@ -3,6 +3,7 @@
 A fenced block may have an HTML comment on the line before it:
 
     <!-- file: NAME -->             the block is written to a file first
+    <!-- needs: MODULE -->          the block is run if the module is installed
     <!-- output -->                 what the Python block before it prints
     <!-- output of: COMMAND -->     lines that the command prints on stdout
     <!-- errors of: COMMAND -->     likewise on stderr
@@ -20,8 +21,10 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 from benchmarks.__main__ import parser
 from benchmarks.architectures.__main__ import parser as architectures
@@ -60,11 +63,15 @@ def run(path: Path) -> Page:
     for match in FENCE.finditer(text):
         note, language, body = match["note"] or "", match["language"], match["text"]
         kind, _, rest = note.partition(":")
+        if kind == "needs" and find_spec(rest.strip()) is None:
+            continue
         if kind == "file":
             Path(rest.strip()).write_text(body, encoding="utf-8")
         elif language == "python":
             where = "\n" * text.count("\n", 0, match.start("text")) + body  # lines as in the page
-            with redirect_stdout(io.StringIO()) as out:
+            with redirect_stdout(io.StringIO()) as out, catch_warnings():
+                if kind == "needs":  # what that module warns of is not ours
+                    simplefilter("ignore")
                 exec(compile(where, str(path), "exec"), page.names)
             page.printed = out.getvalue()
         elif language == "sh":

@@ -134,6 +134,11 @@ class ModelSpec(_Section):
         "that the checkpoint itself holds, or, of an adapter, the folder of its base model",
     )
     kwargs: values.Table = option({}, accepted="a table of the factory's keyword arguments")
+    argv: tuple[str, ...] = option(
+        (),
+        accepted="a list of the command-line arguments that FILE.py parses when it is imported, "
+        'such as ["--data", "cifar10"]',
+    )
     mode: Literal["eval", "train"] = option("eval", "--mode", _RUNS, "The model's mode")
 
 

@@ -3,7 +3,8 @@
 import re
 
 AGAIN = "Write or download it again."
-_CONVERT = "Convert it."
+CONVERT_IT = "Convert it."
+UNPACK = "Unpack it, and give the file in it."
 
 _MAGIC = {
     b"\x89HDF": "an HDF5 file",
@@ -11,6 +12,9 @@ _MAGIC = {
     b"\x89PNG": "a PNG image",
     b"\xff\xd8\xff": "a JPEG image",
     b"GIF8": "a GIF image",
+    b"II*\0": "a TIFF image",
+    b"MM\0*": "a TIFF image",
+    b"RIFF": "a sound, an image or a film (RIFF)",
     b"%PDF": "a PDF document",
     b"PAR1": "a Parquet file",
     b"ARROW1": "an Arrow file",
@@ -47,14 +51,13 @@ def describe(head: bytes) -> tuple[str, str]:
     if len(head) < 16:
         return f"a file of {len(head)} bytes, probably cut off", AGAIN
     if head[257:262] == b"ustar":
-        return "a tar archive", "Unpack it, and give the file in it."
+        return "a tar archive", UNPACK
     if head.startswith(b"PK\x03\x04"):
         found = (what for name, what in _ZIPPED.items() if name in head)
-        what = next(found, "a zip archive")
-        return what, "Unpack it, and give the file in it." if what.endswith("archive") else _CONVERT
+        return (what, CONVERT_IT) if (what := next(found, "")) else ("a zip archive", UNPACK)
     for magic, what in _MAGIC.items():
         if head.startswith(magic):
-            return what, "Unpack it, and give the file in it." if "archive" in what else _CONVERT
+            return what, UNPACK if "archive" in what else CONVERT_IT
     try:
         text = head[:-4].decode()  # not the last bytes: a character may be cut
     except UnicodeDecodeError:

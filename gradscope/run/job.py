@@ -213,7 +213,7 @@ class Job:
     def fingerprint(self) -> dict[str, Any]:
         """Return what must be the same for a stopped run to go on."""
         compute = self.spec.compute.model_dump(mode="json", include=_SAME)
-        model = self.spec.model.model_dump(mode="json", include={"kwargs", "mode"})
+        model = self.spec.model.model_dump(mode="json", include={"kwargs", "argv", "mode"})
         data = self.spec.dataset.model_dump(
             mode="json", exclude={"path", "files", "tokenizer", "vocabulary"}, exclude_defaults=True
         )
@@ -250,6 +250,7 @@ def prepare(spec: RunSpec) -> Job:
         SpecError: A name or an argument does not fit.
         InputError: Something cannot be read, or does not fit together.
     """
+    code.give_arguments(spec.model.factory, spec.model.argv)
     asked, (chains, loss) = spec.compute, resolve_names(spec)
     labels.require(asked.labels, loss, chains)
     shard = _shard(asked.shard, chains)

@@ -21,7 +21,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -40,6 +40,7 @@ from gradscope.model.locate import (
 )
 from gradscope.process.shortage import is_shortage
 from gradscope.process.stops import is_stop
+from gradscope.sources.training import without_training
 
 _PRIVATE = "_gradscope_"  # what names of files that are imported begin with
 _IMPORTERS = {"import_module", "__import__"}
@@ -48,7 +49,8 @@ _POLL = 0.1  # seconds between looks at the line that is running
 
 _neighbours: dict[str, dict[str, ModuleType]] = {}  # folder: the modules found in it, by name
 _codes: dict[str, dict[str, str]] = {}  # module: the digests of its code, by file
-_slow: dict[str, str] = {}  # module: a note on the line that importing it waited for
+_notes: dict[str, dict[int, str]] = {}  # module: what importing it was like, by line
+_arguments: dict[Path, tuple[str, ...]] = {}  # script: the command-line arguments it is given
 
 
 def load_function(reference: str, kind: str) -> Callable[..., Any]:
@@ -93,13 +95,17 @@ def code_digests(reference: str, kind: str) -> dict[str, str]:
     return dict(_codes.get(key, {}))
 
 
-def import_notes(reference: str, kind: str) -> tuple[str, ...]:
-    """Return a note on the file of a reference if importing it ran a line for seconds.
+def give_arguments(reference: str, arguments: Iterable[str]) -> None:
+    """Let the file of FILE.py:NAME find command-line arguments in sys.argv when it is imported."""
+    place = reference.rpartition(":")[0]
+    if place.endswith(".py"):
+        _arguments[Path(place).absolute()] = tuple(arguments)
 
-    A training script that trains when it is imported does so.
-    """
+
+def import_notes(reference: str, kind: str) -> tuple[str, ...]:
+    """Return notes on how a file was imported: what was left out, which line took seconds."""
     _, key, _ = _load(reference, kind)
-    return tuple(note for name, note in _slow.items() if name == key)
+    return tuple(_notes.get(key, {}).values())
 
 
 def class_digests(names: Iterable[str]) -> dict[str, str]:
@@ -121,14 +127,15 @@ def loading(reference: str, kind: str) -> Iterator[None]:
 
 
 @contextmanager
-def user_file(what: str, file: Path | str = "") -> Iterator[None]:
+def user_file(what: str, file: Path | str = "", given: Iterable[str] = ()) -> Iterator[None]:
     """Turn what the user's code raises, sys.exit included, into a `ModelError` that shows it.
 
     `what` is running, such as "model factory model.py:build". What it prints goes to stderr, since
-    stdout is for results. `sys.argv` is `file` alone: the command's arguments are not the user's.
+    stdout is for results. `sys.argv` is `file` with the arguments `given`: those of the command
+    are not the user's.
     """
     arguments = sys.argv
-    sys.argv = [str(file)]
+    sys.argv = [str(file), *given]
     try:
         with redirect_stdout(sys.stderr):
             yield
@@ -156,9 +163,10 @@ def _users(error: BaseException) -> ModelError:
     """Return the error for what the user's code raised, with the user's part of the traceback."""
     if isinstance(error, SystemExit) and (refused := _argparse_message(error)) is not None:
         return ModelError(
-            f"your code parses command-line arguments, and has none here: {refused}",
-            remedy="Give the arguments defaults, or call parse_args() only under "
-            'if __name__ == "__main__".',
+            f"your script parses command-line arguments, and refuses {sys.argv[1:]}: {refused}",
+            remedy="Give it the arguments of the training, under [model] in the run file: "
+            'argv = ["--option", "value"]. `gradscope init` writes a run file. Or call '
+            'parse_args() only under if __name__ == "__main__".',
         )
     last = traceback.format_exception_only(error) if isinstance(error, SyntaxError) else []
     shown = "\n".join(filter(None, (own_lines(error), "".join(last).rstrip())))
@@ -167,11 +175,6 @@ def _users(error: BaseException) -> ModelError:
         remedy = (
             f"Install {error.name.partition('.')[0]} for {sys.executable}, or put its folder on "
             f"PYTHONPATH.\n{shown}"
-        )
-    if isinstance(error, ImportError) and "no known parent package" in str(error):
-        remedy = (
-            "A file that is named alone has no package. Go to the folder that holds the package, "
-            f"and name package.module:NAME.\n{shown}"
         )
     return ModelError(f"your code {describe_raised(error)}", remedy=remedy)
 
@@ -213,8 +216,9 @@ def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
     except OSError as error:
         reason = f"cannot be read: {error.strerror}"
         raise ModelError(reason, where=what, remedy="Check the path.") from error
-    digest = hashlib.sha256(str(path).encode("utf-8", "surrogateescape") + content).hexdigest()
-    name = f"{_PRIVATE}{digest[:16]}"
+    given = _arguments.get(path, ())
+    told = "\0".join((str(path), *given)).encode("utf-8", "surrogateescape")
+    name = f"{_PRIVATE}{hashlib.sha256(told + content).hexdigest()[:16]}"
     if name in sys.modules:
         return sys.modules[name], name
     loaded = _loaded(path)
@@ -226,17 +230,45 @@ def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
     try:
-        with (
-            user_file(what, path),
-            importable(path.parent),
-            _recording_code(name),
-            _watching_slow_lines(name, path),
-        ):
-            exec(compile(content, str(path), "exec", dont_inherit=True), vars(module))
+        with user_file(what, path, given), ExitStack() as around:
+            tree, line = without_training(ast.parse(content, str(path)), path)
+            if line is not None:
+                text = linecache.getline(str(path), line).strip()
+                _notes.setdefault(name, {})[line] = (
+                    f"{path.name} trains when it is imported, from line {line}: {text} "
+                    "From there on only its definitions and imports were run."
+                )
+            package, folders = _package(path, tree)
+            if package:  # of relative imports; the name says the same to importlib
+                spec.name, module.__package__ = f"{package}.{name}", package
+            for folder in folders:
+                around.enter_context(importable(folder))
+            around.enter_context(_recording_code(name))
+            around.enter_context(_watching_slow_lines(name, path))
+            exec(compile(tree, str(path), "exec", dont_inherit=True), vars(module))
     except BaseException:
         del sys.modules[name]
         raise
     return module, name
+
+
+def _package(path: Path, tree: ast.Module) -> tuple[str, list[Path]]:
+    """Return the package that a file is in, "" for none, and the folders to import from.
+
+    The folders are the working directory if the file is below it, the file's own, and the one
+    that holds the package; the last one is searched first.
+    """
+    levels = [n.level for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    depth = max(levels, default=0)
+    while depth < len(path.parents) and (path.parents[depth] / "__init__.py").is_file():
+        depth += 1
+    depth = min(depth, len(path.parents) - 1)
+    here = Path.cwd()
+    folders = [here] if path.is_relative_to(here) else []
+    folders += [path.parent, path.parents[depth]]
+    return ".".join(path.parent.relative_to(path.parents[depth]).parts), list(
+        reversed(dict.fromkeys(reversed(folders)))
+    )
 
 
 def _loaded(path: Path) -> str | None:
@@ -296,7 +328,7 @@ def _watching_slow_lines(key: str, path: Path) -> Iterator[None]:
     line, longest = max(seconds.items(), key=lambda item: item[1], default=(0, 0.0))
     if longest > _SLOW and _is_slow_code(path, line):
         text = linecache.getline(str(path), line).strip()
-        _slow[key] = (
+        _notes.setdefault(key, {})[line] = (
             f"Importing {path.name} ran line {line} for {longest:.1f} s: {text} If the script "
             'trains there, put it under if __name__ == "__main__".'
         )

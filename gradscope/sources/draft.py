@@ -6,7 +6,7 @@ Nothing of the user's is executed: Python files are parsed, not imported.
 import ast
 import os
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from gradscope.errors import CheckpointError, DatasetError, located
 from gradscope.sources.data.columns import SequenceColumn, StoredColumn, TextColumn
 from gradscope.sources.data.files import open_arrays
 from gradscope.sources.data.recipes import MASK
-from gradscope.sources.scripts import FoundModel, find_models, losses_called
+from gradscope.sources.scripts import FoundModel, find_models, find_trained, losses_called
 from gradscope.sources.weights import read
 from gradscope.sources.weights.fit import state_dict_under, state_dicts
 from gradscope.sources.weights.hugging_face import CONFIG
@@ -40,6 +40,8 @@ _PADDING = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attenti
 # losses that targets suggest if nothing else is known
 _GENERAL = ("cross_entropy", "token_cross_entropy", "mse", "bce_with_logits")
 _LIKELY, _DOUBT, _OTHERS = 0.5, 0.1, 3  # of a model: the least fit; others are shown within DOUBT
+_DEPTH, _FOLDERS, _FILES = 3, 300, 500  # how deep and how many scripts are looked for
+_SKIPPED = re.compile(r"[._]|site-packages$|node_modules$|tests?$")  # folders without a model
 _FACTORIES = ("build", "build_model", "make_model", "create_model", "get_model", "model", "net")
 
 _TEMPLATE = """\
@@ -52,6 +54,7 @@ version = 1
 # FILE.py:NAME, a class or a function that returns the model
 {model}
 mode = {mode}
+# argv = ["--width", "64"]         # command-line arguments, if the file parses some when imported
 
 [model.kwargs]                     # the keyword arguments of NAME, such as width = 64
 {kwargs}
@@ -106,10 +109,10 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     checkpoint = spec.checkpoint.path
     model = _given(spec, "model").get("factory")
     loss = _given(spec, "loss").get("name")
-    beside = (checkpoint.parent, data.absolute().parent, Path.cwd())
     checkpoint_lines, stored = _checkpoint(result, spec, folder)
-    files = [f for place in dict.fromkeys(beside) for f in sorted(place.glob("*.py"))]
-    files = list(filter(Path.is_file, files))
+    near, below = _scripts((checkpoint.absolute().parent, data.absolute().parent, Path.cwd()))
+    files = [*near, *below]
+    called = losses_called(near) or losses_called(files)
     model_lines, argument_lines = _model(result, model, checkpoint, folder, files, stored)
     found, why = "mse", "an example"
     described = data.suffix.lower() == ".toml"
@@ -117,14 +120,17 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     if described or function_of(str(data)) is not None:
         reference = _relative(data, folder) if described else _anchored(str(data), folder)
         dataset_lines = [f"{'spec' if described else 'path'} = {quoted(reference)}"]
-        result.missing += [] if loss else ["loss.name"]
+        if called:
+            found, why = _loss_of_script(called, "", why)
+        else:
+            result.missing += [] if loss else ["loss.name"]
     else:
         held = model == FROM_CHECKPOINT if model else _description(checkpoint) is not None
         dataset_lines, found, why = _dataset(result, data, folder, keywords=held)
-        if found in _GENERAL and (called := losses_called(files)):
+        if found in _GENERAL and called:
             found, why = _loss_of_script(called, found, why)
-        if loss is None:
-            result.guessed["loss.name"] = f"{found}: {why}"
+    if loss is None and "loss.name" not in result.missing:
+        result.guessed["loss.name"] = f"{found}: {why}"
     loss_lines = [] if loss else [f"# guessed: {_comment(why)}"]
     loss_lines.append(f"name = {quoted(_anchored(loss or found, folder))}")
     sections = (model_lines, argument_lines, checkpoint_lines, dataset_lines, loss_lines)
@@ -185,6 +191,8 @@ def _model(
         own = next((found for found in known if found.name == name), None)
         return [f"factory = {quoted(_anchored(model, folder))}"], _arguments(result, own)
     held = _description(checkpoint)
+    if isinstance(stored.content, nn.Module):
+        held = "pickled model"
     found = [] if held else find_models(files, stored.shapes, stored.content)
     likely = [each for each in found if each.fit > max(_LIKELY, found[0].fit - _DOUBT)]
     usual = [
@@ -193,8 +201,10 @@ def _model(
         for name in _functions(file)
         if name in _FACTORIES
     ]
+    if likely[0].unknown if likely else not usual:
+        likely = [*find_trained(files, stored.content), *likely]
     if held is not None:
-        value, why = FROM_CHECKPOINT, f"the folder's {held} describes it"
+        value, why = FROM_CHECKPOINT, f"the checkpoint's {held} describes it"
     elif likely:
         value, why = _anchored(likely[0].reference, folder), likely[0].why
     elif usual:
@@ -237,12 +247,39 @@ def _key(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else quoted(name)
 
 
+def _scripts(places: Iterable[Path]) -> tuple[list[Path], list[Path]]:
+    """Return the Python files in some folders, and those in the folders below, nearest first."""
+    near: dict[Path, None] = {}
+    below: dict[Path, None] = {}
+    waiting = deque((place, 0) for place in dict.fromkeys(places))
+    for _ in range(_FOLDERS):
+        if not waiting or len(below) > _FILES:
+            break
+        place, depth = waiting.popleft()
+        try:
+            entries = sorted(place.iterdir())
+        except OSError:
+            continue
+        if depth and "pyvenv.cfg" in (entry.name for entry in entries):
+            continue
+        files = [entry for entry in entries if entry.suffix == ".py" and entry.is_file()]
+        (below if depth else near).update(dict.fromkeys(files))
+        if depth < _DEPTH:
+            folders = (entry for entry in entries if not _SKIPPED.match(entry.name))
+            waiting.extend((folder, depth + 1) for folder in folders if folder.is_dir())
+    return list(near), [file for file in below if file not in near]
+
+
 def _loss_of_script(called: Sequence[str], of_data: str, why: str) -> tuple[str, str]:
     """Return the loss that scripts call, and why; `of_data` is what the targets alone suggest."""
-    found = called[0]
-    if found == "cross_entropy" and of_data == "token_cross_entropy":
-        return of_data, why
-    others = f"; also {listed(called[1:])}: for their sum write a function" if called[1:] else ""
+    of_tokens = of_data == "token_cross_entropy"
+    name = "cross_entropy" if of_tokens else of_data
+    own = [each for each in called if each.partition(":")[0] == name]
+    found = (own or called)[0]
+    if of_tokens and own:
+        return f"token_{found}", why
+    rest = [each for each in called if each != found]
+    others = f"; also {listed(rest)}: for their sum write a function" if rest else ""
     return found, f"a script beside it calls it{others}"
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from gradscope.core.filetypes import AGAIN, describe
+from gradscope.core.filetypes import AGAIN, CONVERT_IT, describe
 from gradscope.core.registry import Registry
 from gradscope.errors import DatasetError, GradscopeError, InputError, located
 from gradscope.model.locate import first_line
@@ -26,6 +26,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 HEAD = 4096  # bytes that are looked at to tell what a file is
+
+
+CONVERT = """\
+Save tensors with one entry a sample, in your script:
+    import torch
+    inputs, targets = ...  # as the script reads them
+    torch.save({"inputs": inputs, "targets": targets}, "data.pt")"""
 
 
 class Reader(Generic[T]):
@@ -78,10 +85,15 @@ def find_reader(registry: Registry[Reader[T]], path: Path, error: type[InputErro
         if registry.get(name).matches(head):
             return name
     found, remedy = describe(head)
+    convert = ""
+    if registry is dataset_readers and found.endswith("image"):
+        remedy = "Give a folder with one folder of images for each class."
+    elif registry is dataset_readers and remedy in (CONVERT_IT, AGAIN):
+        convert = f"\n{CONVERT}"
     raise error(
         f"this is {found}, no {registry.kind} that can be read",
         where=str(path),
-        remedy=f"{remedy} Supported: {', '.join(registry)}.",
+        remedy=f"{remedy} Supported: {', '.join(registry)}.{convert}",
     )
 
 

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -169,10 +170,8 @@ def build(
     """
     function = load_function(factory, "model factory")
     where = f"model factory {factory}"
-    if isinstance(function, nn.Module):
-        remedy = "Write a function that builds the model, and name that."
-        what = "this is a model, not a function that returns one"
-        raise ModelError(what, where=where, remedy=remedy)
+    if isinstance(function, nn.Module):  # a variable of a script
+        made, function = function, lambda: deepcopy(made)
     with suppress(TypeError, ValueError):  # some builtins have none; the call itself will tell
         signature = inspect.signature(function)
         try:
@@ -187,7 +186,7 @@ def build(
     _require_trainable(model, where)
     with user_file(where):
         model.train(mode == "train")
-    return model  # type: ignore[no-any-return]  # checked to be an nn.Module
+    return model
 
 
 class Config(dict[str, Any]):
@@ -198,7 +197,10 @@ class Config(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(name) from None
+            raise AttributeError(
+                f"{name!r} is not among the arguments of the run file's [model.kwargs]. Add it "
+                "there; if it is None, write a function that builds the model"
+            ) from None
 
 
 def _with_attributes(value: Any) -> Any:

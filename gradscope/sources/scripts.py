@@ -8,12 +8,15 @@ tensors say what many arguments of the class were.
 import ast
 import re
 from argparse import Namespace
+from collections import ChainMap, Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from gradscope.sources.training import trains
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
@@ -61,6 +64,10 @@ _PLAIN = re.compile(
     r"MaxPool|AvgPool|Adaptive|Softplus|SiLU|GELU|ELU|SELU|CELU|Mish|Hard|Upsample|Pixel|Zero|"
     r"ReflectionPad|ReplicationPad|ConstantPad|.*Loss$)"
 )
+_MOVED = {"to", "cuda", "eval", "train", "double", "float", "prepare", "compile"}
+_MOVED |= {"DataParallel", "DistributedDataParallel"}
+_REGISTER = {"register_buffer", "register_parameter", "add_module"}
+_PRETRAINED = {"pretrained", "weights"}  # the checkpoint's weights take their place
 _ARGUMENTS = ("model_args", "hyper_parameters", "hparams", "model_config", "config", "cfg", "args")
 _LOSSES = {
     "cross_entropy": "cross_entropy", "CrossEntropyLoss": "cross_entropy",
@@ -74,6 +81,7 @@ _LOSSES = {
     "GaussianNLLLoss": "gaussian_nll", "triplet_margin_loss": "triplet",
     "TripletMarginLoss": "triplet", "ctc_loss": "ctc", "CTCLoss": "ctc",
 }  # fmt: skip
+_LOSS_OPTIONS = {"ignore_index", "label_smoothing", "delta", "margin"}
 
 
 @dataclass(frozen=True)
@@ -95,11 +103,12 @@ class FoundModel:
     why: str
     arguments: Mapping[str, Argument]  # known, by name; CONFIG.NAME within a config
     unknown: Sequence[str]  # names of arguments that must be given
+    package: str = ""  # the installed module that holds it instead of the file
 
     @property
     def reference(self) -> str:
-        """FILE.py:NAME."""
-        return f"{self.file}:{self.name}"
+        """FILE.py:NAME, or package.module:NAME."""
+        return f"{self.package or self.file}:{self.name}"
 
 
 def find_models(files: Iterable[Path], shapes: Shapes, stored: Any = None) -> list[FoundModel]:
@@ -115,9 +124,9 @@ def find_models(files: Iterable[Path], shapes: Shapes, stored: Any = None) -> li
     given = stored_arguments(stored)
     found = [
         model
-        for script in scripts
+        for script, sources in ((script, Sources(script, scripts)) for script in scripts)
         for name in (*script.classes, *script.functions)
-        if (model := _examined(Sources(script, scripts), script, name, known, given)) is not None
+        if (model := _examined(sources, script, name, known, given)) is not None
     ]
 
     def rank(model: FoundModel) -> tuple[float, bool, bool, bool]:
@@ -125,6 +134,82 @@ def find_models(files: Iterable[Path], shapes: Shapes, stored: Any = None) -> li
         return -round(model.fit, 2), bool(model.unknown), bool(model.arguments), model.is_class
 
     return sorted(found, key=rank)
+
+
+def find_trained(files: Iterable[Path], stored: Any = None) -> list[FoundModel]:
+    """Return the models whose parameters scripts give to an optimizer.
+
+    A model is a variable at the top level of its script, or made by a function of a package.
+
+    Args:
+        files: Python files. They are parsed, not run.
+        stored: The whole checkpoint. The model's arguments may be in it.
+    """
+    scripts = [script for file in files if (script := Script.read(file)) is not None]
+    local = {part for script in scripts for part in (script.file.stem, script.file.parent.name)}
+    given = stored_arguments(stored)
+    if isinstance(stored, Mapping):
+        given |= {k: v for k, v in stored.items() if isinstance(k, str) and isinstance(v, str)}
+    found = []
+    for script in scripts:
+        for name, made in script.trained:
+            why = f"{script.file.name} makes an optimizer for it"
+            if made in script.tree.body:
+                found.append(FoundModel(script.file, name, False, 1.0, why, {}, []))
+                continue
+            sources = Sources(script, scripts)
+            dotted = _called_name(made.value, script, sources, given)
+            package, _, last = dotted.rpartition(".")
+            if package and package.partition(".")[0] not in {*local, "self", "torch"}:
+                known, unknown = _given(made.value, sources, given)
+                found.append(
+                    FoundModel(script.file, last, False, 1.0, why, known, unknown, package)
+                )
+    return list({model.reference: model for model in reversed(found)}.values())[::-1]
+
+
+def _called_name(
+    node: ast.expr, script: "Script", sources: "Sources", given: Mapping[str, Any]
+) -> str:
+    """Return the dotted name of a function of a package that an expression calls, or "".
+
+    `models.__dict__[args.arch]()` and `getattr(models, args.arch)()` are such calls, too.
+    """
+    if not isinstance(node, ast.Call):
+        return ""
+    called: ast.expr = node.func
+    key: ast.expr | None = None
+    if isinstance(called, ast.Subscript) and _tail(called.value) == "__dict__":
+        key, called = called.slice, getattr(called.value, "value", called)
+    elif isinstance(called, ast.Call) and _tail(called.func) == "getattr" and len(called.args) > 1:
+        key, called = called.args[1], called.args[0]
+    names = [] if key is None else [_named_constant(key, sources, given)]
+    while isinstance(called, ast.Attribute):
+        names.append(called.attr)
+        called = called.value
+    first = script.imported.get(called.id, "") if isinstance(called, ast.Name) else ""
+    return ".".join([first, *reversed(names)]) if first and all(names) else ""
+
+
+def _named_constant(node: ast.expr, sources: "Sources", given: Mapping[str, Any]) -> str:
+    found = given.get(_tail(node)) or getattr(sources.constant(node), "value", None)
+    return found if isinstance(found, str) else ""
+
+
+def _given(
+    node: ast.expr, sources: "Sources", given: Mapping[str, Any]
+) -> tuple[dict[str, Argument], list[str]]:
+    """Return the known keyword arguments of a call, and the names of the others."""
+    known, unknown = {}, []
+    for keyword in node.keywords if isinstance(node, ast.Call) else ():
+        if keyword.arg is not None and keyword.arg not in _PRETRAINED:
+            name = _tail(keyword.value) or keyword.arg
+            value = _stored(given, name) or sources.constant(keyword.value)
+            if value is None:
+                unknown.append(keyword.arg)
+            else:
+                known[keyword.arg] = value
+    return known, unknown
 
 
 def stored_arguments(content: Any) -> dict[str, Any]:
@@ -140,15 +225,34 @@ def stored_arguments(content: Any) -> dict[str, Any]:
 
 
 def losses_called(files: Iterable[Path]) -> list[str]:
-    """Return gradscope's names of the losses of torch that scripts call, most frequent first."""
-    counts: dict[str, int] = {}
-    for file in files:
-        script = Script.read(file)
-        for node in ast.walk(script.tree) if script is not None else ():
-            name = _LOSSES.get(_tail(node.func)) if isinstance(node, ast.Call) else None
-            if name is not None:
-                counts[name] = counts.get(name, 0) + 1
-    return sorted(counts, key=lambda name: -counts[name])
+    """Return the losses of torch that scripts call, as gradscope names them, most frequent first.
+
+    Constant options are given with them: "cross_entropy:ignore_index=-1". If scripts that train
+    call some, the others do not count.
+    """
+    scripts = [script for file in files if (script := Script.read(file)) is not None]
+    training = [script for script in scripts if script.trained or trains(script.tree)]
+    counts = _losses(training) or _losses(scripts)
+    return sorted(counts, key=lambda name: (-counts[name], ":" not in name, name))
+
+
+def _losses(scripts: Iterable["Script"]) -> Counter[str]:
+    return Counter(
+        _LOSSES[called] + _options(call)
+        for script in scripts
+        for called in script.calls.keys() & _LOSSES.keys()
+        for call in script.calls[called]
+    )
+
+
+def _options(call: ast.Call) -> str:
+    """Return the constant options of a loss: ":label_smoothing=0.1", or ""."""
+    found = []
+    for keyword in call.keywords:
+        with suppress(ValueError):
+            if keyword.arg in _LOSS_OPTIONS:
+                found.append(f"{keyword.arg}={ast.literal_eval(keyword.value)}")
+    return f":{','.join(found)}" if found else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,38 +270,94 @@ class Script:
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             return None
 
-    @property
+    @cached_property
     def classes(self) -> dict[str, ast.ClassDef]:
         """The classes at the top level, by name."""
         return {node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef)}
 
-    @property
+    @cached_property
     def functions(self) -> dict[str, ast.FunctionDef]:
         """The functions at the top level, by name."""
         return {node.name: node for node in self.tree.body if isinstance(node, ast.FunctionDef)}
+
+    @cached_property
+    def calls(self) -> dict[str, list[ast.Call]]:
+        """The calls, by the last name of what is called."""
+        found: dict[str, list[ast.Call]] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Call):
+                found.setdefault(_tail(node.func), []).append(node)
+        return found
+
+    @cached_property
+    def constants(self) -> dict[str, Any]:
+        """The constants at the top level, and the defaults of options of argparse."""
+        found: dict[str, Any] = {}
+        for call in self.calls.get("add_argument", ()):
+            found |= _option(call)
+        for node in ast.walk(self.tree):  # config.width = 64, wherever that is
+            target = node.targets[0] if isinstance(node, ast.Assign) else None
+            if isinstance(node, ast.Assign) and (
+                node in self.tree.body
+                if isinstance(target, ast.Name)
+                else isinstance(target, ast.Attribute) and _tail(target.value) != "self"
+            ):
+                with suppress(ValueError):
+                    found[_tail(node.targets[0])] = ast.literal_eval(node.value)
+        return found
+
+    @cached_property
+    def trained(self) -> list[tuple[str, ast.Assign]]:
+        """The variables whose parameters are given to something, and what they are assigned."""
+        owners = {
+            _tail(call.func.value)
+            for call in self.calls.get("parameters", ())
+            if isinstance(call.func, ast.Attribute)
+        }
+        return [
+            (node.targets[0].id, node)
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and node.targets[0].id in owners
+            and isinstance(node.value, ast.Call)
+            and _tail(node.value.func) not in _MOVED
+        ]
+
+    @cached_property
+    def imported(self) -> dict[str, str]:
+        """The dotted name of what each imported name stands for."""
+        found: dict[str, str] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                found |= {a.asname or a.name: a.name for a in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                place = node.module or ""
+                found |= {a.asname or a.name: f"{place}.{a.name}".strip(".") for a in node.names}
+        return found
+
+    def imports(self, other: "Script") -> bool:
+        """Whether a name is imported from another script, as far as the file's name tells."""
+        names = {part for dotted in self.imported.values() for part in dotted.split(".")}
+        return other.file.stem in names
 
 
 class Sources:
     """A script and the scripts next to it: classes by name, constants, options of argparse.
 
-    What the script itself defines hides what others define by the same name.
+    What the script itself defines hides what others define by the same name, and what it imports
+    hides the rest.
     """
 
     def __init__(self, own: Script, scripts: Sequence[Script]) -> None:
-        scripts = [*(other for other in scripts if other is not own), own]
-        self.classes = {name: node for script in scripts for name, node in script.classes.items()}
-        self.constants: dict[str, Any] = {}
-        self.calls: dict[str, list[ast.Call]] = {}
-        for node in (node for script in scripts for node in ast.walk(script.tree)):
-            if isinstance(node, ast.Call):
-                self.calls.setdefault(_tail(node.func), []).append(node)
-                if _tail(node.func) == "add_argument":
-                    self.constants |= _option(node)
-        for script in scripts:
-            for node in script.tree.body:
-                if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                    with suppress(ValueError):
-                        self.constants[node.targets[0].id] = ast.literal_eval(node.value)
+        order = sorted(scripts, key=lambda other: (other is not own, not own.imports(other)))
+        self.classes = ChainMap(*(script.classes for script in order))
+        self.constants = ChainMap(*(script.constants for script in order))
+        self._scripts = scripts
+
+    def calls(self, name: str) -> list[ast.Call]:
+        """Return the calls of a class or function in all scripts."""
+        return [call for script in self._scripts for call in script.calls.get(name, ())]
 
     def is_module(self, name: str, depth: int = 0) -> bool:
         """Whether a class is a torch.nn.Module, as far as its bases tell."""
@@ -310,6 +470,13 @@ class ModelClass:
         for target, value in self._assignments():
             if isinstance(target, ast.Attribute):
                 found.setdefault(target.attr, []).append(self.part(value))
+        for node in (inner for line in self._lines[0] for inner in ast.walk(line)):
+            if isinstance(node, ast.Call) and _tail(node.func) in _REGISTER and node.args:
+                name = getattr(node.args[0], "value", None)
+                if isinstance(name, str):
+                    made = self.part(node.args[-1])
+                    kind = made if _tail(node.func) == "add_module" else Part("parameter")
+                    found.setdefault(name, []).append(kind)
         return found
 
     def _assignments(self) -> Iterator[tuple[ast.Name | ast.Attribute, ast.expr]]:
@@ -324,10 +491,13 @@ class ModelClass:
                         targets, value = [inner.target], inner.value
                     else:
                         continue
-                    for target in targets:
+                    pairs = [(target, value) for target in targets]
+                    for target, each in pairs:  # and a, b = 1, 2
+                        if isinstance(target, ast.Tuple) and isinstance(each, ast.Tuple):
+                            pairs += zip(target.elts, each.elts, strict=False)
                         own = isinstance(target, ast.Attribute) and _tail(target.value) == "self"
                         if isinstance(target, ast.Name) or own:
-                            yield target, value  # type: ignore[misc]
+                            yield target, each  # type: ignore[misc]
 
     def part(self, node: ast.expr) -> Part:
         """Return the part that an expression makes."""
@@ -495,9 +665,11 @@ class ModelClass:
     def _configs(self, seen: frozenset[str]) -> dict[str, set[str]]:
         found: dict[str, set[str]] = {}
         parameters = set(self.parameters)
-        for node in (inner for line in self._lines[0] for inner in ast.walk(line)):
+        nodes = [inner for line in self._lines[0] for inner in ast.walk(line)]
+        methods = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+        for node in nodes:
             read = _tail(node.value) if isinstance(node, ast.Attribute) else ""
-            if read in parameters and isinstance(node, ast.Attribute):
+            if read in parameters and isinstance(node, ast.Attribute) and id(node) not in methods:
                 found.setdefault(read, set()).add(node.attr)
             name = _tail(node.func) if isinstance(node, ast.Call) else ""
             if isinstance(node, ast.Call) and name not in {*seen, self.name}:
@@ -630,12 +802,7 @@ def _returned(function: ast.FunctionDef) -> ast.Call | None:
             value = node.value
             if isinstance(value, ast.Name):
                 value = made.get(value.id)
-            while isinstance(value, ast.Call) and _tail(value.func) in (
-                "to",
-                "cuda",
-                "eval",
-                "double",
-            ):
+            while isinstance(value, ast.Call) and _tail(value.func) in _MOVED:
                 value = value.func.value if isinstance(value.func, ast.Attribute) else None
                 value = made.get(value.id) if isinstance(value, ast.Name) else value
             if isinstance(value, ast.Call):
@@ -713,7 +880,7 @@ def _is_plain(value: Any) -> bool:
 
 def _called(sources: Sources, model: ModelClass) -> dict[str, Argument]:
     """Return the constant arguments with which scripts make a model."""
-    for call in sources.calls.get(model.name, []):
+    for call in sources.calls(model.name):
         given = _bound(call, list(model.parameters))
         known = {name: sources.constant(node) for name, node in given.items()}
         if known:

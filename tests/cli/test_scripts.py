@@ -15,7 +15,7 @@ from torch import nn
 
 import gradscope as package
 from gradscope.sources.models import Config
-from gradscope.sources.scripts import find_models, losses_called
+from gradscope.sources.scripts import find_models, find_trained, losses_called
 from tests.cli.conftest import Gradscope
 
 HEAD = """
@@ -317,3 +317,174 @@ def test_nothing_is_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise RuntimeError\n" + HEAD + PLAIN)
     ast.parse((tmp_path / "train.py").read_text())
     assert find_models([tmp_path / "train.py"], {"conv1.weight": (4, 1, 3, 3)})
+
+
+TRAINED = """
+import argparse
+import sys
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, width), nn.Linear(width, 3)
+    def forward(self, x):
+        return self.last(self.first(x).tanh())
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, required=True)
+args = parser.parse_args()
+model = Net(args.width)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+data = torch.ones(6, 4), torch.zeros(6, dtype=torch.long)
+LOOP
+torch.save(model.state_dict(), "w.pt")
+made_by_training = model(data[0])
+class After(Net):
+    pass
+def late(default=made_by_training):
+    return default
+"""
+LOOPS = {
+    "loop": "for step in range(2):\n    criterion(model(data[0]), data[1]).backward()\n",
+    "function": "def fit():\n    def closure():\n        criterion(model(data[0]), data[1])"
+    ".backward()\n    optimizer.step(closure)\nfit()\n",
+    "method": "class Solver:\n    def go(self):\n        criterion(model(data[0]), data[1])"
+    ".backward()\n    def run(self):\n        self.go()\nSolver().run()\n",
+    "imported function": "from engine import epoch\nepoch(model, *data)\n",
+    "trainer": "from engine import Trainer\ntrainer = Trainer(model)\ntrainer.fit(data)\n",
+}
+ENGINE = """
+from torch.nn.functional import cross_entropy
+def epoch(model, x, y):
+    cross_entropy(model(x), y).backward()
+    raise RuntimeError("it trains")
+class Trainer:
+    def __init__(self, model):
+        self.model = model
+    def fit(self, data):
+        raise RuntimeError("it trains")
+"""
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_script_that_trains_on_import_does_not_train_and_keeps_its_checkpoint(
+    gradscope: Gradscope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("engine.py").write_text(ENGINE)
+    Path("train.py").write_text(TRAINED.replace("LOOP\n", LOOPS[kind]))
+    torch.manual_seed(0)
+    weights = {"first.weight": torch.randn(5, 4), "first.bias": torch.randn(5)}
+    weights |= {"last.weight": torch.randn(3, 5), "last.bias": torch.randn(3)}
+    torch.save({**weights, "classes": ["a", "b", "c"]}, "w.pt")  # and what is no tensor
+    before = Path("w.pt").read_bytes()
+    inputs, targets = torch.randn(7, 4), torch.arange(7) % 3
+    torch.save((inputs, targets), "d.pt")
+    assert gradscope("init", "w.pt", "d.pt").code == 0
+    text = Path("run.toml").read_text()
+    assert 'factory = "train.py:Net"' in text and "width = 5" in text
+    assert 'name = "cross_entropy:label_smoothing=0.1"' in text
+    done = gradscope("check", "--config", "run.toml")
+    assert done.code == 3 and 'argv = ["--option", "value"]' in done.err, done.err
+    Path("run.toml").write_text(text.replace("# argv =", "argv ="))
+    done = gradscope("compute", "--config", "run.toml", "-o", "o.h5", "--json")
+    assert done.code == 0, done.err
+    assert "train.py trains when it is imported" in done.out and "classes" in done.out
+    assert Path("w.pt").read_bytes() == before
+    with package.open("o.h5") as file:
+        found = file.samples["norm"][:]
+    for x, y, norm in zip(inputs, targets, found, strict=True):
+        own = {k: v.double().requires_grad_() for k, v in weights.items()}
+        hidden = torch.tanh(own["first.weight"] @ x.double() + own["first.bias"])
+        logits = own["last.weight"] @ hidden + own["last.bias"]
+        nn.functional.cross_entropy(logits[None], y[None], label_smoothing=0.1).backward()
+        squares = [float(v.grad.square().sum()) for v in own.values() if v.grad is not None]
+        assert norm == pytest.approx(sum(squares) ** 0.5, rel=1e-4)
+
+
+def test_a_model_in_a_package_and_data_of_a_function(
+    gradscope: Gradscope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("network/blocks", "checkpoints", "tests"):
+        Path(folder).mkdir(parents=True)
+    Path("network/__init__.py").write_text("from .model import Net\n")
+    Path("network/blocks/__init__.py").write_text("")
+    Path("network/blocks/head.py").write_text(
+        "from torch import nn\nfrom network.sizes import OUT\nclass Head(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.fc = nn.Linear(4, OUT)\n"
+        "    def forward(self, x): return self.fc(x)\n"
+    )
+    Path("network/sizes.py").write_text("OUT = 3\n")
+    Path("network/model.py").write_text(
+        "from torch import nn\nfrom .blocks.head import Head\nclass Net(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.head = Head()\n"
+        "    def forward(self, x): return self.head(x)\n"
+    )
+    Path("train.py").write_text(
+        "import torch\nfrom network import Net\nfrom torch.nn.functional import mse_loss\n"
+        "def data():\n    x = torch.arange(24.0).reshape(6, 4)\n    return list(zip(x, x[:, :3]))\n"
+        "def main():\n    mse_loss(Net()(torch.ones(1, 4)), torch.ones(1, 3)).backward()\n"
+        'if __name__ == "__main__":\n    main()\n'
+    )
+    weights = {"head.fc.weight": torch.ones(3, 4), "head.fc.bias": torch.ones(3)}
+    torch.save(weights, "checkpoints/w.pt")
+    done = gradscope("init", "checkpoints/w.pt", "train.py:data", "--json")
+    assert json.loads(done.out)["missing"] == [], done.err
+    text = Path("run.toml").read_text()
+    assert 'factory = "network/model.py:Net"' in text and 'name = "mse"' in text
+    done = gradscope("check", "--config", "run.toml")
+    assert done.code == 0, done.err
+    monkeypatch.chdir("checkpoints")  # the package is found from any folder
+    done = gradscope("check", "w.pt", "../train.py:data", "--model", "../network/model.py:Net",
+                     "--loss", "mse")  # fmt: skip
+    assert done.code == 0, done.err
+
+
+def test_the_model_that_an_optimizer_is_made_for(
+    gradscope: Gradscope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    imported = "import mylib.zoo as models\nfrom mylib import Net as Other\nfrom torch import nn\n"
+    Path("a.py").write_text(
+        imported + "def main(args):\n"
+        "    if args.start:\n        model = models.__dict__[args.arch](pretrained=True)\n"
+        "    else:\n        model = nn.parallel.DistributedDataParallel(model)\n"
+        "    optim = SGD(model.parameters())\n"
+    )
+    Path("b.py").write_text(
+        imported + "def main(args):\n    net = Other(width=8, depth=args.depth)\n"
+        "    net = net.to('cpu')\n    Adam(net.parameters())\n"
+    )
+    (found,) = find_trained([Path("a.py")], {"arch": "deep4", "state_dict": {}})
+    assert (found.reference, dict(found.arguments)) == ("mylib.zoo:deep4", {})
+    (found,) = find_trained([Path("b.py")])
+    assert (found.reference, list(found.unknown)) == ("mylib:Net", ["depth"])
+    assert {name: value.value for name, value in found.arguments.items()} == {"width": 8}
+    Path("a.py").unlink()
+    Path("b.py").write_text(
+        "import torch\nmodel = torch.nn.Sequential(torch.nn.Linear(4, 3))\n"
+        "optim = torch.optim.SGD(model.parameters(), 0.1)\nloss = torch.nn.MSELoss()\n"
+    )
+    torch.save({"0.weight": torch.ones(3, 4), "0.bias": torch.ones(3)}, "w.pt")
+    torch.save((torch.ones(5, 4), torch.zeros(5, 3)), "d.pt")
+    assert gradscope("init", "w.pt", "d.pt").code == 0
+    assert 'factory = "b.py:model"' in Path("run.toml").read_text()
+    done = gradscope("compute", "--config", "run.toml", "-o", "o.h5")
+    assert done.code == 0, done.err
+    with package.open("o.h5") as file:  # (5, ..., 5)² / 3: 10 / 3 for each output
+        norms = file.samples["norm"][:]
+    np.testing.assert_allclose(norms, (3 * (4 + 1)) ** 0.5 * 10 / 3, rtol=1e-6)
+
+
+def test_a_pickled_model_of_a_checkpoint_that_is_trusted(
+    gradscope: Gradscope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(nn.Linear(4, 3), "w.pt")
+    torch.save((torch.ones(5, 4), torch.zeros(5, 3)), "d.pt")
+    assert "--unsafe-pickle" in gradscope("init", "w.pt", "d.pt").err
+    assert gradscope("init", "w.pt", "d.pt", "--unsafe-pickle").code == 0
+    assert 'factory = "checkpoint"' in Path("run.toml").read_text()
+    assert gradscope("check", "--config", "run.toml").code == 0

@@ -59,7 +59,6 @@ def test_a_model_is_built_in_the_mode_asked_for(file: Path, mode: str) -> None:
         ("meta", {}, "meta device"),
         ("broken", {}, "your code raised TypeError"),
         ("leaving", {}, "your code called sys.exit('bye')"),
-        ("instance", {}, "this is a model, not a function"),
         ("Stubborn", {}, "your code raised RuntimeError: never"),
         ("good", {"widht": 3}, "got an unexpected keyword argument 'widht'"),
         ("good", {"wide": 3}, "It takes: width: int = 2"),

@@ -1,5 +1,6 @@
 """Data files of torch.save: what scripts put in them, and what they are refused for."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,28 @@ def test_the_numbers_are_those_of_other_formats(
         with package.open(f"{data}.h5") as file:
             norms.append(file.samples["norm"][:])
     assert np.array_equal(*norms) and norms[0].min() > 0
+
+
+@pytest.mark.parametrize(
+    ("head", "told", "remedy"),
+    [
+        (b"\x89PNG\r\n\x1a\n" + bytes(9), "an image (PNG)", "one folder of images for each class"),
+        (b"\xff\xd8\xff\xe0" + bytes(20), "an image (JPEG)", "one folder of images for each class"),
+        (b"%PDF-1.7" + bytes(20), "a PDF", "torch.save("),
+        (pickle.dumps([list(range(40))]), "a Python pickle", "torch.save("),
+        (bytes(range(200, 256)), "an unknown kind", "torch.save("),
+    ],
+)
+def test_another_file_says_what_it_is_and_the_lines_that_convert_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: bytes, told: str, remedy: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_bytes(head)
+    with pytest.raises(DatasetError) as caught:
+        open_arrays(Path("file"))
+    text = str(caught.value)
+    assert told in text and remedy in text
+    if "torch.save(" in text:  # the lines are run as they are printed
+        lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
+        exec("\n".join(lines).replace("...", "X, Y"), {"X": X, "Y": Y})
+        assert open_arrays(Path("data.pt"))[1].names == ("inputs", "targets")

@@ -11,13 +11,8 @@ from torch.utils.data import TensorDataset
 from gradscope.core.texts import article, listed
 from gradscope.errors import CheckpointError, DatasetError
 from gradscope.sources.data.columns import NumberColumn, StoredArrays, StoredColumn
-from gradscope.sources.formats import dataset_readers, is_saved_by_torch, matching
+from gradscope.sources.formats import CONVERT, dataset_readers, is_saved_by_torch, matching
 from gradscope.sources.weights import read
-
-_CONVERT = (
-    "Save the arrays in your script: torch.save({'inputs': x, 'targets': y}, 'data.pt'), with one "
-    "entry a sample in each tensor."
-)
 
 
 @dataset_readers.register("torch")
@@ -27,7 +22,7 @@ def open_saved(path: Path) -> StoredArrays:
     try:
         content, _ = read(path)
     except CheckpointError as error:
-        raise DatasetError(error.what, remedy=_CONVERT) from error
+        raise DatasetError(error.what, remedy=CONVERT) from error
     arrays = _arrays(content)
 
     def load(name: str) -> StoredColumn:
@@ -58,7 +53,7 @@ def _arrays(content: Any) -> dict[str, Tensor]:
             raise DatasetError(
                 f"this is a checkpoint that torch.save wrote, not data: it holds "
                 f"{listed(map(str, content), 4)}",
-                remedy=f"Give the data as DATASET, and this file as CHECKPOINT. {_CONVERT}",
+                remedy=f"Give the data as DATASET, and this file as CHECKPOINT.\n{CONVERT}",
             )
     elif isinstance(content, list | tuple) and content:
         whole = all(isinstance(value, Tensor) and value.dim() for value in content)
@@ -69,7 +64,7 @@ def _arrays(content: Any) -> dict[str, Tensor]:
         found = {}
     if not found:
         kind = article(type(content).__name__)
-        raise DatasetError(f"it holds {kind}, which is no data that can be read", remedy=_CONVERT)
+        raise DatasetError(f"it holds {kind}, which is no data that can be read", remedy=CONVERT)
     return found
 
 
@@ -87,7 +82,7 @@ def _columns(samples: Sequence[Any]) -> list[Tensor]:
         ]
     except (TypeError, ValueError, RuntimeError) as error:
         raise DatasetError(
-            f"its {len(rows):,} samples are not all of one shape: {error}", remedy=_CONVERT
+            f"its {len(rows):,} samples are not all of one shape: {error}", remedy=CONVERT
         ) from error
 
 

@@ -61,6 +61,8 @@ def fit_state(
     kept = _without(_without_counter(state, expected), expected, ignore)
     prefix, named = _stripped(kept, expected)
     values = _without(named, expected, ignore)
+    # what a script keeps beside the weights is no weight
+    values = {k: v for k, v in values.items() if k in expected or isinstance(v, Tensor)}
     renamed = [k for k in kept if k.removeprefix(prefix) not in named]
     dropped = (*(k for k in state if k not in kept), *(k for k in named if k not in values))
     own = dict(model.named_parameters(remove_duplicate=False))
