@@ -16,7 +16,7 @@ from gradscope import markup
 from gradscope.backends.base import Backend, Evaluate, backend_of, backends
 from gradscope.blocks import ChosenVariant, Tuner
 from gradscope.comparison.agreement import Oracle, ParameterAgreement, agreements
-from gradscope.core.batch import Batch, Tokens, map_tensors
+from gradscope.core.batch import Batch, Tokens, arguments
 from gradscope.core.precision import dtype_name
 from gradscope.engine.certificate import Answer, prove_samples
 from gradscope.engine.session import Randomness
@@ -294,8 +294,8 @@ def _other_row(label: str, other: Implementation | Mapping[str, Any], case: _Cas
 
     def called(problem: Problem, batch: Batch) -> Any:
         with torch.enable_grad(), forked(device):
-            own = map_tensors(torch.clone, (batch.inputs, batch.targets))  # it may write into them
-            return other(problem.model, problem.loss, *own)
+            own = batch.map(torch.clone)  # it may write into them
+            return other(problem.model, problem.loss, arguments(own.inputs), own.targets)
 
     try:
         with double_precision():

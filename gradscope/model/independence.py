@@ -20,7 +20,7 @@ from gradscope.core.precision import doubled
 from gradscope.core.texts import unequal
 from gradscope.errors import CoupledSamplesError, ModelError, RefusedError, UnsupportedError
 from gradscope.model.draws import EVAL
-from gradscope.model.locate import alone_remedy
+from gradscope.model.locate import alone_remedy, graph_remedy
 from gradscope.model.problem import Problem, differentiable_inputs, slopes
 from gradscope.model.randomness import (
     ExtremeDraws,
@@ -68,8 +68,10 @@ _EXACT = 64.0  # roundings, between losses that are computed in the same shapes
 Calls = list[tuple[nn.Module, list[Tensor], list[Tensor]]]  # layers, their inputs and outputs
 
 
-def coupled_remedy(where: str | None, batch: Batch) -> str:
+def coupled_remedy(where: str | None, batch: Batch, model: nn.Module) -> str:
     """Return what to do where samples of a batch mix in what `mixing_layer` has named."""
+    if graph := graph_remedy(model, batch):
+        return graph
     remedy = _TOKENS_REMEDY if isinstance(batch, Tokens) else _COUPLED_REMEDY
     return f"{_LOSS_REMEDY}\n{remedy}" if where == _IN_LOSS else remedy
 
@@ -153,8 +155,8 @@ def _require_same(
             raise CoupledSamplesError(
                 f"the model runs on a batch but not on one sample alone: {error.what}",
                 where=error.where,
-                remedy=alone_remedy(error, problem.model, batch.select(rows))
-                or coupled_remedy(None, batch),
+                remedy=alone_remedy(error, problem.model, batch, batch.select(rows))
+                or coupled_remedy(None, batch, problem.model),
             ) from error
         here = together[rows.to(together.device)]
         if same(here, found, together, problem.precision):
@@ -201,7 +203,7 @@ def _coupled(
         f"the loss of {batch.select(rows[worst][None]).told} {said.format(*numbers)}: it depends "
         "on other samples",
         where=where,
-        remedy=coupled_remedy(where, batch),
+        remedy=coupled_remedy(where, batch, problem.model),
     )
 
 
@@ -392,7 +394,7 @@ def _require_own(
                 "the loss of another sample has a gradient by the inputs of "
                 f"{whole_of(batch).one(k).told}",
                 where=where,
-                remedy=coupled_remedy(where, batch),
+                remedy=coupled_remedy(where, batch, problem.model),
             )
 
 

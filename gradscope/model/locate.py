@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gradscope.core.batch import Batch, tensors, whole_of
+from gradscope.core.batch import Batch, WholeInputs, tensors, whole_of, wholes
 from gradscope.core.texts import count
 from gradscope.errors import GradscopeError, ModelError, UnsupportedError
 from gradscope.model.randomness import Unplanned
@@ -31,6 +31,7 @@ _COUNT = re.compile(r"positional arguments? but|required positional|unexpected k
 _DEVICES = re.compile(r"on the same device|on the expected device|torch\.\w+\.\w+Tensor")
 _INDEX = re.compile(r"index out of range in self")
 _CHANNELS = re.compile(r"expected input\[[\d, ]+\] to have (\d+) channels")
+_PRODUCT = re.compile(r"cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
 _SIZES = re.compile(r"size|shape|length|split|expand|index", re.I)
 _FIXED = re.compile(r"Guard failed|to be equal to \d+, but got")  # of exported programs
 _ONE = re.compile(r"more than 1 value per channel")
@@ -190,7 +191,18 @@ _EXPORTED = (
 )
 PACKED = (
     "Inputs that hold the positions of all samples on one axis (packed sequences, offsets, graphs) "
-    "have no sample axis: pad them to (n, t, ...), and pack them in forward."
+    "have no sample axis: pad them to (n, t, ...), and pack them in forward. A graph whose nodes "
+    "are the samples is given whole (gradscope.Whole)."
+)
+WHOLE = (
+    "An input that all samples share, such as the adjacency matrix or the edge list of a graph, is "
+    'given whole: whole = ["NAME"] under [dataset], gradscope.Whole(x) in Python.'
+)
+_GRAPH = (
+    "If the samples are the nodes of one graph, every node needs all of it: give features and "
+    'graph whole, whole = ["features", "adjacency"] under [dataset] with their names, '
+    "(gradscope.Whole(x), gradscope.Whole(adjacency)) in Python. Row i of the model's answer is "
+    "then that of node i."
 )
 
 
@@ -198,16 +210,32 @@ def shapes_of(batch: Batch) -> str:
     """Return "3 samples: inputs (3, 4) float32; targets (3,) int64"."""
     samples = whole_of(batch)
 
-    def listed(tree: object) -> str:
+    def listed(tree: object, more: str = "") -> list[str]:
         found = (f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors(tree))
-        return ", ".join(found) or "none"
+        return [text + more for text in found]
 
-    inputs, targets = listed(samples.inputs), listed(samples.targets)
+    rows = [] if isinstance(samples.inputs, WholeInputs) else listed(samples.inputs)
+    shared = [text for w in wholes(samples.inputs) for text in listed(w.value, " whole")]
+    inputs = ", ".join([*rows, *shared]) or "none"
+    targets = ", ".join(listed(samples.targets)) or "none"
     return f"{count(len(samples), 'sample')}: inputs {inputs}; targets {targets}"
 
 
-def alone_remedy(error: ModelError, model: nn.Module, batch: Batch) -> str | None:
-    """Return what to do where a model that runs on a batch does not run on some samples of it.
+def graph_remedy(model: nn.Module, batch: Batch) -> str | None:
+    """Return how to give a graph whose nodes are the samples, or None if there is no sign of it.
+
+    A sign is an (n, n) matrix among the inputs of n samples or the model's buffers. Another sign is
+    a whole input beside inputs with a sample axis.
+    """
+    samples = whole_of(batch)
+    n, held = len(samples), (*tensors(samples.inputs), *model.buffers())
+    parted = bool(wholes(samples.inputs)) and not isinstance(samples.inputs, WholeInputs)
+    square = n > 1 and any(t.shape[:2] == (n, n) for t in held)
+    return _GRAPH if parted or square else None
+
+
+def alone_remedy(error: ModelError, model: nn.Module, batch: Batch, one: Batch) -> str | None:
+    """Return what to do where a model that runs on a batch does not run on one sample of it.
 
     Returns None where the model computes a statistic over the batch: a single sample has none.
     """
@@ -220,8 +248,11 @@ def alone_remedy(error: ModelError, model: nn.Module, batch: Batch) -> str | Non
             "A traced program keeps the number of samples that it was traced with: give the model "
             "itself, or torch.jit.script of it."
         )
+    graph = graph_remedy(model, batch)
+    if graph is not None:
+        return f"It was called with {shapes_of(one)}. {graph}"
     return (
-        f"It was called with {shapes_of(batch)}. Let it take any number of samples: make masks and "
+        f"It was called with {shapes_of(one)}. Let it take any number of samples: make masks and "
         "paddings as long as the inputs (x.shape[1]), not as the longest sample of the batch, and "
         f"give view and reshape no fixed number of samples. {PACKED}"
     )
@@ -257,7 +288,10 @@ def _hint(error: BaseException, batch: Batch | None) -> tuple[str | None, str]:
     general = f"It was called with {shapes_of(batch)}. {general}"
     if (fits := _channels_hint(str(error), batch)) is not None:
         return None, f"It was called with {shapes_of(batch)}. {fits}"
-    if _SIZES.search(str(error)):
+    product = _PRODUCT.search(str(error))
+    if product is not None and int(product[2]) == len(whole_of(batch)) != int(product[1]):
+        general = f"{general} {_GRAPH}"  # the rows of the second matrix are samples
+    elif _SIZES.search(str(error)):
         general = f"{general} {PACKED}"
     text, whole = str(error), [t for t in tensors(batch.inputs) if t.dtype in _WHOLE]
     if label := _LABEL.search(text):

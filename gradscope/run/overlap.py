@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import DerivedBlock, Gradients
-from gradscope.core.batch import Batch, map_tensors, tensors
+from gradscope.core.batch import Batch, tensors
 from gradscope.errors import OutputError, RefusedError
 from gradscope.model.locate import first_line
 from gradscope.process.memory import accelerator_module, release_freed_memory
@@ -242,9 +242,11 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     def move(t: Tensor) -> Tensor:
         if t.device.type != "cpu":
             return t.to(device)
+        if t.layout != torch.strided:
+            return t.to(device)
         return t.contiguous().pin_memory().to(device, non_blocking=True)
 
-    return Batch(map_tensors(move, batch.inputs), map_tensors(move, batch.targets), batch.index)
+    return batch.map(move, whole=True)
 
 
 class PinnedBuffers:
