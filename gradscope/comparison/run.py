@@ -30,6 +30,7 @@ from gradscope.errors import (
 from gradscope.model.locate import first_line, layer_of
 from gradscope.model.problem import Loss, Problem, RowKind, double_precision
 from gradscope.model.randomness import FixedRandomness, forked
+from gradscope.model.sample_axis import locating_lost_axis
 from gradscope.process.memory import peak_memory, timed
 from gradscope.process.stops import is_stop
 from gradscope.scope import Scope
@@ -181,8 +182,9 @@ def compare(
     batch = Batch.of(inputs, targets, index).detached().to(problem.device, None)
     if rows == "token":
         batch = Tokens.among(batch, problem.counted(batch)[0])
-    case = _Case.of(problem, batch)
-    seconds, peak = measure(lambda: _backward(problem, batch), problem.device)
+    with locating_lost_axis(problem, batch):
+        case = _Case.of(problem, batch)
+        seconds, peak = measure(lambda: _backward(problem, batch), problem.device)
     with Tuner.remembering().active() as tuner:
         found = [_backend_row(name, backend, case) for name, backend in chosen.items()]
     found += [_other_row(label, other, case) for label, other in others.items()]

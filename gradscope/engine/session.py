@@ -40,6 +40,7 @@ from gradscope.model.problem import Problem, RowKind, require_module
 from gradscope.model.randomness import FixedRandomness, probe
 from gradscope.model.releases import require, untested
 from gradscope.model.rounding import computed_in, same
+from gradscope.model.sample_axis import locating_lost_axis
 from gradscope.model.state import compiled_part, facts
 from gradscope.stages.labels import Labels, Mode
 from gradscope.stages.losses import of_tokens, resolve
@@ -282,7 +283,8 @@ class Session:
         Raises:
             RefusedError: No candidate backend has an exact, proved answer.
         """
-        batch = self.rows_of(batch)
+        with locating_lost_axis(self.problem, batch):
+            batch = self.rows_of(batch)
         now = self.bound_anew()
         if is_empty(batch) and self.model_parallel is None:
             return no_samples(self.problem)  # which proves nothing
@@ -297,7 +299,8 @@ class Session:
             self.predictions.forget()
         number = self.auditor.audits.batches if ordinal is None else ordinal
         try:
-            with torch.inference_mode(False), self.problem.state.kept():
+            located = locating_lost_axis(self.problem, batch)
+            with torch.inference_mode(False), located, self.problem.state.kept():
                 evaluation, proof = self._answered(batch, request, number, last=last)
         except RefusedError:
             self._due = self._wary = True
