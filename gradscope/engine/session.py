@@ -25,6 +25,7 @@ from gradscope.core.precision import double
 from gradscope.core.registry import suggestion
 from gradscope.engine.audit import Auditor, AuditPlan, derive_seed
 from gradscope.engine.certificate import Answer, Certificate, certify, prove, prove_samples
+from gradscope.engine.loss_inputs import loss_input_notes
 from gradscope.engine.model_parallel import ModelParallelEvaluator
 from gradscope.engine.zeros import zero_notes
 from gradscope.errors import (
@@ -129,7 +130,9 @@ class Session:
         certificate: The proof of the first batch (the last proof, if every batch has one), or None.
         auditor: Says what was audited, `auditor.audits`.
         notes: What was chosen and why.
-        zeros: Those of them about gradients that are all zero.
+        warnings: The notes about a loss that gets the wrong kind of numbers.
+        warn: Is called with each of them.
+        zeros: Those of the notes about gradients that are all zero.
         tried: Chains whose reducers were tried before they are used.
         tuner: Chooses kernel variants, and remembers them.
         model_parallel: Evaluates a sharded model; None if the model is whole in this process.
@@ -147,6 +150,8 @@ class Session:
         self.certificate: Certificate | None = None
         self.notes: list[str] = [*filter(None, [untested()])]
         self.auditor = Auditor(settings.seed, always=settings.verify == "always")
+        self.warnings: list[str] = []
+        self.warn: Callable[[str], None] = lambda text: None
         self.zeros: list[str] = []
         self.tried: set[str] = set()
         self.rehearses = False  # its answers tell time and memory, and are forgotten
@@ -421,6 +426,11 @@ class Session:
             )
         first, self.certificate = self.certificate is None, proof
         if first or (proof.proves and not self._trains):  # what was said before held no proof
+            if first and not self.rehearses:
+                self.warnings = loss_input_notes(self.problem, batch)
+                self.notes += self.warnings
+                for text in self.warnings:
+                    self.warn(text)
             before, self.zeros = self.zeros, zero_notes(self.problem, batch, proof)
             self.notes[:] = [*(note for note in self.notes if note not in before), *self.zeros]
         self._due, self._trains = not proof.proves, self._trains or proof.proves

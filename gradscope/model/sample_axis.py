@@ -77,7 +77,7 @@ class _Recorder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        place = _place()
+        place = running_place()
         if place is None:
             return func(*args, **kwargs)
         given = [(self._makers.get(t), tuple(t.shape)) for t in tensors((args, kwargs))]
@@ -282,7 +282,7 @@ def _is_users(file: str) -> bool:
     return not is_installed(Path(file))
 
 
-def _place() -> tuple[traceback.FrameSummary | None, nn.Module | None] | None:
+def running_place() -> tuple[traceback.FrameSummary | None, nn.Module | None] | None:
     """Return the innermost line of the user's and the innermost layer that are running.
 
     Returns None outside of the calls of model and loss.
