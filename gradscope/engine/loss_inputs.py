@@ -1,6 +1,6 @@
 """Notes about losses that get the wrong kind of numbers, such as probabilities instead of logits.
 
-The forward pass of a few samples is watched for torch's losses, so a user's own loss is seen too.
+One forward pass of a few samples records what torch's losses get. It covers the user's own losses.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _PASSED = {
     *("Alias", "Clamp", "ClampMax", "ClampMin", "Clone", "Expand", "Permute", "Reshape", "Select"),
     *("Slice", "Squeeze", "T", "ToCopy", "Transpose", "UnsafeView", "Unsqueeze", "View"),
     "ReshapeAlias",
-}  # operations that leave values as they are, or limit them
+}  # operations that keep or limit values
 _SQUASHED = {"Hardsigmoid", "Sigmoid", "Softmax"}
 _POSITIVE = {"Exp", "Softplus"}
 _OURS = {

@@ -8,7 +8,7 @@ others for any n.
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -40,10 +40,10 @@ class _Call:
     """A call of a function of torch."""
 
     name: str
-    frame: traceback.FrameSummary | None  # of the user's code
+    frame: traceback.FrameSummary | None  # the line of the user's code
     layer: nn.Module | None
-    inputs: list[tuple[int | None, Shape]]  # of each tensor: which call made it, and its shape
-    outputs: list[Shape] | None = None  # None if the call raised
+    inputs: list[tuple[int | None, Shape]]  # the call that made each tensor, and its shape
+    outputs: list[Shape] | None = None  # the call raised if it is None
 
 
 @dataclass
@@ -86,7 +86,7 @@ class _Recorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         found = tensors(result)
         if not found:
-            self._calls.pop()  # such as x.shape
+            self._calls.pop()  # x.shape, for example
             return result
         call.outputs = [tuple(t.shape) for t in found]
         for t in found:
@@ -105,7 +105,9 @@ def locating_lost_axis(problem: Problem, batch: Batch) -> Iterator[None]:
     try:
         yield
     except (ModelError, SpecError, CoupledSamplesError) as error:
-        found = _located(problem, batch, error)
+        found = None
+        with suppress(GradscopeError, MemoryError, RuntimeError):  # `error` says more
+            found = _located(problem, batch, error)
         if found is None:
             raise
         raise found from error
@@ -159,7 +161,7 @@ def _dropped(
         three: The trace of three samples.
         values: Whether the losses have the right shape, and other values than in a batch.
     """
-    origins: list[int | None] = []  # of each call, the call that dropped the axis
+    origins: list[int | None] = []  # the call that dropped the axis, for each call
     for k, (call, other, more) in enumerate(zip(one.calls, two.calls, three.calls, strict=False)):
         if call.name != other.name:
             break
@@ -236,7 +238,7 @@ def _of_inputs(call: _Call, origins: Sequence[int | None]) -> int | None:
 
 
 def _expected(two: list[Shape] | None, three: list[Shape] | None) -> list[Shape] | None:
-    """Return the shapes for one sample that follow from those for 2 and 3; None if unknown."""
+    """Return the shapes for one sample that follow from those for 2 and 3, or None."""
     if two is None or three is None or [*map(len, two)] != [*map(len, three)]:
         return None
     pairs = zip(two, three, strict=True)

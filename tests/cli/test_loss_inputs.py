@@ -1,4 +1,4 @@
-"""What check and compute say of a loss that gets the wrong kind of numbers."""
+"""Notes of check and compute about a loss that gets the wrong kind of numbers."""
 
 from pathlib import Path
 

@@ -1,5 +1,6 @@
 """Runs on the nodes of a graph, whose features and adjacency are whole."""
 
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -111,3 +112,31 @@ def test_data_that_are_not_whole(folder: Path, gradscope: Gradscope, spec: str, 
     assert found.code in (3, 4)
     assert says in found.err
     assert "Traceback" not in found.err
+
+
+def test_init_finds_the_graph(folder: Path, gradscope: Gradscope) -> None:
+    made_file = gradscope("init", "w.pt", "graph.npz", "--model", "gcn.py:GCN")
+    assert made_file.code == 0, made_file.err
+    spec = tomllib.loads(Path("run.toml").read_text())["dataset"]
+    assert spec["inputs"] == spec["whole"] == ["features", "adjacency"]
+    assert (spec["targets"], spec["select"]) == (["labels"], "train")
+    assert gradscope("check", "--config", "run.toml").code == 0
+
+
+@pytest.mark.parametrize(
+    ("arrays", "whole"),
+    [
+        ({"x": X, "edge_index": EDGES, "edge_weight": A[A > 0], "y": Y}, 3),
+        ({"x": X, "laplacian": A, "y": Y}, 2),
+        ({"kernel": A, "y": Y}, 0),  # a row of it is a sample
+        ({"x": X, "edge": X[:, 0], "y": Y}, 0),  # a number of each sample
+        ({"x": X, "adj": A[:, :7], "y": Y}, 0),
+    ],
+)
+def test_init_takes_nothing_else_for_a_graph(
+    folder: Path, gradscope: Gradscope, arrays: dict[str, torch.Tensor], whole: int
+) -> None:
+    np.savez("data.npz", **{name: t.numpy() for name, t in arrays.items()})
+    assert gradscope("init", "w.pt", "data.npz", "--model", "gcn.py:GCN").code == 0
+    spec = tomllib.loads(Path("run.toml").read_text())["dataset"]
+    assert spec.get("whole", []) == [k for k in arrays if k != "y"][:whole]
