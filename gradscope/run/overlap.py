@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import DerivedBlock, Gradients
-from gradscope.core.batch import Batch, tensors
+from gradscope.core.batch import Batch, tensors, wholes
 from gradscope.errors import OutputError, RefusedError
 from gradscope.model.locate import first_line
 from gradscope.process.memory import accelerator_module, release_freed_memory
@@ -221,7 +221,8 @@ class CopyStream:
     def hand_over(self, batch: Batch) -> None:
         """Let the calling thread's stream use what was made on this one, and free it."""
         if self._stream is not None:
-            for t in tensors((batch.inputs, batch.targets)):
+            shared = [w.value for w in wholes(batch.inputs)]
+            for t in tensors((batch.inputs, batch.targets, shared)):
                 t.record_stream(self._module.current_stream(self._stream.device))
 
 
