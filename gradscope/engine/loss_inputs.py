@@ -3,7 +3,8 @@
 One forward pass of a few samples records what torch's losses get. It covers the user's own losses.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +12,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gradscope.core.batch import Batch, whole_of
-from gradscope.errors import GradscopeError
 from gradscope.model.problem import BoundLoss, Problem
 from gradscope.model.sample_axis import running_place
 
-_FEW = 64  # samples that are looked at
+WATCHED = 64  # samples, at most
 _CLOSE = 1e-2  # to 1 (a sum of probabilities) or 0 (its logarithm); bfloat16 is less precise
 _PASSED = {
     *("Alias", "Clamp", "ClampMax", "ClampMin", "Clone", "Expand", "Permute", "Reshape", "Select"),
@@ -33,23 +32,16 @@ _OURS = {
 }  # the names of our losses
 
 
-def loss_input_notes(problem: Problem, batch: Batch) -> list[str]:
-    """Return a note for each of torch's losses that gets the wrong kind of numbers.
+@contextmanager
+def watching_loss_inputs(problem: Problem, found: list[str]) -> Iterator[Problem]:
+    """Add a note to `found` for each of torch's losses that gets the wrong kind of numbers.
 
-    Args:
-        problem: Model and loss.
-        batch: The samples; the first 64 are evaluated.
+    The body runs the forward pass of the problem that is yielded, on `WATCHED` samples.
     """
-    if problem.ranks is not None:
-        return []
-    samples = whole_of(batch).select(slice(0, _FEW))
     notes: dict[str, None] = {}
-    try:
-        with _Watch(notes):
-            _watched(problem, notes).losses(samples)
-    except GradscopeError:  # it does not take fewer samples
-        return []
-    return [*notes]
+    with _Watch(notes):
+        yield _watched(problem, notes)
+    found += notes
 
 
 def _watched(problem: Problem, notes: dict[str, None]) -> Problem:

@@ -25,7 +25,7 @@ from gradscope.core.precision import double
 from gradscope.core.registry import suggestion
 from gradscope.engine.audit import Auditor, AuditPlan, derive_seed
 from gradscope.engine.certificate import Answer, Certificate, certify, prove, prove_samples
-from gradscope.engine.loss_inputs import loss_input_notes
+from gradscope.engine.loss_inputs import WATCHED, watching_loss_inputs
 from gradscope.engine.model_parallel import ModelParallelEvaluator
 from gradscope.engine.zeros import zero_notes
 from gradscope.errors import (
@@ -426,16 +426,20 @@ class Session:
             )
         first, self.certificate = self.certificate is None, proof
         if first or (proof.proves and not self._trains):  # what was said before held no proof
-            if first and not self.rehearses:
-                self.warnings = loss_input_notes(self.problem, batch)
-                self.notes += self.warnings
-                for text in self.warnings:
-                    self.warn(text)
             before, self.zeros = self.zeros, zero_notes(self.problem, batch, proof)
             self.notes[:] = [*(note for note in self.notes if note not in before), *self.zeros]
         self._due, self._trains = not proof.proves, self._trains or proof.proves
         with suppress(ModelError):  # not every model takes one sample of them
-            self._note_precision(computed_in(self.problem, batch), self.problem.precision)
+            if first and not self.rehearses:
+                with watching_loss_inputs(self.problem, self.warnings) as watched:
+                    narrow = computed_in(watched, batch, WATCHED)
+            else:
+                narrow = computed_in(self.problem, batch)
+            self._note_precision(narrow, self.problem.precision)
+        if first:
+            self.notes += self.warnings
+            for text in self.warnings:
+                self.warn(text)
         return evaluation
 
     def _note_precision(self, narrow: torch.dtype, own: torch.dtype) -> None:
