@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from gradscope import derivatives, extend, training
     from gradscope.attribution import Scores, attribute
     from gradscope.comparison import Comparison, compare
+    from gradscope.core.batch import Whole
     from gradscope.model.problem import model_loss
     from gradscope.report import plot
     from gradscope.scope import Scope, expectation, norms, per_sample_gradients
@@ -30,6 +31,7 @@ __all__ = [
     "Reducer",
     "Scope",
     "Scores",
+    "Whole",
     "__version__",
     "attribute",
     "compare",
@@ -51,6 +53,7 @@ _HOMES = {
     "GradientFile": ("gradscope.storage", "GradientFile"),
     "Reducer": ("gradscope.stages.reducers.base", "Reducer"),
     "Scores": ("gradscope.attribution", "Scores"),
+    "Whole": ("gradscope.core.batch", "Whole"),
     "attribute": ("gradscope.attribution", "attribute"),
     "Scope": ("gradscope.scope", "Scope"),
     "compare": ("gradscope.comparison", "compare"),

@@ -1,9 +1,11 @@
 """`Scope` binds a model and a loss for use with many batches; functions do the same in one call."""
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
@@ -32,12 +34,17 @@ from gradscope.model.ranks import Ranks
 from gradscope.stages.chain import Chain, Chained
 from gradscope.stages.labels import Mode
 
+_PACKAGE = str(Path(__file__).parent)
 _STREAMED = 512  # samples per part, if only a summary is asked for
 _TOKEN_BYTES = 2**30  # size of dense token gradients per part; factored ones are not limited
 
 
 class NonFiniteWarning(UserWarning):
     """Samples without a finite gradient were left out of an expectation."""
+
+
+class LossInputWarning(UserWarning):
+    """A loss gets the wrong kind of numbers, such as probabilities instead of logits."""
 
 
 class UncopiedHandle:
@@ -120,6 +127,7 @@ class Scope(UncopiedHandle):
             rows=rows,
         )
         self.session = Session(model, loss, settings)
+        self.session.warn = _warn
         self._bound: dict[str, Chain] = {}
 
     @property
@@ -398,6 +406,14 @@ class Scope(UncopiedHandle):
             most = len(rows) if session.factored_tokens else max(1, _TOKEN_BYTES // max(1, size))
             found += map(rows.select, torch.split(torch.arange(len(rows)), max(1, most)))
         return [part for part in found if len(part)] or found
+
+
+def _warn(text: str) -> None:
+    """Warn of a loss's inputs at the line outside of this package that is running."""
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, LossInputWarning, stacklevel=level)
 
 
 def per_sample_gradients(

@@ -33,7 +33,7 @@ from gradscope.backends.base import (
 from gradscope.backends.vmap import per_sample, untouched
 from gradscope.blocks import Block, DenseBlock, Evaluation, Gradients
 from gradscope.blocks.base import precise, squares
-from gradscope.core.batch import Batch, map_tensors, tensors
+from gradscope.core.batch import Batch, map_tensors, tensors, wholes
 from gradscope.core.precision import doubled
 from gradscope.errors import CertificateError, UnsupportedError
 from gradscope.model.kernels import original_kernels
@@ -366,6 +366,9 @@ class Compiled:
 
     def __call__(self, batch: Batch, request: Request = ROWS, /) -> Evaluation:
         """Evaluate a batch with its program, or with the plain backend."""
+        if self._able and wholes(batch.inputs):  # a program would keep the first batch's
+            self._able = False
+            self._notes.append("not compiled: inputs are whole")
         if not self._able:
             return self._plain(batch, request)
         given = tensors((batch.inputs, batch.targets))

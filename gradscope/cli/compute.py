@@ -109,7 +109,7 @@ def _run(job: "Job", output: Path, options: ComputeOptions) -> "RunReport":
         unit, shown = f"{job.spec.compute.rows}s", set[str]()
         for batch in track(run.remaining(), total, unit=unit, quiet=quiet, console=screen):
             run.add(batch)
-            for note in () if quiet else [*run.zeros]:
+            for note in () if quiet else run.warnings:
                 if note not in shown:
                     screen.print(note, soft_wrap=True)
                     shown.add(note)

@@ -97,8 +97,8 @@ class Oracle:
             raise CoupledSamplesError(
                 f"on one sample alone {error.what}",
                 where=error.where,
-                remedy=alone_remedy(error, problem.model, batch.one(0))
-                or coupled_remedy(None, batch),
+                remedy=alone_remedy(error, problem.model, batch, batch.one(0))
+                or coupled_remedy(None, batch, problem.model),
             ) from error
         gradients, alone = evaluation.gradients.dense(), evaluation.losses
         norms = torch.stack([as_rows(g.abs().square()).sum(1) for g in gradients.values()])

@@ -26,7 +26,7 @@ from gradscope.comparison.agreement import (
 )
 from gradscope.comparison.alternatives import EXPLAINED, MODAL, explain
 from gradscope.comparison.mistakes import Mistake
-from gradscope.core.batch import Batch, Tokens, map_tensors
+from gradscope.core.batch import Batch, Tokens, arguments
 from gradscope.core.precision import dtype_name
 from gradscope.core.texts import count, listed, visible
 from gradscope.engine.certificate import Answer, prove_samples
@@ -41,6 +41,7 @@ from gradscope.errors import (
 from gradscope.model.locate import first_line, layer_of
 from gradscope.model.problem import Loss, Problem, RowKind, double_precision
 from gradscope.model.randomness import FixedRandomness, forked, seed_all
+from gradscope.model.sample_axis import locating_lost_axis
 from gradscope.process.memory import peak_memory, timed
 from gradscope.process.stops import is_stop
 from gradscope.scope import Scope
@@ -258,8 +259,9 @@ def compare(
     batch = Batch.of(inputs, targets, index).detached().to(problem.device, None)
     if rows == "token":
         batch = Tokens.among(batch, problem.position_mask(batch)[0])
-    case = _Case.of(problem, batch)
-    seconds, peak = measure(lambda: _backward(problem, batch), problem.device)
+    with locating_lost_axis(problem, batch):
+        case = _Case.of(problem, batch)
+        seconds, peak = measure(lambda: _backward(problem, batch), problem.device)
     with Tuner.remembering().active() as tuner:
         found = [_backend_row(name, backend, case) for name, backend in chosen.items()]
     found += [_other_row(label, other, case) for label, other in others.items()]
@@ -371,8 +373,8 @@ def _other_row(label: str, other: Implementation | Mapping[str, Any], case: _Cas
 
     def called(problem: Problem, batch: Batch) -> Any:
         with torch.enable_grad(), forked(device):
-            own = map_tensors(torch.clone, (batch.inputs, batch.targets))  # it may write into them
-            return other(problem.model, problem.loss, *own)
+            own = batch.map(torch.clone)  # it may write into them
+            return other(problem.model, problem.loss, arguments(own.inputs), own.targets)
 
     before = Observed.of(copy.model)
     try:

@@ -205,6 +205,11 @@ class DatasetSpec(_Section):
     targets: tuple[values.Text, ...] = option(
         ("targets",), accepted="a list of array names, [] for none"
     )
+    whole: tuple[values.Text, ...] = option(
+        (),
+        accepted="a list of the inputs that every sample has whole, such as an adjacency matrix; "
+        "with all inputs, row i of the model's answer is that of sample i",
+    )
     dtype: dict[values.Text, values.ArrayDtype] = option(
         {},
         accepted="a table from an array's name to one of float32, float64, float16, bfloat16, "
@@ -254,6 +259,12 @@ class DatasetSpec(_Section):
         return {} if self._mask is None else {self._mask: self.targets[0]}
 
     @property
+    def divided(self) -> tuple[str, ...]:
+        """The names of the arrays that have a row for each sample, inputs first, each once."""
+        whole = {*self.whole} - {*self.targets}
+        return tuple(name for name in self.arrays if name not in whole)
+
+    @property
     def factory(self) -> str | None:
         """FILE.py:FACTORY, or None where the data lie in a file."""
         text = str(self.path)
@@ -266,10 +277,14 @@ class DatasetSpec(_Section):
         return (place, *self.files.values(), *self.tokenizer.values())
 
     @property
+    def input_arrays(self) -> tuple[str, ...]:
+        """The names of the arrays that are inputs, in the order of the model's arguments."""
+        return (*(self.inputs.values() if isinstance(self.inputs, dict) else self.inputs),)
+
+    @property
     def arrays(self) -> tuple[str, ...]:
         """The names of all arrays that are read, inputs first, each once."""
-        inputs = self.inputs.values() if isinstance(self.inputs, dict) else self.inputs
-        return tuple(dict.fromkeys((*inputs, *self.targets)))
+        return tuple(dict.fromkeys((*self.input_arrays, *self.targets)))
 
 
 class LossSpec(_Section):

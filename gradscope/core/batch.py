@@ -2,7 +2,7 @@
 
 Inputs are a tensor, a tuple (positional arguments of the model) or a dict (keyword arguments). The
 first axis of every tensor among inputs and targets is the sample axis n. All samples share a tensor
-without axes: it is a constant.
+without axes: it is a constant. An input may also be `Whole`: every sample has all of it.
 
 In a batch of `Tokens`, each row has a sample i, a position t and a loss L_it. The loss
 returns (n, t), so the positions of a sample stay separate. ∂L_it/∂θ is defined for any model: it
@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from gradscope.core.precision import doubled, on_host
-from gradscope.errors import DatasetError, SpecError
+from gradscope.core.texts import count
+from gradscope.errors import DatasetError, ModelError, SpecError
 
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device))
 
@@ -32,8 +33,38 @@ _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dty
 Rebuild = Callable[[list[Any]], Any]  # makes a new container with other values
 
 
-def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
+class Whole:
+    """An input that every sample has whole, such as the adjacency matrix of a graph.
+
+    It has no sample axis and is never divided. Where all inputs of a model are whole, the model's
+    answer must have one row a sample: node i of a graph is sample i.
+
+    Args:
+        value: A tensor, which may be sparse, or a tuple or dict of tensors.
+
+    Raises:
+        SpecError: There is no tensor in it.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        if not tensors(value):
+            kind = type(value).__name__
+            raise SpecError(
+                f"Whole takes tensors, and {kind} holds none",
+                where="inputs",
+                remedy="Give the tensors that the model computes with, such as (Whole(data.x), "
+                "Whole(data.edge_index)). A module of yours can make another object of them.",
+            )
+
+    def __repr__(self) -> str:
+        return f"Whole({', '.join(str(tuple(t.shape)) for t in tensors(self.value))})"
+
+
+def map_tensors(fn: Callable[[Tensor], Any], tree: Any, *, whole: bool = False) -> Any:
     """Apply `fn` to every tensor in nested containers; leave other values unchanged.
+
+    With `whole`, also apply it to the tensors inside `Whole`.
 
     Containers keep their types, and no constructor of a user's class runs. The containers are
     tuples, lists, dicts and their subclasses (named tuples, `PackedSequence`, transformers'
@@ -43,14 +74,16 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
         return fn(tree)
     kind = type(tree)
     if kind is dict:
-        return {key: map_tensors(fn, value) for key, value in tree.items()}
+        return {key: map_tensors(fn, value, whole=whole) for key, value in tree.items()}
     if kind is tuple or kind is list:
-        return kind([map_tensors(fn, value) for value in tree])
+        return kind([map_tensors(fn, value, whole=whole) for value in tree])
+    if kind is Whole:
+        return Whole(map_tensors(fn, tree.value)) if whole else tree
     opened = None if kind in _PLAIN else _opened(tree)
     if opened is None:
         return tree
     values, rebuild = opened
-    found = [map_tensors(fn, value) for value in values]
+    found = [map_tensors(fn, value, whole=whole) for value in values]
     return tree if all(map(is_, values, found)) else rebuild(found)
 
 
@@ -153,8 +186,62 @@ def _require_padded(tree: Any) -> None:
         _require_padded(value)
 
 
+@dataclass(frozen=True)
+class WholeInputs:
+    """Inputs that are all `Whole`: row i of the model's answer belongs to sample i."""
+
+    inputs: Any
+    rows: Tensor  # (n,) int64, the samples of a batch
+    count: int | None  # the number of rows in the answer, or None for any number
+
+    def pick(self, answer: Any) -> Any:
+        """Return the model's answer with the batch's rows (n, ...) alone."""
+        fits = [t.dim() > 0 and self.count in (None, len(t)) for t in tensors(answer)]
+        try:
+            if any(fits):
+                each = iter(fits)
+                return map_tensors(lambda t: t[self.rows] if next(each) else t, answer)
+        except IndexError:
+            pass
+        wanted = "one row" if self.count is None else f"{count(self.count, 'row')}, one"
+        found = ", ".join(str(tuple(t.shape)) for t in tensors(answer)) or type(answer).__name__
+        raise ModelError(
+            f"the model returned {found}; with all inputs whole, its answer must have {wanted} for "
+            "each sample",
+            remedy="Give a target for each row of the answer, and select the samples that count: "
+            'select = "train_mask" in [dataset], or index=positions in Python, with their targets. '
+            "A leading axis of 1 is removed in forward.",
+        )
+
+
+def arguments(inputs: Any) -> Any:
+    """Return inputs as the model takes them, with copies of what is `Whole`."""
+    if isinstance(inputs, WholeInputs):
+        return arguments(inputs.inputs)
+    if isinstance(inputs, Whole):  # a forward pass may write into its arguments
+        return map_tensors(torch.clone, inputs.value)
+    if isinstance(inputs, dict):
+        return {key: arguments(value) for key, value in inputs.items()}
+    if type(inputs) in (tuple, list):
+        return type(inputs)(map(arguments, inputs))
+    return inputs
+
+
+def wholes(tree: Any) -> list[Whole]:
+    """Return what is `Whole` among inputs, in order."""
+    if isinstance(tree, WholeInputs):
+        return wholes(tree.inputs)
+    if isinstance(tree, Whole):
+        return [tree]
+    values = tree.values() if isinstance(tree, dict) else tree
+    return [w for v in values for w in wholes(v)] if type(tree) in (dict, tuple, list) else []
+
+
 def call(model: nn.Module | Callable[..., Any], inputs: Any) -> Any:
     """Call the model with `inputs`: one argument, a tuple of arguments, or a dict of keywords."""
+    if isinstance(inputs, WholeInputs):
+        return inputs.pick(call(model, inputs.inputs))
+    inputs = arguments(inputs)
     if isinstance(inputs, dict):
         return model(**inputs)
     if isinstance(inputs, (tuple, list)):
@@ -176,6 +263,19 @@ def output(answer: Any) -> Any:
         return logits
     found = tensors(answer)
     return found[0] if len(found) == 1 else answer
+
+
+def _whole_inputs(inputs: Any, targets: Any, index: Tensor | None) -> WholeInputs:
+    """Return inputs that are all whole, with the rows of the model's answer that are samples."""
+    if index is not None:
+        return WholeInputs(inputs, index, None)
+    sizes = [len(t) for t in tensors(targets) if t.dim()]
+    if not sizes:
+        raise DatasetError(
+            "all inputs are whole and there are no targets, so the number of samples is unknown",
+            remedy="Give their positions in the model's answer: index=torch.arange(n).",
+        )
+    return WholeInputs(inputs, torch.arange(sizes[0]), sizes[0])
 
 
 @dataclass(frozen=True)
@@ -200,6 +300,8 @@ class Batch:
             inputs = dict(inputs)
         _require_padded((inputs, targets))
         inputs, targets = map_tensors(strided, (inputs, targets))
+        if wholes(inputs) and not any(t.dim() for t in tensors(inputs)):
+            inputs = _whole_inputs(inputs, targets, index)
         sizes = [t.shape[0] for t in tensors((inputs, targets)) if t.dim()]
         if not sizes or (set(sizes) == {0} and not empty):
             raise DatasetError("the batch holds no sample", remedy="Give tensors (n, ...), n ≥ 1.")
@@ -207,7 +309,9 @@ class Batch:
             shapes = [tuple(t.shape) for t in tensors((inputs, targets))]
             raise DatasetError(
                 f"inputs and targets have different numbers of samples: {sizes}",
-                remedy=f"The first axis must be the sample axis; the shapes are {shapes}.",
+                remedy=f"The first axis must be the sample axis; the shapes are {shapes}. If all "
+                "samples share an input, such as the adjacency matrix of a graph, use "
+                "gradscope.Whole(x).",
             )
         index = torch.arange(sizes[0]) if index is None else index.cpu()
         if tuple(index.shape) != (sizes[0],) or index.dtype != torch.int64:
@@ -247,15 +351,19 @@ class Batch:
         """Return a batch of `n` samples, taken from this batch in turn."""
         return self.select(torch.arange(n) % len(self))
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> "Batch":
-        """Return the batch with `fn` applied to every tensor among inputs and targets."""
-        inputs, targets = map_tensors(fn, (self.inputs, self.targets))
+    def map(self, fn: Callable[[Tensor], Tensor], *, whole: bool = False) -> "Batch":
+        """Return the batch with `fn` applied to every tensor among inputs and targets.
+
+        With `whole` also to inputs that are `Whole`.
+        """
+        inputs, targets = map_tensors(fn, (self.inputs, self.targets), whole=whole)
         return Batch(inputs, targets, self.index)
 
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> "Batch":
         """Move to `device`; cast floating-point tensors (not integers, not complex) to `dtype`."""
         return self.map(
-            lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None)
+            lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None),
+            whole=True,
         )
 
     def in_double_precision(self) -> "Batch":
@@ -265,11 +373,11 @@ class Batch:
             t = on_host(t)
             return doubled(t) if t.is_floating_point() or t.is_complex() else t
 
-        return self.map(wide)
+        return self.map(wide, whole=True)
 
     def detached(self) -> "Batch":
         """Return the batch with every tensor detached from its graph."""
-        return self.map(Tensor.detach)
+        return self.map(Tensor.detach, whole=True)
 
 
 @dataclass(frozen=True)
@@ -334,9 +442,9 @@ class Tokens(Batch):
             self, inputs=held.inputs, targets=held.targets, sample_index=held.index, **own
         )
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> "Tokens":
+    def map(self, fn: Callable[[Tensor], Tensor], *, whole: bool = False) -> "Tokens":
         """Return the batch with `fn` applied to every tensor among inputs and targets."""
-        mapped = self.sample_batch.map(fn)
+        mapped = self.sample_batch.map(fn, whole=whole)
         return replace(self, inputs=mapped.inputs, targets=mapped.targets)
 
 

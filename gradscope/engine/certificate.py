@@ -588,7 +588,7 @@ def _require_scaled(answer: Answer, check: LargestError) -> None:
         f"the gradient of the batch by parameter {check.parameter!r} is not the sum of its "
         f"samples' gradients: the relative error is {check.error:.2e}",
         where="the model or its loss",
-        remedy=coupled_remedy(None, batch),
+        remedy=coupled_remedy(None, batch, problem.model),
     )
 
 

@@ -25,6 +25,7 @@ from gradscope.core.precision import double
 from gradscope.core.registry import suggestion
 from gradscope.engine.audit import Auditor, AuditPlan, derive_seed
 from gradscope.engine.certificate import Answer, Certificate, certify, prove, prove_samples
+from gradscope.engine.loss_inputs import WATCHED, watching_loss_inputs
 from gradscope.engine.model_parallel import ModelParallelEvaluator
 from gradscope.engine.zeros import zero_notes
 from gradscope.errors import (
@@ -40,6 +41,7 @@ from gradscope.model.problem import Problem, RowKind, require_module
 from gradscope.model.randomness import FixedRandomness, probe
 from gradscope.model.releases import require, untested
 from gradscope.model.rounding import computed_in, same
+from gradscope.model.sample_axis import locating_lost_axis
 from gradscope.model.state import compiled_part, facts
 from gradscope.stages.labels import Labels, Mode
 from gradscope.stages.losses import of_tokens, resolve
@@ -128,7 +130,9 @@ class Session:
         certificate: The proof of the first batch (the last proof, if every batch has one), or None.
         auditor: Says what was audited, `auditor.audits`.
         notes: What was chosen and why.
-        zeros: Those of them about gradients that are all zero.
+        warnings: The notes about a loss that gets the wrong kind of numbers.
+        warn: Is called with each of them.
+        zeros: Those of the notes about gradients that are all zero.
         tried: Chains whose reducers were tried before they are used.
         tuner: Chooses kernel variants, and remembers them.
         model_parallel: Evaluates a sharded model; None if the model is whole in this process.
@@ -146,6 +150,8 @@ class Session:
         self.certificate: Certificate | None = None
         self.notes: list[str] = [*filter(None, [untested()])]
         self.auditor = Auditor(settings.seed, settings.verify)
+        self.warnings: list[str] = []
+        self.warn: Callable[[str], None] = lambda text: None
         self.zeros: list[str] = []
         self.checked_chains: set[str] = set()
         self.rehearses = False  # its answers tell time and memory, and are forgotten
@@ -284,7 +290,8 @@ class Session:
         Raises:
             RefusedError: No candidate backend has an exact, proved answer.
         """
-        batch = self.rows_of(batch)
+        with locating_lost_axis(self.problem, batch):
+            batch = self.rows_of(batch)
         now = self.rebind_if_changed()
         if is_empty(batch) and self.model_parallel is None:
             return no_samples(self.problem)  # which proves nothing
@@ -299,7 +306,8 @@ class Session:
             self.predictions.forget()
         number = self.auditor.audits.batches if ordinal is None else ordinal
         try:
-            with torch.inference_mode(False), self.problem.state.restoring():
+            located = locating_lost_axis(self.problem, batch)
+            with torch.inference_mode(False), located, self.problem.state.restoring():
                 evaluation, proof = self._evaluate_batch(batch, request, number, last=last)
         except RefusedError:
             self._proof_due = self._proves_every_batch = True
@@ -425,7 +433,16 @@ class Session:
             self.notes[:] = [*(note for note in self.notes if note not in before), *self.zeros]
         self._proof_due, self._had_gradients = not proof.proves, self._had_gradients or proof.proves
         with suppress(ModelError):  # not every model takes one sample of them
-            self._note_precision(computed_in(self.problem, batch), self.problem.precision)
+            if first and not self.rehearses:
+                with watching_loss_inputs(self.problem, self.warnings) as watched:
+                    narrow = computed_in(watched, batch, WATCHED)
+            else:
+                narrow = computed_in(self.problem, batch)
+            self._note_precision(narrow, self.problem.precision)
+        if first:
+            self.notes += self.warnings
+            for text in self.warnings:
+                self.warn(text)
         return evaluation
 
     def _note_precision(self, narrow: torch.dtype, own: torch.dtype) -> None:

@@ -21,7 +21,7 @@ from gradscope.core.precision import doubled
 from gradscope.core.texts import unequal
 from gradscope.errors import CoupledSamplesError, ModelError, RefusedError, UnsupportedError
 from gradscope.model.draws import EVAL
-from gradscope.model.locate import alone_remedy
+from gradscope.model.locate import alone_remedy, graph_remedy
 from gradscope.model.problem import Problem, differentiable_inputs, slopes
 from gradscope.model.randomness import (
     ExtremeDraws,
@@ -70,8 +70,10 @@ _EXACT = 64.0  # roundings, between losses that are computed in the same shapes
 Calls = list[tuple[nn.Module, list[Tensor], list[Tensor]]]  # layers, their inputs and outputs
 
 
-def coupled_remedy(where: str | None, batch: Batch) -> str:
+def coupled_remedy(where: str | None, batch: Batch, model: nn.Module) -> str:
     """Return the remedy for coupled samples; `where` is the result of `mixing_layer`."""
+    if graph := graph_remedy(model, batch):
+        return graph
     remedy = _TOKENS_REMEDY if isinstance(batch, Tokens) else _COUPLED_REMEDY
     return f"{_LOSS_REMEDY}\n{remedy}" if where == _IN_LOSS else remedy
 
@@ -155,8 +157,8 @@ def _require_same(
             raise CoupledSamplesError(
                 f"the model runs on a batch but not on a single sample: {error.what}",
                 where=error.where,
-                remedy=alone_remedy(error, problem.model, batch.select(rows))
-                or coupled_remedy(None, batch),
+                remedy=alone_remedy(error, problem.model, batch, batch.select(rows))
+                or coupled_remedy(None, batch, problem.model),
             ) from error
         here = together[rows.to(together.device)]
         if same(here, found, together, problem.precision):
@@ -203,7 +205,7 @@ def _coupled(
         f"the loss of {batch.select(rows[worst][None]).description} {said.format(*numbers)}: "
         "it depends on other samples",
         where=where,
-        remedy=coupled_remedy(where, batch),
+        remedy=coupled_remedy(where, batch, problem.model),
     )
 
 
@@ -395,7 +397,7 @@ def _require_own(
                 "the loss of another sample has a gradient with respect to the inputs of "
                 f"{sample_batch_of(batch).one(k).description}",
                 where=where,
-                remedy=coupled_remedy(where, batch),
+                remedy=coupled_remedy(where, batch, problem.model),
             )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gradscope.core.batch import Batch, sample_batch_of, tensors
+from gradscope.core.batch import Batch, WholeInputs, sample_batch_of, tensors, wholes
 from gradscope.core.texts import count
 from gradscope.errors import GradscopeError, ModelError, UnsupportedError
 from gradscope.model.randomness import Unplanned
@@ -32,7 +32,7 @@ _COUNT = re.compile(r"positional arguments? but|required positional|unexpected k
 _DEVICES = re.compile(r"on the same device|on the expected device|torch\.\w+\.\w+Tensor")
 _INDEX = re.compile(r"index out of range in self")
 _CHANNELS = re.compile(r"expected input\[[\d, ]+\] to have (\d+) channels")
-_PRODUCT = re.compile(r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
+_PRODUCT = re.compile(r"cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
 _UNBATCHED = re.compile(r"Expected \dD \(unbatched\) or (\d)D \(batched\) input")
 _IDS = re.compile(r"argument #1 'indices'")
 _SIZES = re.compile(r"size|shape|length|split|expand|index", re.I)
@@ -195,7 +195,18 @@ _EXPORTED = (
 )
 PACKED = (
     "Inputs with the positions of all samples on one axis (packed sequences, offsets, graphs) have "
-    "no sample axis. Pad them to (n, t, ...), and pack them in forward."
+    "no sample axis. Pad them to (n, t, ...), and pack them in forward. If the samples are the "
+    "nodes of one graph, give the graph whole (gradscope.Whole)."
+)
+WHOLE = (
+    "If all samples share an input, such as the adjacency matrix or the edge list of a graph, give "
+    'it whole: whole = ["NAME"] under [dataset], gradscope.Whole(x) in Python.'
+)
+_GRAPH = (
+    "If the samples are the nodes of one graph, every node needs the whole graph. Give features "
+    'and graph whole: whole = ["features", "adjacency"] under [dataset], with their names; '
+    "(gradscope.Whole(x), gradscope.Whole(adjacency)) in Python. Row i of the model's answer is "
+    "then node i."
 )
 
 
@@ -203,16 +214,32 @@ def shapes_of(batch: Batch) -> str:
     """Return "3 samples: inputs (3, 4) float32; targets (3,) int64"."""
     samples = sample_batch_of(batch)
 
-    def describe(tree: object) -> str:
+    def describe(tree: object, more: str = "") -> list[str]:
         found = (f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors(tree))
-        return ", ".join(found) or "none"
+        return [text + more for text in found]
 
-    inputs, targets = describe(samples.inputs), describe(samples.targets)
+    rows = [] if isinstance(samples.inputs, WholeInputs) else describe(samples.inputs)
+    shared = [text for w in wholes(samples.inputs) for text in describe(w.value, " whole")]
+    inputs = ", ".join([*rows, *shared]) or "none"
+    targets = ", ".join(describe(samples.targets)) or "none"
     return f"{count(len(samples), 'sample')}: inputs {inputs}; targets {targets}"
 
 
-def alone_remedy(error: ModelError, model: nn.Module, batch: Batch) -> str | None:
-    """Return the remedy for a model that runs on a batch but not on some of its samples.
+def graph_remedy(model: nn.Module, batch: Batch) -> str | None:
+    """Return how to give a graph whose nodes are the samples, or None if there is no sign of it.
+
+    A sign is an (n, n) matrix among the inputs of n samples or the model's buffers. Another sign is
+    a whole input next to inputs with a sample axis.
+    """
+    samples = sample_batch_of(batch)
+    n, held = len(samples), (*tensors(samples.inputs), *model.buffers())
+    parted = bool(wholes(samples.inputs)) and not isinstance(samples.inputs, WholeInputs)
+    square = n > 1 and any(t.shape[:2] == (n, n) for t in held)
+    return _GRAPH if parted or square else None
+
+
+def alone_remedy(error: ModelError, model: nn.Module, batch: Batch, one: Batch) -> str | None:
+    """Return the remedy for a model that runs on a batch but not on one of its samples.
 
     Returns None if the model computes a statistic over the batch, which a single sample lacks.
     """
@@ -225,8 +252,11 @@ def alone_remedy(error: ModelError, model: nn.Module, batch: Batch) -> str | Non
             "A traced program keeps the number of samples of its trace. Pass the original model, "
             "or torch.jit.script of it."
         )
+    graph = graph_remedy(model, batch)
+    if graph is not None:
+        return f"It was called with {shapes_of(one)}. {graph}"
     return (
-        f"The model was called with {shapes_of(batch)}. It must accept any number of samples: "
+        f"The model was called with {shapes_of(one)}. It must accept any number of samples: "
         "make masks and paddings as long as the inputs (x.shape[1]), not as long as the longest "
         "sample of the batch, and do not pass a fixed number of samples to view and reshape. "
         f"{PACKED}"
@@ -291,6 +321,9 @@ def _hint(error: BaseException, batch: Batch | None) -> tuple[str | None, str]:
     general = f"The model was called with {shapes_of(batch)}. {general}"
     if (fits := _channels_hint(str(error), batch)) is not None:
         return None, f"The model was called with {shapes_of(batch)}. {fits}"
+    product = _PRODUCT.search(str(error))
+    if product is not None and int(product[2]) == len(sample_batch_of(batch)) != int(product[1]):
+        return None, f"{general} {_GRAPH}"  # the rows of the second matrix are samples
     if (fits := _width_hint(str(error), batch)) is not None:
         return None, f"The model was called with {shapes_of(batch)}. {fits}"
     if _IDS.search(str(error)):

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from gradscope.core.batch import (
     Batch,
     Tokens,
+    WholeInputs,
+    arguments,
     call,
     map_tensors,
     output,
@@ -65,7 +67,10 @@ class BoundLoss:
         options: The options that are set.
         predictive: The distribution over labels that belongs to the loss, or None.
         of_model: Whether it is a model loss.
+        takes_whole: Whether a model loss accepts inputs that are `Whole`.
     """
+
+    takes_whole = False
 
     def __init__(
         self,
@@ -117,6 +122,26 @@ def _at_position(loss: Loss) -> BoundLoss:
         return values.gather(1, position.to(values.device).unsqueeze(1)).squeeze(1)
 
     return BoundLoss(picked, of_model=is_model_loss(loss))
+
+
+def losses_of_model(loss: Loss, model: nn.Module, inputs: Any, targets: Any) -> Any:
+    """Return the losses of a model loss, which takes inputs as the model does.
+
+    Raises:
+        SpecError: All inputs are whole, so that the loss is not told which samples are meant.
+    """
+    if getattr(loss, "takes_whole", False):
+        return loss(model, inputs, targets)
+    if isinstance(inputs, WholeInputs):
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise SpecError(
+            f"all inputs are whole, and the loss {name!r} takes (model, inputs, targets), so it "
+            "does not know which rows of the model's answer are its samples",
+            where="loss",
+            remedy="Give the positions of the samples, torch.arange(n), as an input that is not "
+            "whole, and select these rows of the answer in the loss.",
+        )
+    return loss(model, arguments(inputs), targets)
 
 
 def is_model_loss(loss: Loss) -> bool:
@@ -405,7 +430,7 @@ class Problem:
 
     def _of_copies(self, own: Batch, batch: Batch, observer: OutputObserver | None) -> Any:
         if self.of_model:
-            return self.loss(self.model, own.inputs, own.targets)
+            return losses_of_model(self.loss, self.model, own.inputs, own.targets)
         outputs = call(self.model, own.inputs)
         tensor = output(outputs)
         if observer is None or type(tensor) is not Tensor or tensor.is_inference():

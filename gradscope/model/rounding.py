@@ -95,14 +95,14 @@ def _eps(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps)
 
 
-def computed_in(problem: Problem, batch: Batch) -> torch.dtype:
-    """Return the narrowest dtype that a forward pass rounds to, found by running one sample.
+def computed_in(problem: Problem, batch: Batch, samples: int = 1) -> torch.dtype:
+    """Return the narrowest dtype that a forward pass rounds to, found by running the first samples.
 
     It may be narrower than the parameters' dtype: a layer such as RMSNorm may cast to float32 and
     back, or compute under autocast. Its gradients are rounded to this dtype.
     """
     with _Narrowest() as seen:
-        problem.losses(batch.one(0))
+        problem.losses(batch.select(slice(0, samples)))
     narrowest: torch.dtype = max(seen.dtype, problem.precision, key=_eps)
     return narrowest
 

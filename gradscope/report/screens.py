@@ -261,7 +261,9 @@ def _described(array: Mapping[str, Any], computed: str) -> str:
     """Return the dtype of an array, and the one that a model casts it to, and a sample's shape."""
     dtype: str = array["dtype"]
     cast = "float" in dtype and "float" in computed and dtype != computed
-    return f"{dtype}{f' cast to {computed}' if cast else ''}, {_sizes(array['sample'])} a sample"
+    shape = f"{_sizes(array['sample'])} a sample" if "sample" in array else ""
+    shape = shape or f"{_sizes(array['whole'])}, whole for every sample"
+    return f"{dtype}{f' cast to {computed}' if cast else ''}, {shape}"
 
 
 def _sizes(shape: Sequence[int]) -> str:

@@ -33,6 +33,7 @@ from gradscope.engine.session import Verify
 from gradscope.errors import ModelError, SpecError
 from gradscope.model.independence import require_independent, require_unaffected
 from gradscope.model.problem import Problem
+from gradscope.model.sample_axis import locating_lost_axis
 from gradscope.process.memory import (
     available,
     peak_memory,
@@ -111,7 +112,7 @@ def _require_independent(job: Job) -> None:
     """Compare two samples' losses with those alone: batches of one will not show coupling."""
 
     def compared(problem: Problem, batch: Batch) -> None:
-        with problem.state.watching():
+        with problem.state.watching(), locating_lost_axis(problem, batch):
             losses = problem.losses(batch).detach()
             require_independent(problem, batch, losses)
             require_unaffected(problem, batch, losses, judged=True)

@@ -112,9 +112,9 @@ class Run:
         self.total = self._accumulator(before or {})
 
     @property
-    def zeros(self) -> list[str]:
-        """What is to be said of gradients that are all zero."""
-        return self.job.session.zeros
+    def warnings(self) -> list[str]:
+        """Notes about the loss's inputs, and about gradients that are all zero."""
+        return [*self.job.session.warnings, *self.job.session.zeros]
 
     def remaining(self) -> Iterator[Batch]:
         """Yield the batches that are not computed yet."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import DerivedBlock, Gradients
-from gradscope.core.batch import Batch, map_tensors, tensors
+from gradscope.core.batch import Batch, tensors, wholes
 from gradscope.errors import OutputError, RefusedError
 from gradscope.model.locate import first_line
 from gradscope.process.memory import accelerator_module, release_freed_memory
@@ -224,7 +224,8 @@ class CopyStream:
     def hand_over(self, batch: Batch) -> None:
         """Let the calling thread's stream use what was made on this one, and free it."""
         if self._stream is not None:
-            for t in tensors((batch.inputs, batch.targets)):
+            shared = [w.value for w in wholes(batch.inputs)]
+            for t in tensors((batch.inputs, batch.targets, shared)):
                 t.record_stream(self._module.current_stream(self._stream.device))
 
 
@@ -245,9 +246,11 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     def move(t: Tensor) -> Tensor:
         if t.device.type != "cpu":
             return t.to(device)
+        if t.layout != torch.strided:
+            return t.to(device)
         return t.contiguous().pin_memory().to(device, non_blocking=True)
 
-    return Batch(map_tensors(move, batch.inputs), map_tensors(move, batch.targets), batch.index)
+    return batch.map(move, whole=True)
 
 
 class PinnedBuffers:

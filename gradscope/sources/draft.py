@@ -34,6 +34,7 @@ _TARGETS = {"target", "targets", "label", "labels", "y", "class", "classes", "fo
 _NO_INPUTS = {"id", "ids", "idx", "index", "indices"}  # a name that is only this
 # columns in which pandas stores the numbers of rows
 _OF_PANDAS = re.compile(r"unnamed: \d+|__index_level_\d+__|level_\d+")
+_GRAPHS = {"adj", "adjacency", "edge", "edges", "laplacian"}
 _KEYWORDS = {"input_ids", "attention_mask", "token_type_ids", "pixel_values", "position_ids"}
 # keywords of the masks of what is padded
 _PADDING = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}
@@ -367,7 +368,12 @@ def _dataset(
         lines.append(f"{key} = {_value(value)}  # guessed: {_comment(why)}")
 
     inputs, targets, why = _columns(arrays, keywords=keywords)
-    result.unused = _unused(arrays, {*inputs, *targets})
+    graph = _graph(arrays, arrays[targets[0]].length) if targets else []
+    graph = [] if isinstance(inputs, dict) else graph
+    nodes = [k for k in inputs if graph and arrays[k].dtype == "bool" and arrays[k].sample == ()]
+    result.unused = _unused(arrays, {*targets, *inputs}, graph)
+    if graph:
+        inputs = [k for k in arrays if k in {*inputs, *graph} - {*nodes}]
     if isinstance(inputs, dict):
         _require_inputs(data, arrays, result.unused)
     if result.unused and kind != "images":
@@ -386,6 +392,10 @@ def _dataset(
     else:
         guess("inputs", inputs, why)
     guess("targets", targets, why)
+    if graph:
+        guess("whole", inputs, "the samples are the nodes of a graph")
+    if train := next((name for name in nodes if "train" in name.lower()), None):
+        guess("select", train, "the nodes to train on")
     if padded:
         of = "of different lengths; NAME_mask says which entries are their own"
         guess("pad", dict.fromkeys(padded, 0), of)
@@ -404,8 +414,23 @@ def _dataset(
     return lines, f"{found}:mask=input_ids{MASK}" if masked else found, why
 
 
-def _unused(arrays: Mapping[str, _DataArray], used: set[str]) -> dict[str, str]:
-    """Return {name: why} of the arrays that are left out."""
+def _graph(arrays: Mapping[str, _DataArray], n: int) -> list[str]:
+    """Return the arrays that are a graph of n nodes by their names and shapes.
+
+    These are adjacency matrices (n, n), lists of edges (2, E), and numbers of edges (E, ...).
+    """
+    words = {name: {*re.split(r"[\W_]+", name.lower())} for name in arrays}
+    named = {name: a for name, a in arrays.items() if words[name] & _GRAPHS}
+    square = [name for name, a in named.items() if (a.length, a.sample) == (n, (n,))]
+    edges = [k for k, a in named.items() if a.length == 2 and "int" in a.dtype and a.sample]
+    counts = {sum(arrays[name].sample or ()) for name in edges}
+    return square + edges + [k for k, a in named.items() if a.length in counts and k not in edges]
+
+
+def _unused(
+    arrays: Mapping[str, _DataArray], used: set[str], graph: Collection[str]
+) -> dict[str, str]:
+    """Return {name: why} of the arrays that are neither used nor a part of a graph."""
     n = next(arrays[name].length for name in used)
 
     def why(name: str, array: _DataArray) -> str:
@@ -415,6 +440,7 @@ def _unused(arrays: Mapping[str, _DataArray], used: set[str]) -> dict[str, str]:
             return f"{count(array.length, 'sample')}, not {n:,}"
         return "its name says that it numbers samples"
 
+    used = {*used, *graph}
     return {name: why(name, array) for name, array in arrays.items() if name not in used}
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradscope.config import DatasetSpec, RunSpec
+from gradscope.core.batch import WholeInputs
 from gradscope.errors import GradscopeError
 from gradscope.sources.data import Dataset, open_dataset, words
 from gradscope.sources.data.columns import runs
@@ -110,6 +111,8 @@ class ShownData:
     def _read(self, rows: range) -> dict[int, Content | None]:
         assert self.dataset is not None
         inputs, names = self.dataset.batch(rows).inputs, self.dataset.spec.inputs
+        if isinstance(inputs, WholeInputs):
+            return dict.fromkeys(rows)
         if isinstance(names, dict):
             pairs = [(name, inputs[keyword]) for keyword, name in names.items()]
         else:

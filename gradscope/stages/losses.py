@@ -468,7 +468,7 @@ def bce(outputs: Tensor, targets: Tensor, *, per_sample: Normaliser = "mean") ->
     _require_probabilities(outputs, targets)
     with suppress(RuntimeError):  # vmap reads no number
         if not ((outputs >= 0) & (outputs <= 1)).all():
-            low, high = float(outputs.detach().min()), float(outputs.detach().max())
+            low, high = (float(v) for v in outputs.detach().aminmax())
             raise ModelError(
                 f"outputs are from {low:.3g} to {high:.3g}, and bce takes probabilities",
                 where="loss bce",
@@ -519,7 +519,7 @@ def gaussian_nll(
     with suppress(RuntimeError):  # vmap reads no number
         if (variance < 0).any():
             raise ModelError(
-                f"a variance is negative: {float(variance.min()):.3g}",
+                f"a variance is negative: {float(variance.detach().min()):.3g}",
                 where="loss gaussian_nll",
                 remedy="Return variances, for example softplus of an output; or their logarithms, "
                 "with log_variance=true.",

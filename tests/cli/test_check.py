@@ -195,3 +195,19 @@ def test_arrays_in_another_order_than_the_arguments_of_their_names(
     assert done.code == (2 if refused else 0), done.err
     assert ("would be the model's argument" in done.err) == refused
     assert ("Name the arguments: inputs = {" in done.err) == refused
+
+
+def test_a_model_that_drops_the_sample_axis(gradscope: Gradscope, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "from torch import nn\nclass Net(nn.Linear):\n    def forward(self, x):\n"
+        "        return super().forward(x).squeeze()\ndef build(): return Net(4, 1)\n"
+    )
+    torch.save(nn.Linear(4, 1).state_dict(), tmp_path / "w.pt")
+    x = np.random.default_rng(0).standard_normal((20, 4)).astype("float32")
+    np.savez(tmp_path / "d.npz", inputs=x, targets=x[:, 0])
+    model = f"{tmp_path / 'model.py'}:build"
+    run = (tmp_path / "w.pt", tmp_path / "d.npz", "--model", model, "--loss", "mse")
+    for command in ("check", "compare"):
+        done = gradscope(command, *run)
+        assert done.code == 3
+        assert f"{tmp_path / 'model.py'}, line 4: squeeze() drops the sample axis" in done.err

@@ -46,7 +46,7 @@ from gradscope.backends.expand.tensor import (
 )
 from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch, call, map_tensors
-from gradscope.model.problem import Problem, is_model_loss, model_loss
+from gradscope.model.problem import Problem, is_model_loss, losses_of_model, model_loss
 from gradscope.model.randomness import forked
 from gradscope.model.releases import require
 
@@ -135,7 +135,7 @@ def _differentiating(
     @wraps(given, updated=())
     def loss(model: nn.Module, inputs: Any, targets: Any) -> Any:
         if is_model_loss(given):
-            losses = given(model, inputs, targets)
+            losses = losses_of_model(given, model, inputs, targets)
         else:
             losses = given(call(model, inputs), targets)
         if isinstance(losses, Tensor) and losses.requires_grad:
@@ -147,6 +147,7 @@ def _differentiating(
         found.extend(gradients)
         return losses
 
+    loss.takes_whole = True
     return loss
 
 

@@ -341,7 +341,10 @@ class _Program:
         except CoupledSamplesError as error:
             # this takes forward passes, which other processes may not make
             layer = None if self.problem.model_parallel else mixing_layer(self.problem, batch)
-            error.where, error.remedy = layer or error.where, coupled_remedy(layer, batch)
+            error.where, error.remedy = (
+                layer or error.where,
+                coupled_remedy(layer, batch, self.problem.model),
+            )
             raise
         if not analysis.fits(recorded):
             raise UnsupportedError(

@@ -1,14 +1,15 @@
 """A data set: samples of data files or of the user's own code, and batches made from them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradscope.config import DatasetSpec, parse_samples
-from gradscope.core.batch import Batch
+from gradscope.core.batch import Batch, Whole, WholeInputs
 from gradscope.core.precision import dtype_name
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import count, listed
@@ -97,6 +98,7 @@ class Dataset:
         if self.chosen is not None:
             positions = self.chosen[chosen.start : chosen.stop : chosen.step].tolist()
         found = self.samples.read(positions)
+        spec = self.spec
 
         def array(name: str) -> Any:
             if name not in found:
@@ -107,14 +109,25 @@ class Dataset:
                 )
             return found[name]
 
-        def arrays(names: Sequence[str] | dict[str, str]) -> Any:
+        def arrays(names: Sequence[str] | dict[str, str], whole: Mapping[str, Whole]) -> Any:
+            def value(name: str) -> Any:
+                return whole[name] if name in whole else array(name)
+
             if isinstance(names, dict):
-                return {keyword: array(name) for keyword, name in names.items()}
-            values = tuple(map(array, names))
+                return {keyword: value(name) for keyword, name in names.items()}
+            values = tuple(map(value, names))
             return values if len(values) > 1 else next(iter(values), None)
 
         index = torch.arange(chosen.start, chosen.stop, chosen.step)
-        return Batch.of(arrays(self.spec.inputs), arrays(self.spec.targets), index)
+        inputs = arrays(spec.inputs, self.whole)
+        if {*spec.input_arrays} <= {*spec.whole}:
+            inputs = WholeInputs(inputs, torch.tensor(positions), len(self.samples))
+        return Batch.of(inputs, arrays(spec.targets, {}), index)
+
+    @cached_property
+    def whole(self) -> dict[str, Whole]:
+        """The inputs that every sample has whole, by name."""
+        return {name: Whole(value) for name, value in self.samples.whole.items()}
 
     def ids(self, index: Tensor) -> Tensor | None:
         """Return the ids of the samples at some positions (n,), None where they have none.
@@ -135,6 +148,10 @@ class Dataset:
             | self.samples.stored(name)
             for name in self.spec.arrays
             if isinstance(value := found.get(name), Tensor)
+        } | {
+            name: {"whole": [*value.shape], "dtype": dtype_name(value.dtype)}
+            for name, held in self.whole.items()
+            if isinstance(value := held.value, Tensor)
         }
         return {
             "path": str(self.spec.path),
@@ -155,6 +172,7 @@ def open_dataset(spec: DatasetSpec) -> Dataset:
     Raises:
         InputError: It cannot be read, or it and the spec do not fit together.
     """
+    _check_whole(spec)
     if spec.factory is not None:
         own = PythonSamples(spec)
         return Dataset(spec, own, _chosen(spec, None, len(own)))
@@ -164,6 +182,24 @@ def open_dataset(spec: DatasetSpec) -> Dataset:
         with located(f"{spec.path}: {spec.id}"):
             ids = ids_of(files.load(spec.id), len(files))
     return Dataset(spec, files, _chosen(spec, files, len(files)), ids)
+
+
+def _check_whole(spec: DatasetSpec) -> None:
+    """Refuse `whole` where it names no input, or where no array says how many samples there are."""
+    wrong = [name for name in spec.whole if name not in spec.input_arrays]
+    if wrong:
+        raise DatasetError(
+            f"{wrong[0]!r} is not an input, and only inputs can be whole",
+            where=f"{spec.path}: whole",
+            remedy=f"Inputs are {listed(spec.input_arrays)}.",
+        )
+    if not spec.divided:
+        raise DatasetError(
+            "all inputs are whole and there are no targets, so the number of samples is unknown",
+            where=f"{spec.path}: whole",
+            remedy='Give targets with a row for each sample, targets = ["labels"]; or the '
+            "positions of the samples as an input that is not whole.",
+        )
 
 
 def _chosen(spec: DatasetSpec, files: FileSamples | None, n: int) -> Tensor | None:

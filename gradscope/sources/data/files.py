@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from math import prod
@@ -17,6 +17,7 @@ from gradscope.core.precision import dtype_name
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import listed
 from gradscope.errors import DatasetError, located
+from gradscope.model.locate import WHOLE
 from gradscope.process.memory import available
 from gradscope.sources.data import tensors, text  # noqa: F401 (they register their readers)
 from gradscope.sources.data.arrays import open_npy_folder
@@ -69,6 +70,7 @@ class FileSamples:
     notes: tuple[str, ...]
     stamp: tuple[tuple[int, int], ...]  # size and time of change of each file when it was opened
     names: tuple[str, ...] = ()  # of all arrays of the file
+    whole: Mapping[str, Tensor] = field(default_factory=dict)  # inputs that every sample has whole
     memory: Callable[[torch.device], int | None] = available  # bytes that can still be taken
 
     def __len__(self) -> int:
@@ -136,7 +138,7 @@ def open_files(spec: DatasetSpec) -> FileSamples:
     with located(spec.path):
         _check_names(spec, names)
     columns: dict[str, Numbers] = {}
-    for name in spec.arrays:
+    for name in spec.divided:
         with located(f"{spec.path}: {name}"):
             columns[name] = column(name)
             try:
@@ -146,13 +148,21 @@ def open_files(spec: DatasetSpec) -> FileSamples:
                 what = f"one sample of the shape {shape} is too large: {error}"
                 remedy = "Check [dataset] length, or what the file says of its shape."
                 raise DatasetError(what, remedy=remedy) from error
+    whole = {}
+    for name in spec.whole:
+        with located(f"{spec.path}: {name}"):
+            stored = column(name)
+            _check_lengths({name: tuple(map(int, stored.shape))})
+            rows = stored[0 : stored.shape[0]]
+            whole[name] = converter(spec, name, stored.shape[1:], stored.dtype)(rows)
     with located(spec.path):
         _check_lengths({name: tuple(map(int, c.shape)) for name, c in columns.items()})
     convert = {}
     for name, stored in columns.items():
         with located(f"{spec.path}: {name}"):
             convert[name] = converter(spec, name, stored.shape[1:], stored.dtype)
-    return FileSamples(spec, kind, columns, convert, arrays.load, own.notes, stamp, own.names)
+    known = own.notes, stamp, own.names
+    return FileSamples(spec, kind, columns, convert, arrays.load, *known, whole=whole)
 
 
 def open_arrays(path: Path) -> tuple[str, StoredArrays]:
@@ -288,6 +298,7 @@ def _check_lengths(shapes: Mapping[str, tuple[int, ...]]) -> None:
     elif len(set(lengths.values())) > 1:
         told = ", ".join(f"{name} {length:,}" for name, length in lengths.items())
         what = f"the arrays have different numbers of samples: {told}"
+        remedy = f"{remedy} {WHOLE}"
     elif 0 in lengths.values():
         what = f"there are no samples: the arrays {', '.join(lengths)} are empty"
         remedy = "Give at least one sample."

@@ -64,6 +64,19 @@ class PythonSamples:
     def __len__(self) -> int:
         return self._n
 
+    @property
+    def whole(self) -> dict[str, Any]:
+        """The inputs that every sample has whole: attributes of the data set."""
+        names = self._spec.whole
+        missing = [name for name in names if not hasattr(self._data, name)]
+        if missing:
+            raise DatasetError(
+                f"{missing[0]!r} is whole, and the data set has no attribute of that name",
+                where=self._where,
+                remedy="Set it in the data set: self.adjacency = ...; a sample leaves it out.",
+            )
+        return {name: getattr(self._data, name) for name in names}
+
     def stored(self, name: str) -> dict[str, Any]:
         """Nothing is stored."""
         return {}
