@@ -1,6 +1,7 @@
-"""Files that are parts of one run, and the file of the whole run that is put together from them.
+"""Merging: partial files (shards) of one run are checked and joined into one result file.
 
-Each is sealed, all are of that run, one follows the other; the whole is `OUT.h5.part` first.
+Each partial file must be sealed and belong to the run, and their samples must be contiguous. The
+result is written to `OUT.h5.part` first.
 """
 
 import os
@@ -53,15 +54,15 @@ _NUMBER = re.compile(r"\.shard-\d+-of-")
 
 @dataclass(frozen=True)
 class PartialFile:
-    """One file."""
+    """One partial file. Its samples are start:stop of the data set."""
 
-    path: Path  # where it is
-    start: int  # the position in the data set of its first sample
-    stop: int  # one beyond that of its last
-    index: int | None  # which shard it is, if it is one
-    seal: bytes  # the SHA-256 of its seal
-    certificate: Mapping[str, Any]  # the proof of its numbers
-    batch_size: int | None  # how many samples were computed at a time, where it says so
+    path: Path
+    start: int
+    stop: int
+    index: int | None  # the shard's number, or None if the file is not a shard
+    seal: bytes  # the SHA-256 of the seal
+    certificate: Mapping[str, Any]  # the certificate of the run that wrote the file
+    batch_size: int | None  # the batch size of that run, if recorded
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -69,19 +70,19 @@ class PartialFile:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The files of one run."""
+    """The files of one run, which computes samples start:stop of the data set."""
 
     files: tuple[PartialFile, ...]  # in the order of their samples
-    start: int  # the position in the data set of the run's first sample
-    stop: int  # one beyond that of its last
-    # what is equal in all of them: `FilePlan.identity` without what tells them apart
+    start: int
+    stop: int
+    # the part of `FilePlan.identity` that is equal in all files
     identity: dict[str, Any]
-    run: dict[str, Any]  # the resolved run of the first one
-    attributes: dict[str, str]  # the hashes of its inputs
+    run: dict[str, Any]  # the resolved run of the first file
+    attributes: dict[str, str]  # the hashes of the run's inputs
     parameters: dict[str, tuple[int, ...]]  # {name: shape}
-    chains: tuple[tuple[str, bool], ...]  # text, and whether it ends in an aggregate
-    forms: Mapping[str, Form]  # how each column of the whole is to be stored, by its path
-    # the paths of those that not all files store in the same form
+    chains: tuple[tuple[str, bool], ...]  # (text, whether it ends in an aggregate)
+    forms: Mapping[str, Form]  # {path: form of the column in the merged file}
+    # the paths of columns that have different forms in different files
     uneven: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
@@ -89,30 +90,30 @@ class RunFiles:
 
     @property
     def noun(self) -> str:
-        """What has a row: sample or token."""
+        """The word for a row: sample or token."""
         return "token" if "tokens" in self.run else "sample"
 
 
 def check_files(paths: Iterable[Path]) -> RunFiles:
-    """Open every file, and return what they are together; refuse what is not all of one run."""
+    """Open and check every file; raise if they are not all of one run, or leave gaps."""
     found: RunFiles | None = None
     for path in paths:
         with open_checked(path) as source, reading(str(path)):
             one = _parts(path, source)
         found = one if found is None else _joined(found, one)
     if found is None:
-        raise ResultFileError("there is no file to merge", remedy="Name the shards, or a folder.")
+        raise ResultFileError("there is no file to merge", remedy="Give shards, or their folder.")
     return _in_order(found)
 
 
 def _parts(path: Path, source: OpenFile) -> RunFiles:
-    """Return what one file is, as the only one of its run."""
+    """Return one file as a `RunFiles`."""
     file = source.file
     if SOURCES in file.attrs:
         raise ResultFileError(
-            "this is a virtual file: its rows are elsewhere",
+            "this is a virtual file: its rows are in other files",
             where=str(path),
-            remedy="Give the files that it was merged from.",
+            remedy="Give the files from which it was merged.",
         )
     facts, n = document(file.attrs, "identity"), len(file["samples/index"])
     try:
@@ -124,15 +125,15 @@ def _parts(path: Path, source: OpenFile) -> RunFiles:
         facts["shard"] = {k: v for k, v in shard.items() if k != "index"}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ResultFileError(
-            "the file does not say which samples of which run it holds",
+            "the file does not record its run and its range of samples",
             where=str(path),
             remedy="Give files that gradscope compute wrote.",
         ) from error
     if n != stop - start:
         raise ResultFileError(
-            f"the file says that it has samples {start:,} to {stop:,}, and has {n:,}",
+            f"the file records samples {start:,} to {stop:,}, but has {n:,} samples",
             where=str(path),
-            remedy="Compute it again.",
+            remedy="Compute this file again.",
         )
     run = document(file.attrs, "run")
     batch_size = run.get("batch_size")
@@ -164,13 +165,14 @@ def _parts(path: Path, source: OpenFile) -> RunFiles:
 
 
 def _joined(a: RunFiles, b: RunFiles) -> RunFiles:
-    """Add a file that must be of the same run."""
+    """Return `a` with the file of `b` added; raise if it belongs to another run."""
     path = b.files[0].path
     different = list(differences(a.identity, b.identity))
     different = different or list(differences(a.attributes, b.attributes))
     if different or a.chains != b.chains:
         raise ResultFileError(
-            f"this is another run than {a.files[0].path}: " + "; ".join(different or ["chains"]),
+            f"this file and {a.files[0].path} are of different runs: "
+            + "; ".join(different or ["the chains differ"]),
             where=str(path),
             remedy="Give files of one run only.",
         )
@@ -185,10 +187,9 @@ def _joined(a: RunFiles, b: RunFiles) -> RunFiles:
 
 
 def _common_forms(a: Mapping[str, Form], b: Mapping[str, Form], path: Path) -> dict[str, Form]:
-    """Return the forms that hold the rows of both.
+    """Return a form for each column that can hold the rows of both files.
 
-    Factors of different sizes have none in common, so their rows become dense, as they do when
-    sizes change within one run.
+    If the factors' sizes differ, the rows become dense, as in a run whose sizes change.
     """
     kept = {}
     for key, form in a.items():
@@ -200,7 +201,7 @@ def _common_forms(a: Mapping[str, Form], b: Mapping[str, Form], path: Path) -> d
     if len(kept) < len(a) or len(a) != len(b):
         raise ResultFileError(
             f"{', '.join(sorted((a.keys() | b.keys()) - kept.keys()))}: "
-            "these are stored in another form than in the other files",
+            "shape or dtype differs from the other files",
             where=str(path),
             remedy="Give files of one run only.",
         )
@@ -208,7 +209,7 @@ def _common_forms(a: Mapping[str, Form], b: Mapping[str, Form], path: Path) -> d
 
 
 def _in_order(parts: RunFiles) -> RunFiles:
-    """Sort the files by their samples, of which none may be missing or there twice."""
+    """Return the files sorted by samples; raise if a sample is missing or in two files."""
     files = sorted(parts.files, key=lambda part: (part.start, part.stop))
     for before, after in pairwise(files):
         if after.start < before.stop:
@@ -216,7 +217,7 @@ def _in_order(parts: RunFiles) -> RunFiles:
                 f"{parts.noun}s {after.start:,} to {min(before.stop, after.stop):,} are in two "
                 f"files: here and in {before.path}",
                 where=str(after.path),
-                remedy="Give each file once, and the shards of one division only.",
+                remedy="Give each file once, and only shards I/N with the same N.",
             )
     gaps = list(_gaps(parts, files))
     if gaps:
@@ -224,22 +225,22 @@ def _in_order(parts: RunFiles) -> RunFiles:
         raise ResultFileError(
             f"{parts.noun}s are missing: {'; '.join(gaps[:3])}{more}",
             where=str(files[0].path.parent),
-            remedy="Compute the missing shards (the same command again), and merge then.",
+            remedy="Compute the missing shards with the same command, then merge again.",
         )
-    batch_size = parts.identity.get("batch_size") or 1  # it is there where the answer depends on it
+    batch_size = parts.identity.get("batch_size") or 1  # stored if gradients depend on it
     for part in files:
         if (part.start - parts.start) % batch_size:
             raise ResultFileError(
-                f"its first sample is none of a batch of {batch_size:,}, and with own-loss "
-                "coupling the answer depends on which samples share a batch",
+                f"the file begins in the middle of a batch of {batch_size:,}; with own-loss "
+                "coupling, gradients depend on which samples share a batch",
                 where=str(part.path),
-                remedy="Compute shards, which are cut between batches.",
+                remedy="Compute the files with --shard I/N, which splits between batches.",
             )
     return replace(parts, files=tuple(files))
 
 
 def _gaps(parts: RunFiles, files: list[PartialFile]) -> Iterator[str]:
-    """Yield what lies between the files, before the first and after the last."""
+    """Yield a text for each range of samples that is in no file."""
     position = parts.start
     last, count = -1, parts.identity["shard"].get("count")
     for part in files:
@@ -251,7 +252,7 @@ def _gaps(parts: RunFiles, files: list[PartialFile]) -> Iterator[str]:
 
 
 def _absent(like: PartialFile, last: int, index: int | None) -> str:
-    """Return which shards lie between two, and whether they are on their way."""
+    """Return a text on the missing shards between two files, and which are unfinished."""
     numbers = range(last + 1, last + 1 if index is None else index)
     if not numbers:
         return ""
@@ -271,14 +272,19 @@ def open_joiner(
     overwrite: bool = False,
     virtual: bool = False,
 ) -> Iterator["Joiner"]:
-    """Open the file of a whole run for its parts; unless it gets finished, nothing stays behind.
+    """Open the merged file for writing; it is removed if it is not finished.
 
-    `plan` is the run as if it had been one. The chunks of the new file depend on the samples of a
-    batch. A `virtual` file leaves the rows where they are, and refers to them.
+    Args:
+        path: The merged file.
+        plan: The plan of the whole run.
+        parts: The partial files.
+        batch_size: Samples of a batch, which determine the chunks of the merged file.
+        overwrite: Replace an existing file.
+        virtual: Leave the rows in the partial files, and refer to them.
 
     Raises:
-        RefusedError: The rows cannot be referred to, because their forms differ.
-        OutputError: The file cannot be written, is there already or is one of the parts.
+        RefusedError: `virtual`, and the partial files store rows in different forms.
+        OutputError: The file cannot be written, exists already or would replace a partial file.
     """
     paths = Paths(path)
     require_output(path, parts, overwrite=overwrite)
@@ -288,11 +294,11 @@ def open_joiner(
             require_not_there(paths, descriptor, overwrite=overwrite)
             if paths.progress.exists() and os.fstat(descriptor).st_size and not overwrite:
                 raise OutputError(
-                    "an unfinished file of a stopped run is there",
+                    "an unfinished file of a stopped run exists",
                     where=str(paths.part),
-                    remedy="Choose another name, or give overwrite=True to give it up.",
+                    remedy="Choose another name, or give overwrite=True to discard that run.",
                 )
-            paths.progress.unlink(missing_ok=True)  # an unfinished merge has nothing worth keeping
+            paths.progress.unlink(missing_ok=True)  # an unfinished merge starts again
         joiner = Joiner(paths, descriptor, parts, virtual)
         stack.callback(joiner.close)
         joiner.lay_out(plan, min(batch_size, plan.n))
@@ -300,7 +306,7 @@ def open_joiner(
 
 
 class Joiner:
-    """The file of a whole run, which is put together from parts."""
+    """The merged file while it is written."""
 
     def __init__(self, paths: Paths, descriptor: int, parts: RunFiles, virtual: bool) -> None:
         self._paths, self._parts, self._virtual = paths, parts, virtual
@@ -308,7 +314,7 @@ class Joiner:
         self._done = False
 
     def lay_out(self, plan: FilePlan, batch_size: int) -> None:
-        """Create all groups and data sets with a sample axis."""
+        """Create all groups, and all data sets with a sample axis."""
         forms, more = self._parts.forms, []
         if self._virtual:
             more = [partial(_create_virtual, parts=self._parts, folder=self._paths.final.parent)]
@@ -317,22 +323,23 @@ class Joiner:
             self._regions = lay_out(self._paths, self._target, plan, forms, batch_size, *more)
 
     def add(self, part: PartialFile) -> StatesByOwner:
-        """Copy the rows of the next part, and return its reducers' states."""
+        """Copy the rows of the next partial file, and return its reducers' states."""
         with reopen(part.path, part.seal) as source:
             file, checks = source.file, source.checks
             index = column(file["samples/index"], checks)
             if not np.array_equal(index, np.arange(part.start, part.stop)):
                 raise ResultFileError(
-                    f"its samples are not {part.start:,} to {part.stop:,}, as it says",
+                    f"the file records samples {part.start:,} to {part.stop:,}, but its column "
+                    "/samples/index differs",
                     where=str(part.path),
-                    remedy="Compute it again, and merge then.",
+                    remedy="Compute this file again, then merge.",
                 )
             kept = file.get("states", {})
             if not kept and bool(np.any(column(file["samples/finite"], checks))):
                 what = (
-                    "the file holds no states of reducers, which are kept in shards and where small"
+                    "the file does not store the reducers' states, which merging aggregates needs"
                 )
-                remedy = "Compute it with gradscope compute --shard I/N."
+                remedy = "Compute the file with gradscope compute --shard I/N: it stores the states."
                 raise ResultFileError(what, where=str(part.path), remedy=remedy)
             states = {
                 owner: {key: torch.from_numpy(v) for key, v in stored_states(group, checks).items()}
@@ -346,7 +353,7 @@ class Joiner:
         return states
 
     def _copy(self, source: OpenFile, path: str, name: str, n: int) -> None:
-        """Copy n rows of a column, or of one of its factors."""
+        """Copy n rows of a column or of a factor."""
         place = f"{path}/{name}" if name else path
         item, region = source.file[place], self._regions.by_path[place]
         lost = int(item.attrs.get("overflowed", 0))
@@ -378,12 +385,12 @@ class Joiner:
         with suppress(OSError):
             self._target.close()
         if not self._done:
-            with suppress(OSError):  # what stopped the merge has been said
+            with suppress(OSError):  # the first error is the one to report
                 self._paths.part.unlink(missing_ok=True)
 
 
 def require_output(path: Path, parts: RunFiles, *, overwrite: bool) -> None:
-    """Check that the final file of some parts may be written."""
+    """Raise if the merged file cannot be written."""
     require_place(path, LONGEST)
     with writing(path):
         require_distinct(path, [part.path for part in parts.files])
@@ -391,16 +398,16 @@ def require_output(path: Path, parts: RunFiles, *, overwrite: bool) -> None:
 
 
 def _create_virtual(file: h5py.File, parts: RunFiles, folder: Path) -> None:
-    """Create virtual data sets for the rows of all chains, and record where they are.
+    """Create virtual data sets for the rows of all chains, and record their source files.
 
-    Other programs read them through HDF5, which looks for the files beside the virtual one and
-    reads what is missing as the fill value: NaN here, and -1 for indices. gradscope never does.
-    `folder` is that of the file, which the parts' paths are relative to.
+    Other programs read the rows through HDF5, which searches the folder of the virtual file. HDF5
+    reads rows of a missing file as the fill value: NaN, or -1 for indices. gradscope opens the
+    source files directly. Paths are relative to `folder`, the virtual file's folder.
     """
     if parts.uneven:
         raise RefusedError(
-            f"{', '.join(sorted(parts.uneven))}: stored as factors of other sizes in other files, "
-            "which one data set cannot refer to",
+            f"{', '.join(sorted(parts.uneven))}: the sizes of the factors differ between files, "
+            "so one virtual data set cannot hold them",
             where="virtual",
             remedy="Run gradscope merge without --virtual, or gradscope compute --layout dense.",
         )
@@ -434,10 +441,10 @@ def _virtual(
     path: str,
     sources: list[tuple[str, int, int]],
 ) -> h5py.Dataset:
-    """Create a data set (N, *row) whose rows are in the data sets `path` of the files."""
+    """Create a data set (N, *row) whose rows are in the data set `path` of each source file."""
     space = h5py.h5s.create_simple((sources[-1][2], *row))
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    plist.set_obj_track_times(False)  # the same run gives the same bytes
+    plist.set_obj_track_times(False)  # no times, so the same run writes the same bytes
     numbers = numpy_dtype(dtype)
     plist.set_fill_value(np.array(np.nan if numbers.kind in "fc" else -1, numbers))
     for name, start, stop in sources:
@@ -445,7 +452,7 @@ def _virtual(
         if not source.get_simple_extent_npoints():
             continue
         space.select_hyperslab((start, *[0] * len(row)), (stop - start, *row))
-        plain = (text.replace("%", "%%") for text in (name, path))  # %b stands for a number
+        plain = (text.replace("%", "%%") for text in (name, path))  # HDF5 replaces %b by a number
         plist.set_virtual(space, *(t.encode("utf-8", "surrogateescape") for t in plain), source)
     space.select_all()
     made = h5py.h5d.create(group.id, escaped.encode(), h5_type(dtype), space, plist, utf8_links())

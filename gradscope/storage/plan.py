@@ -1,4 +1,4 @@
-"""What the pipeline tells the writer: what to store, and the rows of each batch."""
+"""The input of the writer: the plan of a result file, and the rows of each batch."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -21,8 +21,8 @@ States = Mapping[str, Mapping[str, Tensor]]
 class ChainPlan:
     """One chain."""
 
-    text: str  # its canonical spelling
-    reduced: bool  # whether it ends in an aggregate; otherwise its rows are stored
+    text: str  # the chain in canonical spelling
+    reduced: bool  # whether the chain ends in an aggregate; otherwise its rows are stored
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class FilePlan:
     """Everything about a result file that is known before the first batch."""
 
     run: dict[str, Any]  # the resolved run, stored as JSON
-    fingerprint: dict[str, Any]  # what must be equal for a stopped run to be resumed
+    fingerprint: dict[str, Any]  # values that must be equal to resume a stopped run
     # more root attributes: the hashes of checkpoint and data, the version
     attributes: dict[str, str]
     n: int  # the number of samples
@@ -43,7 +43,7 @@ class FilePlan:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What must be equal for two runs to write the same file, as plain JSON values."""
+        """JSON values that are equal if and only if two runs write the same file."""
         facts = {
             **self.fingerprint,
             "stored": {
@@ -63,13 +63,13 @@ class FilePlan:
 class FinishedBatch:
     """One finished batch."""
 
-    # the columns of the sample table, in their order: index (position in the data set), loss, norm
-    # (the raw gradient's L2 norm over all parameters) and finite, each (n,); and others, where
-    # texts are UTF-8 (n, w) uint8 with zeros behind a text, w the same for all batches
+    # the columns of the sample table, in order: index (position in the data set), loss, norm (the
+    # raw gradient's L2 norm over all parameters) and finite, each (n,), then optional columns.
+    # Texts are UTF-8, (n, w) uint8, padded with zeros; w is the same for all batches
     samples: Mapping[str, Tensor]
     # {parameter: (n,)}, the raw gradient's L2 norm
     norms: Mapping[str, Tensor] = field(default_factory=dict)
-    # the transformed rows of each chain; None for a reduced chain
+    # the transformed rows of each chain, or None if the chain is reduced
     chains: tuple[Gradients | None, ...] = ()
 
     def __len__(self) -> int:
@@ -77,15 +77,15 @@ class FinishedBatch:
 
 
 def to_json(value: Any) -> str:
-    """Return JSON; what JSON has no form for is written as its text.
+    """Return `value` as JSON; objects of other types are written as `str(object)`.
 
-    Half of a surrogate pair, which UTF-8 does not have, is escaped as in JSON.
+    A lone surrogate, which UTF-8 cannot encode, is escaped as in JSON.
     """
     return printable(json.dumps(value, default=str, ensure_ascii=False))
 
 
 def differences(found: Any, wanted: Any, key: str = "") -> Iterator[str]:
-    """Yield what differs between two runs' identities, by dotted key: there, here."""
+    """Yield a text for each difference between two identities: dotted key, `found`, `wanted`."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         for name in {**found, **wanted}:
             inner = f"{key}.{name}" if key else name

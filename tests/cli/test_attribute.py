@@ -66,7 +66,7 @@ def test_more_checkpoints_are_words_behind_their_option(
         (["--weights", "inf"], 2, "numbers, with commas between"),
         (["--chain", "7"], 2, "no chain '7'"),
         (["third.h5"], 2, "one file too many"),
-        (["-o", "no/such/folder/s.h5"], 6, "no folder"),
+        (["-o", "no/such/folder/s.h5"], 6, "does not exist"),
         (["-o", "never.h5", "--factors", "absent.h5"], 3, "absent.h5: there is no such file"),
         (["-o", "never.h5", "--factors", "."], 3, ".: this is a directory"),
     ],
@@ -89,5 +89,5 @@ def test_nothing_is_computed_for_a_file_that_is_in_the_way(
     for taken in sides:  # what may have taken hours
         found = gradscope("attribute", *sides, "-o", taken, "--overwrite")
         assert found.code == 6
-        assert "would replace a file that it is made from" in found.err
+        assert "would replace one of its inputs" in found.err
     assert [Path(side).read_bytes() for side in sides] == before

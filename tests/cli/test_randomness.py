@@ -82,7 +82,7 @@ def test_another_seed_or_no_fixed_numbers_are_another_run(
     for more in (["--seed", "1"], ["--randomness", "refuse"]):
         refused = gradscope(*fixed, *more, "--resume")
         assert refused.code == 6, refused.err
-        assert "this is another run" in refused.err
+        assert "a run with different options or inputs" in refused.err
     assert (tmp_path / "o.h5").read_bytes() == before
 
 

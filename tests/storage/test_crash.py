@@ -160,7 +160,7 @@ def test_too_little_space_is_known_with_the_first_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 100}))
-    with pytest.raises(OutputError, match="more bytes, the disk has 100"):
+    with pytest.raises(OutputError, match="more bytes; the disk has 100"):
         example.write(tmp_path / "o.h5")
     assert names(tmp_path) == []
 

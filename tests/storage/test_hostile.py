@@ -152,9 +152,9 @@ _CHECKED: Any = {"dtype": "f4", "fletcher32": True}
 _GROWS = _array(SCALE, shape=(100,), chunks=(2**29,), maxshape=(None,), **_CHECKED)
 _TABLE = [("a", "i4"), ("b", "f8")]
 HARMFUL: dict[str, tuple[Change, str]] = {
-    "a chunk of 2 GB for ten numbers": (_GROWS, "can grow"),
-    "few rows": (_array(SCALE, np.ones(99, "f4")), "has not 100 rows"),
-    "few losses": (_FEW_LOSSES, "no column of 100 samples"),
+    "a chunk of 2 GB for ten numbers": (_GROWS, "is resizable"),
+    "few rows": (_array(SCALE, np.ones(99, "f4")), "not 100 rows"),
+    "few losses": (_FEW_LOSSES, "not a column of 100 samples"),
     "square losses": (_array("samples/loss", np.ones((100, 1), "f4")), "/samples/loss"),
     "float index": (_array("samples/index", np.arange(100.0)), "/samples/index"),
     "scalar index": (_array("samples/index", np.int64(3)), "/samples/index"),
@@ -166,25 +166,31 @@ HARMFUL: dict[str, tuple[Change, str]] = {
     "an array as table": (_array("norms", np.ones(3)), "no group /norms"),
     "a group as norm": (
         lambda f: (f.__delitem__("norms/w"), f.create_group("norms/w")),
-        "no column",
+        "not a column",
     ),
     "a name twice": (_array("chains/0/%77", np.ones((100, 7, 5), "f4")), "twice"),
-    "another parameter": (_array("chains/0/v", np.ones((100, 7, 5), "f4")), "not the parameters"),
-    "another shape": (_array("chains/1/w", np.ones((5, 7))), "not the parameters"),
-    "another table": (_attribute("chains/0/emb", "shape", [10**9, 10**9]), "not the parameters"),
+    "another parameter": (
+        _array("chains/0/v", np.ones((100, 7, 5), "f4")),
+        "the parameters",
+    ),
+    "another shape": (_array("chains/1/w", np.ones((5, 7))), "the parameters"),
+    "another table": (
+        _attribute("chains/0/emb", "shape", [10**9, 10**9]),
+        "the parameters",
+    ),
     "factors that do not fit": (
         _declared(_attribute(OUTER, "shape", [40, 31]), **{"layer.weight": [40, 31]}),
-        "do not make an array",
+        "do not match rows",
     ),
     "an embedding of a petabyte": (
         _declared(_attribute("chains/0/emb", "shape", [10**14, 8]), emb=[10**14, 8]),
-        "memory does not suffice",
+        "too little memory",
     ),
     "a product of petabytes": (
         _declared(_claimed_product, **{"layer.weight": [2**22, 2**22]}),
-        "memory does not suffice|claims",
+        "too little memory|claims",
     ),
-    "an outer product of scalars": (_array(LEFT, np.float32(3)), "no factor"),
+    "an outer product of scalars": (_array(LEFT, np.float32(3)), "not an array of factors"),
     "no factor": (_array(LEFT), "left"),
     "an index outside": (
         lambda file: file["chains/0/emb/index"].__setitem__((3, 0), -4),
@@ -192,7 +198,7 @@ HARMFUL: dict[str, tuple[Change, str]] = {
     ),
     "an unknown kind": (_attribute(OUTER, "kind", "exec"), "exec"),
     "an unknown format": (_attribute(OUTER, "dtype", "float128"), "float128"),
-    "a function as format": (_attribute(OUTER, "dtype", "load"), "no number format"),
+    "a function as format": (_attribute(OUTER, "dtype", "load"), "number format .* is unknown"),
     "many overflows": (_attribute("chains/0/w", "overflowed", np.zeros(5, int)), "overflowed"),
     "a list of versions": (_attribute("/", "format_version", np.zeros(5, int)), "format version"),
     "a version as text": (_attribute("/", "format_version", "1"), "format version"),
@@ -205,13 +211,16 @@ HARMFUL: dict[str, tuple[Change, str]] = {
     "a document that is none": (_attribute("/", "run", "[1, 2]"), "not a JSON document"),
     "shapes that are none": (_attribute("/", "parameters", '{"w": 3}'), "does not hold shapes"),
     "a loop": (_linked("chains/0/again", lambda file: file["chains"]), "in a loop"),
-    "a link out": (_OUT, "somewhere else"),
+    "a link out": (_OUT, "external link"),
     "a link out as rows": (
         _linked("chains/0/w", lambda file: h5py.ExternalLink("secret.h5", "/x")),
-        "link 'w' to somewhere else",
+        "soft or external link 'w'",
     ),
-    "a soft link": (_linked("chains/0/x", lambda f: h5py.SoftLink("/chains")), "somewhere else"),
-    "a named type": (_linked("chains/0/x", lambda f: np.dtype("f4")), "which is no array"),
+    "a soft link": (
+        _linked("chains/0/x", lambda f: h5py.SoftLink("/chains")),
+        "external link",
+    ),
+    "a named type": (_linked("chains/0/x", lambda f: np.dtype("f4")), "which is not an array"),
     "references": (
         _linked("samples/x", lambda f: np.array([f["samples"].ref] * 100, h5py.ref_dtype)),
         "not numbers",
@@ -420,7 +429,7 @@ def test_an_array_of_any_type_and_shape(good: Path, tmp_path: Path, place: str) 
 
 def test_what_is_no_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo.h5")
-    for name, told in (("fifo.h5", "no regular file"), (".", "a directory")):
+    for name, told in (("fifo.h5", "not a regular file"), (".", "a directory")):
         with pytest.raises(ResultFileError, match=told):
             open_file(tmp_path / name)
     (tmp_path / "link.h5").symlink_to(tmp_path / "link.h5")
@@ -519,14 +528,14 @@ def _part(path: Path, good: bytes) -> None:
 
 OTHERS: list[tuple[Callable[[Path, bytes], Any], str]] = [
     (lambda path, good: None, "no such file"),
-    (lambda path, good: path.with_name("o.h5.part").write_bytes(b""), "o.h5.part is there"),
+    (lambda path, good: path.with_name("o.h5.part").write_bytes(b""), "o.h5.part exists"),
     (lambda path, good: path.write_text("not a result"), "not an HDF5 file"),
     (lambda path, good: path.write_bytes(b""), "not an HDF5 file"),
-    (lambda path, good: path.write_bytes(good[: len(good) // 2]), "cut short"),
-    (lambda path, good: path.write_bytes(good[:-1]), "seal is missing"),
-    (lambda path, good: path.write_bytes(good + b"\0"), "seal is missing"),
+    (lambda path, good: path.write_bytes(good[: len(good) // 2]), "truncated"),
+    (lambda path, good: path.write_bytes(good[:-1]), "has no seal"),
+    (lambda path, good: path.write_bytes(good + b"\0"), "has no seal"),
     (_foreign, "not written by gradscope"),
-    (_changed, "seal is missing|was changed"),
+    (_changed, "has no seal|was changed"),
     (_part, "not finished"),
 ]
 

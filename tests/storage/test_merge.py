@@ -180,7 +180,7 @@ def test_factors_of_other_sizes_become_dense(tmp_path: Path) -> None:
     files = shards(tmp_path, SHARES["two"], base, make)
     merge(files, tmp_path / "o.h5", base)
     assert exact(load(tmp_path / "o.h5"), load(tmp_path / "whole.h5"))
-    with pytest.raises(RefusedError, match=r"layer\.weight: stored as factors of other sizes"):
+    with pytest.raises(RefusedError, match=r"layer\.weight: the sizes of the factors differ"):
         merge(files, tmp_path / "v.h5", base, virtual=True)
     assert "v.h5" not in names(tmp_path)
 
@@ -226,17 +226,17 @@ WRONG: list[tuple[Callable[[list[Path]], Any], str]] = [
     ),
     (
         lambda f: _replaced(f[2], plan(32, 48, 2, 7, OTHER)),
-        "another run .* checkpoint is 'c1' there, 'c2' here",
+        "different runs.* checkpoint is 'c1' there, 'c2' here",
     ),
     (
         lambda f: _replaced(f[2], plan(32, 48, 2, 8)),
-        "another run .* shard.count is 7 there, 8 here",
+        "different runs.* shard.count is 7 there, 8 here",
     ),
     (lambda f: _flipped(f[4], _row_of(f[4])), "data are damaged"),
-    (lambda f: _flipped(f[4], 100), "structure was changed"),
-    (lambda f: _changed(f[5], lambda data: data.__delitem__(slice(-200, None))), "cut short|seal"),
+    (lambda f: _flipped(f[4], 100), "structure of the file was changed"),
+    (lambda f: _changed(f[5], lambda data: data.__delitem__(slice(-200, None))), "truncated|seal"),
     (lambda f: f[6].unlink(), "no such file"),
-    (_no_states, "holds no states"),
+    (_no_states, "does not store the reducers"),
     (lambda f: f.clear(), "no file to merge"),
 ]
 
@@ -276,12 +276,12 @@ def test_where_it_may_be_written(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for path, overwrite, message in (
         (tmp_path / "o.h5", False, "exists already"),
-        (files[0], True, "would replace a file"),
-        (tmp_path / "no" / "o.h5", False, "there is no folder"),
+        (files[0], True, "would replace one of its inputs"),
+        (tmp_path / "no" / "o.h5", False, "does not exist"),
         (tmp_path, True, "this is a folder"),
         (Path(), True, "this is a folder"),
-        (tmp_path / "model.py", True, "a file of another kind is there, no result"),
-        (tmp_path / "fifo", True, "a file of another kind is there, no result"),
+        (tmp_path / "model.py", True, "is of another kind .expected: result"),
+        (tmp_path / "fifo", True, "is of another kind .expected: result"),
     ):
         with pytest.raises(OutputError, match=message):
             merge(files, path, overwrite=overwrite)
@@ -412,8 +412,8 @@ def _resealed(path: Path, change: Callable[[h5py.File], None]) -> None:
         ('[{"path": "/etc/passwd", "seal": "00", "rows": [0, 100]}]', "not a list of files"),
         ('[{"path": "o.h5", "seal": "00", "rows": [0, 100]}]', "has changed"),
         ('[{"path": "none.h5", "seal": "00", "rows": [0, 100]}]', "is missing"),
-        ('[{"path": "none.h5", "seal": "00", "rows": [5, 100]}]', "leave gaps"),
-        ("[]", "leave gaps"),
+        ('[{"path": "none.h5", "seal": "00", "rows": [5, 100]}]', "do not cover all rows"),
+        ("[]", "do not cover all rows"),
         ("{", "not a list of files"),
         ('{"a": 1}', "not a list of files"),
     ],
@@ -479,7 +479,7 @@ def test_own_loss_batches_are_not_cut(tmp_path: Path) -> None:
     facts = PLAN.fingerprint | {"batch_size": BATCH}
     base = replace(PLAN, fingerprint=facts)
     files = shards(tmp_path, SHARES["uneven"], base)
-    with pytest.raises(ResultFileError, match="its first sample is none of a batch of 16"):
+    with pytest.raises(ResultFileError, match="begins in the middle of a batch of 16"):
         merge(files, tmp_path / "o.h5", base)
     merge(shards(tmp_path, SHARES["seven"], base), tmp_path / "o.h5", base)
 
@@ -489,7 +489,7 @@ def test_a_file_changed_between_check_and_copy(tmp_path: Path) -> None:
     parts = check_files(files)
     shutil.copy(files[0], files[1])
     with (
-        pytest.raises(ResultFileError, match="no longer what it was"),
+        pytest.raises(ResultFileError, match="has changed since it was first opened"),
         open_joiner(tmp_path / "o.h5", whole_plan(), parts, BATCH) as joiner,
     ):
         for part in parts.files:

@@ -116,7 +116,7 @@ def test_a_complete_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     (tmp_path / "o.h5.part.progress").write_bytes(b"left by a kill after the last step")
     with open_writer(tmp_path / "o.h5", PLAN, resume=True) as writer:
         assert writer.completed == N
-        with pytest.raises(OutputError, match="do not fit"):
+        with pytest.raises(OutputError, match="exceed the"):
             writer.append(rows(0, 16))
         writer.finish({}, {})
     assert (tmp_path / "o.h5").read_bytes() == before
@@ -143,7 +143,7 @@ def test_another_run_is_not_resumed(
         with pytest.raises(KeyboardInterrupt):
             write(tmp_path / "o.h5", stop_at=stop_at)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    with pytest.raises(OutputError, match="another run") as caught:
+    with pytest.raises(OutputError, match="different options or inputs") as caught:
         write(tmp_path / "o.h5", plan, resume=True)
     assert what in str(caught.value)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
@@ -182,7 +182,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, name: str) -> None:
 def test_no_samples_and_too_many_rows(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="no sample"):
         write(tmp_path / "o.h5", replace(PLAN, n=0))
-    with pytest.raises(OutputError, match="do not fit"):
+    with pytest.raises(OutputError, match="exceed the"):
         write(tmp_path / "o.h5", replace(PLAN, n=20))
 
 
@@ -195,7 +195,7 @@ def test_a_stopped_run_that_replaces_a_file_goes_on(tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             write(tmp_path / "o.h5", stop_at=stop_at, **options)
         assert (tmp_path / "o.h5").read_bytes() == old
-    with pytest.raises(OutputError, match="another run"):
+    with pytest.raises(OutputError, match="different options or inputs"):
         write(tmp_path / "o.h5", replace(PLAN, fingerprint={"checkpoint": "c3"}), resume=True)
     write(tmp_path / "o.h5", resume=True)
     assert (tmp_path / "o.h5").read_bytes() == (tmp_path / "whole.h5").read_bytes()

@@ -1,1 +1,1 @@
-"""What lies where in a result file, for those who write and those who read it."""
+"""The layout of a result file, shared by the writer and the reader."""

@@ -1,4 +1,4 @@
-"""Files on the disk: reading, writing and locking them, and errors of the system in our words."""
+"""Read, write and lock files, and convert errors of the operating system."""
 
 import ctypes
 import errno
@@ -27,19 +27,19 @@ _SMALLER = "Or store less: a reducer, gradscope compute --layout factored or --d
 _AGAIN = "run the command again; gradscope compute and attribute continue with --resume"
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # file systems that have none
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # the file system has no locks
 _NAME_BYTES = 255
-_HEAD = 4096  # bytes of a page or a result, in which it names its maker
+_HEAD = 4096  # the program that wrote a page or a result is named in these first bytes
 _RESULT = "result of gradscope"
-DRAFT = ".draft"  # of what is not complete; `.part` is of runs, which are kept
+DRAFT = ".draft"  # suffix of incomplete files; runs use `.part`, which is kept for --resume
 
 Write = Callable[[BinaryIO], object]
-HeadTest = Callable[[bytes], bool]  # whether a file that begins so is of the kind that is written
-_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE of fcntl.h
+HeadTest = Callable[[bytes], bool]  # whether a file with these first bytes may be replaced
+_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE in fcntl.h
 
 
 def read_into(descriptor: int, out: memoryview, offset: int) -> int:
-    """Fill `out` with the bytes of a file from `offset` on; return how many there were."""
+    """Fill `out` with the bytes of a file from `offset` on; return the number of bytes read."""
     done = 0
     while done < len(out) and (count := os.preadv(descriptor, [out[done:]], offset + done)):
         done += count
@@ -53,7 +53,7 @@ def read(descriptor: int, size: int, offset: int) -> np.ndarray:
 
 
 def write(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of `data`: the system may take less at a time."""
+    """Write all of `data`, in several calls if the system writes less at a time."""
     view = memoryview(data)
     while len(view):
         done = os.pwrite(descriptor, view, offset)
@@ -61,9 +61,9 @@ def write(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def begin_writeback(descriptor: int, start: int, stop: int) -> None:
-    """Have the system bring bytes to the disk while others are computed: see sync_file_range(2).
+    """Start writing bytes to the disk in the background: see sync_file_range(2).
 
-    What fails is told by the `fsync` that follows.
+    A later `fsync` reports errors.
     """
     call = function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     if call is not None:
@@ -71,7 +71,7 @@ def begin_writeback(descriptor: int, start: int, stop: int) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the name of a file durable, which is another sync than that of its bytes."""
+    """Make the name of a file durable by syncing its folder."""
     if os.name != "posix":
         return
     folder = os.open(path.absolute().parent, os.O_RDONLY)
@@ -82,19 +82,19 @@ def sync_folder(path: Path) -> None:
 
 
 def secure_space(part: Path, descriptor: int) -> None:
-    """Refuse a laid out file that will not fit on its disk; take the space where that works."""
+    """Reserve the disk space of a laid-out file if possible; raise if the disk has too little."""
     status = part.stat()
     missing = status.st_size - 512 * getattr(status, "st_blocks", 0)
     free = shutil.disk_usage(part.parent).free
     if missing > free:
         raise OutputError(
-            f"the file needs {missing:,} more bytes, the disk has {free:,}",
+            f"the file needs {missing:,} more bytes; the disk has {free:,} bytes free",
             where=str(part),
             remedy=f"Choose another disk, {_SMALLER}.",
         )
     call = function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     if call is None or not status.st_size or call(descriptor, 0, 0, status.st_size) == 0:
-        return  # holes read as zeros as before
+        return  # the file still reads as zeros
     number = ctypes.get_errno()
     if number in _FULL:
         raise OSError(number, os.strerror(number))
@@ -102,7 +102,7 @@ def secure_space(part: Path, descriptor: int) -> None:
 
 @contextmanager
 def locked(part: Path) -> Iterator[int]:
-    """Open a `.part` for this process alone, and yield its descriptor."""
+    """Open and lock a `.part` for this process, and yield its descriptor."""
     busy = OutputError(
         "another process is writing this file",
         where=str(part),
@@ -120,7 +120,7 @@ def locked(part: Path) -> Iterator[int]:
         with suppress(FileNotFoundError):
             is_same = os.path.samestat(part.stat(), os.fstat(descriptor))
         if not is_same:
-            raise busy  # the other process finished between our opening and our locking
+            raise busy  # another process finished the file between opening and locking
         yield descriptor
     finally:
         os.close(descriptor)
@@ -128,22 +128,22 @@ def locked(part: Path) -> Iterator[int]:
 
 @contextmanager
 def reporting_errors(path: Path) -> Iterator[None]:
-    """Turn what the system says of a file that is to be written into an `OutputError`."""
+    """Convert an OSError in the body to an `OutputError` on `path`."""
     try:
         yield
     except OSError as error:
         raise OutputError(
-            f"cannot be written: {error.strerror or error}",
+            f"the file cannot be written: {error.strerror or error}",
             where=str(path),
-            remedy="Check the place, and the space on its disk; nothing was left there.",
+            remedy="Check the path and the free space of its disk. No partial file remains.",
         ) from error
 
 
 def written(path: Path, write: Write) -> int:
-    """Write `path`.draft, which is synced and becomes `path` when it is complete; return its size.
+    """Write `path`.draft, sync it and rename it to `path`; return its size in bytes.
 
-    Whatever goes wrong, `path` stays as it was and nothing stays beside it; a process that is
-    killed leaves the `.draft`, which the next one clears. A device or a pipe is written to.
+    After an error, `path` is unchanged and the `.draft` is removed. A killed process leaves the
+    `.draft`, and the next call overwrites it. A device or a pipe is written to directly.
     """
     with reporting_errors(path):
         if path.exists() and not path.is_file():
@@ -159,14 +159,14 @@ def written(path: Path, write: Write) -> int:
                 os.fsync(descriptor)
                 part.replace(path)
             except BaseException:
-                with suppress(OSError):  # what went wrong first is said
+                with suppress(OSError):  # the first error is the one to report
                     part.unlink(missing_ok=True)
                 raise
         return path.stat().st_size
 
 
 def write_page(path: Path, text: str, maker: str) -> int:
-    """Write a page that names its maker, and return its bytes; no other file is replaced."""
+    """Write a page that names its `maker`, and return its size; replace only such a page."""
     content, mark = text.encode(), f'<meta name="generator" content="{maker}">'.encode()
     assert mark in content[:_HEAD]
     _require_kind(path, f"page of {maker}", lambda head: mark in head)
@@ -175,7 +175,7 @@ def write_page(path: Path, text: str, maker: str) -> int:
 
 
 def put_in_place(path: Path, data: bytes, part: Path, descriptor: int) -> None:
-    """Write a file whose `.part` is open and locked; it is at `path` when it is on the disk."""
+    """Write an open and locked `.part`, sync it, and rename it to `path`."""
     with writing(path):
         os.ftruncate(descriptor, 0)
         write(descriptor, data, 0)
@@ -186,7 +186,7 @@ def put_in_place(path: Path, data: bytes, part: Path, descriptor: int) -> None:
 
 @contextmanager
 def deferring_signals() -> Iterator[None]:
-    """Let the handlers of SIGINT and SIGTERM run after the body: one that raises breaks HDF5."""
+    """Run the handlers of SIGINT and SIGTERM after the body: an exception would break HDF5."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -206,9 +206,9 @@ def deferring_signals() -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path, *, again: bool = False) -> Iterator[None]:
-    """Turn what is raised while `path` is written into an `OutputError` with its remedy.
+    """Convert errors in the body, which writes `path`, to an `OutputError`.
 
-    A signal that arrives meanwhile is handled afterwards.
+    Signals are handled after the body. With `again`, a shortage of memory is raised unchanged.
     """
     try:
         with deferring_signals():
@@ -225,9 +225,9 @@ def writing(path: Path, *, again: bool = False) -> Iterator[None]:
             what, remedy = f"memory ran out: {_line(error)}", f"Free some memory, and {_AGAIN}."
         elif number in _FULL:
             what = "the disk is full, or a limit on the file's size is reached"
-            remedy = f"Free space, and {_AGAIN}. {_SMALLER}"
+            remedy = f"Free disk space, and {_AGAIN}. {_SMALLER}"
         elif number in (errno.EACCES, errno.EPERM, errno.EROFS):
-            what, remedy = "the folder cannot be written to", "Choose another place."
+            what, remedy = "no permission to write to the folder", "Choose another folder."
         elif number == errno.EAGAIN:
             what, remedy = "another process has the file open", f"Close it, and {_AGAIN}."
         else:
@@ -238,7 +238,7 @@ def writing(path: Path, *, again: bool = False) -> Iterator[None]:
 
 @contextmanager
 def reading(where: str) -> Iterator[None]:
-    """Turn what HDF5 raises while `where` is read into a `ResultFileError`."""
+    """Convert errors in the body, which reads `where`, to a `ResultFileError`."""
     try:
         yield
     except ResultFileError as error:
@@ -246,51 +246,53 @@ def reading(where: str) -> Iterator[None]:
     except (OSError, RuntimeError, KeyError, ValueError, MemoryError) as error:
         if is_shortage(error):
             raise ResultFileError(
-                f"memory does not suffice for what is to be read ({_line(error)})",
+                f"there is too little memory to read the rows ({_line(error)})",
                 where=where,
-                remedy="Read fewer rows at a time. If one is too much, the file may claim more "
-                "than any run has written.",
+                remedy="Read fewer rows at a time. If a single row fails, the file may be damaged "
+                "and claim a wrong size: take another copy.",
             ) from error
         closed = "identifier" in str(error)
         raise ResultFileError(
-            "the file is closed" if closed else f"its data are damaged ({_line(error)})",
+            "the file is closed" if closed else f"the data are damaged ({_line(error)})",
             where=where,
             remedy=(
                 "Read it inside the with statement that opened it."
                 if closed
-                else "A checksum or the structure does not match what was written; take another "
+                else "A checksum or the structure differs from what was written. Take another "
                 "copy of the file, or compute it again."
             ),
         ) from error
 
 
 def require_place(path: Path, suffix: str = "") -> None:
-    """Refuse a folder, a file whose folder is not there, or whose name is too long for it."""
+    """Raise if `path` is a folder, has no parent folder, or has too long a name."""
     folder = path.absolute().parent
     if os.path.isdir(path):  # noqa: PTH112
-        raise OutputError("this is a folder", where=str(path), remedy="Name a file.")
-    if not os.path.isdir(folder):  # noqa: PTH112 (which raises where a name is too long)
-        raise OutputError(f"there is no folder {str(folder)!r}", remedy="Create it first.")
+        raise OutputError("this is a folder", where=str(path), remedy="Give a file name.")
+    if not os.path.isdir(folder):  # noqa: PTH112 (Path.is_dir raises if a name is too long)
+        raise OutputError(
+            f"the folder {str(folder)!r} does not exist", remedy="Create the folder first."
+        )
     require_short(path, suffix)
 
 
 def require_short(path: Path, suffix: str = "") -> None:
-    """Refuse a file whose name is too long, with what is put behind it while it is written."""
+    """Raise if the file name with `suffix`, which it has while it is written, is too long."""
     over = excess(path.name + suffix, path.absolute().parent)
     if over > 0:
-        suffix_note = f", since {suffix} is put behind it while it is written" if suffix else ""
+        suffix_note = f" (while it is written, the name ends in {suffix})" if suffix else ""
         raise OutputError(
-            f"the name is {over} bytes too long for the disk{suffix_note}",
+            f"the file name is {over} bytes too long for the disk{suffix_note}",
             where=str(path),
-            remedy="Choose a shorter one.",
+            remedy="Choose a shorter name.",
         )
 
 
-def require_distinct(path: Path, sources: Iterable[Path], what: str = "a file") -> None:
-    """Refuse to replace what a result is made from; the caller tells what the system says."""
+def require_distinct(path: Path, sources: Iterable[Path], what: str = "this file") -> None:
+    """Raise if `path` is among the `sources`; the caller converts an OSError."""
     if path.exists() and any(source.exists() and path.samefile(source) for source in sources):
         raise OutputError(
-            f"the result would replace {what} that it is made from",
+            f"the result would replace one of its inputs: {what}",
             where=str(path),
             remedy="Choose another name.",
         )
@@ -304,7 +306,7 @@ def require_free(
     kind: str = _RESULT,
     known: HeadTest = lambda head: head.startswith(b"\x89HDF") and b"gradscope" in head,
 ) -> None:
-    """Refuse to replace a file that is there, unless that is wanted and it is of the same kind."""
+    """Raise if `path` exists, unless `overwrite` is given and it is a file of the same kind."""
     if not overwrite and path.exists():
         raise OutputError(
             what, where=str(path), remedy="Choose another name, or give overwrite=True."
@@ -313,9 +315,9 @@ def require_free(
 
 
 def _require_kind(path: Path, kind: str, known: HeadTest) -> None:
-    """Refuse to replace a file of another kind than is written; an empty one may be.
+    """Raise if `path` is a file of another kind; an empty file may be replaced.
 
-    A result is no stream: it cannot be written to a device, nor to a pipe.
+    A result file cannot be written to a device or a pipe.
     """
     with reporting_errors(path):
         wrong = path.exists() and kind == _RESULT
@@ -325,22 +327,22 @@ def _require_kind(path: Path, kind: str, known: HeadTest) -> None:
             wrong = bool(head) and not known(head)
     if wrong:
         raise OutputError(
-            f"a file of another kind is there, no {kind}",
+            f"the existing file is of another kind (expected: {kind}) and is not replaced",
             where=str(path),
-            remedy="Move it away, or choose another name.",
+            remedy="Move the file away, or choose another name.",
         )
 
 
 def excess(name: str, folder: Path) -> int:
-    """Return by how many bytes a name is too long for a file in a folder."""
+    """Return the number of bytes by which a file name is too long for the folder."""
     most = _NAME_BYTES
-    with suppress(AttributeError, OSError):  # elsewhere than on Unix, or there is no such folder
+    with suppress(AttributeError, OSError):  # not on Unix, or the folder does not exist
         most = os.pathconf(folder, "PC_NAME_MAX")
     return max(0, len(os.fsencode(name)) - most)
 
 
 def _is_of_hdf5(error: Exception) -> bool:
-    """Whether h5py raised it: what HDF5 cannot read becomes an error of any of these kinds."""
+    """Whether h5py raised the error: h5py raises these types for files that it cannot read."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

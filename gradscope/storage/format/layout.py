@@ -1,9 +1,9 @@
-"""How arrays lie in the file: chunks, filters, forms of rows, data sets and chunk offsets.
+"""The storage of arrays in the file: chunks, filters, forms of rows, data sets, chunk offsets.
 
-Every data set with a sample axis is allocated in full before the first row is written, unless it
-is compressed. From then on only data bytes change and no structure. Chunks are near 1 MiB, and
-each carries a checksum. Compressed chunks go through shuffle, the compression and Fletcher-32, in
-this order: the checksum is of the bytes as they are stored.
+Every data set with a sample axis is fully allocated before the first row is written, unless it is
+compressed. After that, only data bytes change, and the structure stays the same. A chunk has about
+1 MiB and a checksum. The filters of compressed chunks are shuffle, the compression and Fletcher-32,
+in this order, so the checksum covers the compressed bytes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,14 +32,14 @@ from gradscope.storage.plan import FilePlan
 
 CHUNK_BYTES = 2**20
 SMALL_CHUNK = 2**14  # below this, several batches share a chunk
-CHECKSUM_BYTES = 4  # of a chunk's Fletcher-32
-RECORD = 3  # numbers of a record of the seal: offset, size, CRC-32C
+CHECKSUM_BYTES = 4  # size of a chunk's Fletcher-32
+RECORD = 3  # numbers in a record of the seal: offset, size, CRC-32C
 TABLES = ("samples", "norms")
 FORMAT, FORMAT_VERSION = "gradscope", 1
-KEYS = "keys"  # the attribute of an owner's states: [[key, format, shape], ...], in their order
+KEYS = "keys"  # the attribute of an owner's states: [[key, format, shape], ...]
 SOURCES = "sources"  # the attribute of a file whose rows are in other files
 
-AXES = {  # the axes' names of factors, after the sample axis
+AXES = {  # names of the factors' axes after the sample axis
     "left": ("k", "t", "r"),
     "right": ("k", "t", "c"),
     "index": ("t",),
@@ -48,7 +48,7 @@ AXES = {  # the axes' names of factors, after the sample axis
 KINDS = {"outer": ("left", "right"), "scatter": ("index", "rows")}
 
 Shape = tuple[int, ...]
-Filters = list[tuple[int, tuple[int, ...]]]  # code and values of each
+Filters = list[tuple[int, tuple[int, ...]]]  # (code, values) of each filter
 
 _CODES = {"gzip": h5py.h5z.FILTER_DEFLATE, "zstd": 32015, "blosc2": 32026}
 _NAMES = {code: name for name, code in _CODES.items()}
@@ -56,13 +56,13 @@ _NAMES = {code: name for name, code in _CODES.items()}
 
 @dataclass(frozen=True)
 class Array:
-    """A data set as it is to be."""
+    """The specification of a data set."""
 
-    shape: Shape  # of all of it
-    dtype: torch.dtype  # of its numbers
-    chunks: Shape | None = None  # the shape of a chunk, None where it lies in one piece
-    text: int | None = None  # the bytes of each entry where they are texts, not numbers
-    compression: Compression | None = None  # of its chunks
+    shape: Shape
+    dtype: torch.dtype
+    chunks: Shape | None = None  # the shape of a chunk, or None for contiguous storage
+    text: int | None = None  # bytes per entry if the entries are texts
+    compression: Compression | None = None
 
     @property
     def pieces(self) -> int:
@@ -73,7 +73,7 @@ class Array:
 
     @property
     def nbytes(self) -> int:
-        """The bytes it takes in the file, not compressed: whole chunks and their checksums."""
+        """Its uncompressed size in the file: whole chunks and their checksums."""
         if self.chunks is None:
             return prod(self.shape) * (self.text or self.dtype.itemsize)
         return self.pieces * (prod(self.chunks) * self.dtype.itemsize + CHECKSUM_BYTES)
@@ -82,9 +82,9 @@ class Array:
 def rows_array(
     shape: Shape, dtype: torch.dtype, batch_size: int, compression: Compression | None = None
 ) -> Array:
-    """Return the array of rows (N, ...) that come `batch_size` at a time.
+    """Return the data set for rows (N, ...) that are written `batch_size` at a time.
 
-    Rows that divide the batch need no copy.
+    If the chunk's rows divide the batch size, rows are written without a copy.
     """
     (n, *row), itemsize = shape, dtype.itemsize
     size, chunks = prod(row) * itemsize, None
@@ -100,12 +100,12 @@ def rows_array(
 
 
 def result_array(shape: Shape, dtype: torch.dtype) -> Array:
-    """Return how an aggregate of that shape is stored."""
+    """Return the data set for an aggregate."""
     return Array(shape, dtype, split(shape, dtype.itemsize) if prod(shape) and shape else None)
 
 
 def split(shape: Shape, itemsize: int) -> Shape:
-    """Return a chunk shape of at most 1 MiB: cut along one axis, one entry of those before it."""
+    """Return a chunk shape of at most 1 MiB: one axis is cut, axes before it have size 1."""
     chunk = list(shape)
     for axis, size in enumerate(shape):
         inner = prod(shape[axis + 1 :]) * itemsize
@@ -117,13 +117,13 @@ def split(shape: Shape, itemsize: int) -> Shape:
 
 
 def require_compression(compression: Compression | None) -> None:
-    """Check that a compression can be had here."""
+    """Raise if the compression's library is not installed."""
     if compression is not None and compression.name != "gzip":
         _plugin(SpecError, f"the compression {compression.name}")
 
 
 def compression_of(dataset: h5py.Dataset) -> Compression | None:
-    """Return how a data set that a run has written is compressed."""
+    """Return the compression of a data set, or None."""
     for code, values in filters_of(dataset.id.get_create_plist()):
         if code in _NAMES:
             place = {"gzip": 0, "zstd": 0, "blosc2": 4}[_NAMES[code]]
@@ -139,12 +139,12 @@ def filters_of(plist: h5py.h5p.PropDCID) -> Filters:
 
 
 def is_compressed(filters: Filters) -> bool:
-    """Whether chunks are of any size."""
+    """Whether the filters compress the chunks."""
     return any(code in _NAMES for code, _ in filters)
 
 
 def is_known(filters: Filters, name: str) -> bool:
-    """Whether the data set `name` has no other filters than these, in this order, checksum last."""
+    """Whether the filters of `name` are those that gradscope writes, in the same order."""
     codes = [code for code, _ in filters]
     first = [code for code in codes[:-1] if code != h5py.h5z.FILTER_SHUFFLE]
     is_checked = codes[-1:] == [h5py.h5z.FILTER_FLETCHER32]
@@ -156,7 +156,7 @@ def is_known(filters: Filters, name: str) -> bool:
 
 
 def set_compression(plist: h5py.h5p.PropDCID, compression: Compression) -> None:
-    """Have a data set's chunks compressed."""
+    """Add the compression to the properties of a new data set."""
     if compression.name == "gzip":
         plist.set_shuffle()
         plist.set_deflate(compression.level)
@@ -165,13 +165,13 @@ def set_compression(plist: h5py.h5p.PropDCID, compression: Compression) -> None:
     if compression.name == "zstd":
         plist.set_shuffle()
         made = library.Zstd(clevel=compression.level)
-    else:  # shuffles by itself
+    else:  # Blosc2 includes shuffle
         made = library.Blosc2(cname="zstd", clevel=compression.level)
     plist.set_filter(made.filter_id, 0, made.filter_options)
 
 
 def _plugin(kind: type[GradscopeError], what: str) -> Any:
-    """Import hdf5plugin, which tells HDF5 of its filters."""
+    """Import hdf5plugin, which registers its filters with HDF5."""
     try:
         return import_module("hdf5plugin")
     except ImportError as error:
@@ -184,29 +184,29 @@ def _plugin(kind: type[GradscopeError], what: str) -> Any:
 
 @dataclass(frozen=True)
 class ChunkOffsets:
-    """Where the bytes of one data set lie in the file, cut into chunks in the order of the bytes.
+    """The positions of a data set's chunks in the file, in the order of the data set's bytes.
 
-    A chunk never goes on beyond the end of a line: all bytes of a data set cut along its rows, or
-    one row where rows themselves are cut. A data set that lies in one piece is one chunk.
+    No chunk crosses the end of a line. A line is the whole data set if chunks hold whole rows, and
+    one row if rows are split into chunks. A contiguous data set has a single chunk.
     """
 
-    offsets: np.ndarray  # (m,) int64, where each chunk begins in the file
-    sizes: np.ndarray  # (m,) int64, the bytes it takes there
-    chunk: int  # bytes of a chunk; the last one of a line may be shorter, with zeros after it
+    offsets: np.ndarray  # (m,) int64, the position of each chunk in the file
+    sizes: np.ndarray  # (m,) int64, the stored size of each chunk in bytes
+    chunk: int  # bytes of a chunk; the last chunk of a line may be shorter, padded with zeros
     line: int  # bytes of a line
     size: int  # bytes of the data set
-    checked: bool  # whether each chunk has a Fletcher-32 checksum behind it, and is not compressed
-    # the chunks are compressed: of any size, anywhere, and perhaps not all are there
+    checked: bool  # whether each chunk is uncompressed and followed by its Fletcher-32 checksum
+    # whether chunks are compressed: their sizes differ, and some may not be written yet
     packed: bool = False
 
     @classmethod
     def of(cls, dataset: h5py.Dataset) -> "ChunkOffsets":
-        """Return where a data set lies."""
+        """Return the chunks of a data set."""
         plist, item = dataset.id.get_create_plist(), dataset.id.get_type().get_size()
         layout, shape = plist.get_layout(), dataset.shape
         if layout == h5py.h5d.VIRTUAL:
             none = np.empty(0, np.int64)
-            return cls(none, none, 0, 0, 0, checked=False)  # elsewhere
+            return cls(none, none, 0, 0, 0, checked=False)  # the bytes are in other files
         if layout != h5py.h5d.CHUNKED:
             size, offset = dataset.id.get_storage_size(), dataset.id.get_offset()
             found = [] if offset is None else [(offset, size)]
@@ -222,7 +222,7 @@ class ChunkOffsets:
 
     @property
     def count(self) -> int:
-        """The number of chunks, also of those that are not there yet."""
+        """The number of chunks, including those that are not written yet."""
         if not self.line:
             return len(self.offsets)
         return -(-self.size // self.line) * -(-self.line // self.chunk)
@@ -233,12 +233,12 @@ class ChunkOffsets:
         return np.stack([self.offsets, self.sizes], 1)
 
     def room(self, position: int) -> int:
-        """Return how many bytes from `position` on lie in the same chunk."""
+        """Return the number of bytes from `position` to the end of its chunk."""
         within = position % self.line
         return min(self.chunk - within % self.chunk, self.line - within)
 
     def number(self, position: int) -> int:
-        """Return which chunk holds the byte at `position`."""
+        """Return the number of the chunk that holds the byte at `position`."""
         if not self.line:
             return 0
         line, within = divmod(position, self.line)
@@ -253,9 +253,10 @@ class ChunkOffsets:
 def _stored_chunks(
     dataset: h5py.Dataset, shape: Shape, chunks: Shape, exact: int | None
 ) -> np.ndarray:
-    """Return offset and size of each chunk (m, 2), in the order of the grid.
+    """Return offset and size of each chunk, (m, 2) int64, in the order of the grid.
 
-    `exact` is the size of each; None where they are compressed, and the last ones may be missing.
+    `exact` is the size that each chunk must have. If None, the chunks are compressed, and the last
+    chunks may be missing.
     """
     found: list[tuple[int, ...]] = []
     dataset.id.chunk_iter(
@@ -271,13 +272,13 @@ def _stored_chunks(
     if exact is not None:
         sound = sound and len(table) == prod(grid) and bool((table[:, 1] == exact).all())
     if not sound:
-        raise ResultFileError(f"chunks of {dataset.name} are missing or unchecked")
+        raise ResultFileError(f"chunks of {dataset.name} are missing or have no checksum")
     chosen: np.ndarray = table[order, :2]
     return chosen
 
 
 def datasets(file: h5py.File) -> Iterator[tuple[str, h5py.Dataset]]:
-    """Yield the path of every data set, and the data set."""
+    """Yield (path, data set) for every data set in the file."""
     pending = [("", file.id)]
     while pending:
         path, group = pending.pop()
@@ -297,20 +298,20 @@ _TEXT = h5py.string_dtype()
 
 @dataclass(frozen=True)
 class Form:
-    """How a column's rows are stored, apart from how many: dense, or as factors of their blocks.
+    """The storage of a column's rows: dense, or as factors of their blocks.
 
     kind "outer": left (N, k, t, r) and right (N, k, t, c); kind "scatter": index (N, t) and
-    rows (N, t, d). Half precision would round twice, so such factors are kept in float32, except
-    those that are bfloat16 themselves: they lose nothing, and everyone reads them as float32.
+    rows (N, t, d). Factors in half precision would be rounded twice, so they are stored in
+    float32. Factors computed in bfloat16 are stored unchanged.
     """
 
-    shape: Shape  # of one row
-    dtype: torch.dtype  # of dense rows
-    kind: str | None = None  # of its factors; None for dense rows
-    # the row shape and the format of each factor, by its name in the group
+    shape: Shape  # shape of one row
+    dtype: torch.dtype  # dtype of dense rows
+    kind: str | None = None  # kind of the factors, or None for dense rows
+    # {name in the group: (row shape, dtype)} of each factor
     factors: Mapping[str, tuple[Shape, torch.dtype]] = field(default_factory=dict)
-    text: int | None = None  # the bytes of each entry where they are texts
-    compression: Compression | None = None  # of all its data sets
+    text: int | None = None  # bytes per entry if the entries are texts
+    compression: Compression | None = None
 
     @property
     def dense(self) -> "Form":
@@ -319,15 +320,15 @@ class Form:
 
     @property
     def parts(self) -> Mapping[str, tuple[Shape, torch.dtype]]:
-        """The row shape and the format of each data set."""
+        """{name: (row shape, dtype)} of each data set."""
         return self.factors if self.kind else {DENSE: (self.shape, self.dtype)}
 
 
 def form_of(block: Block, plan: FilePlan) -> Form:
-    """Return in what form a parameter's rows will be stored, by the first batch's block."""
+    """Return the form for a parameter's rows, given its block of the first batch."""
     dtype = stored_dtype(block.dtype, plan.dtype)
     dense = Form(block.shape, dtype, compression=plan.compression)
-    found = None if plan.layout == "dense" else block.factors()  # patches need not be made
+    found = None if plan.layout == "dense" else block.factors()  # factors() may be expensive
     if found is None:
         return dense
     stored = {}
@@ -345,7 +346,7 @@ def form_of(block: Block, plan: FilePlan) -> Form:
 
 
 def stored_form(item: h5py.HLObject) -> Form:
-    """Return in what form a column of a file is."""
+    """Return the form of a column in a file."""
     if isinstance(item, h5py.Dataset):
         text = item.dtype.itemsize if item.dtype.kind == "S" else None
         shape = tuple(item.shape[1:])
@@ -361,9 +362,9 @@ def stored_form(item: h5py.HLObject) -> Form:
 
 
 def create(group: h5py.Group, name: str, array: Array) -> h5py.Dataset:
-    """Create a data set whose chunks have checksums; allocated at once unless it is compressed."""
+    """Create a data set whose chunks have checksums, allocated now unless it is compressed."""
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    plist.set_obj_track_times(False)  # the same run gives the same bytes
+    plist.set_obj_track_times(False)  # no times, so the same run writes the same bytes
     plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     if array.chunks is not None:
         plist.set_chunk(array.chunks)
@@ -374,7 +375,7 @@ def create(group: h5py.Group, name: str, array: Array) -> h5py.Dataset:
     shape = array.shape
     space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
     kind = h5_type(array.dtype)
-    if array.text is not None:  # UTF-8, with zeros behind a text
+    if array.text is not None:  # UTF-8, padded with zeros
         kind = h5py.h5t.C_S1.copy()
         kind.set_size(array.text)
         kind.set_cset(h5py.h5t.CSET_UTF8)
@@ -385,14 +386,14 @@ def create(group: h5py.Group, name: str, array: Array) -> h5py.Dataset:
 
 @cache
 def utf8_links() -> h5py.h5p.PropLCID:
-    """Return how names are stored."""
+    """Return HDF5 link properties that store names in UTF-8."""
     links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     links.set_char_encoding(h5py.h5t.CSET_UTF8)
     return links
 
 
 def put_attribute(item: h5py.HLObject, name: str, values: np.ndarray, kind: np.dtype) -> None:
-    """Write a new attribute: as `item.attrs` does, in a third of its time."""
+    """Write a new attribute as `item.attrs` does, three times as fast."""
     scalar = h5py.h5s.create(h5py.h5s.SCALAR)
     space = h5py.h5s.create_simple(values.shape) if values.shape else scalar
     made = h5py.h5a.create(item.id, name.encode(), h5py.h5t.py_create(kind, logical=True), space)
@@ -400,7 +401,7 @@ def put_attribute(item: h5py.HLObject, name: str, values: np.ndarray, kind: np.d
 
 
 def columns_of(path: str, form: Form, n: int, batch_size: int) -> dict[str, Array]:
-    """Return the data sets of a column of n rows that come `batch_size` at a time."""
+    """Return {factor: data set} of a column of n rows, written `batch_size` at a time."""
     if in_table(path):
         return {DENSE: Array((n,), form.dtype, None, form.text)}
     return {
@@ -410,7 +411,7 @@ def columns_of(path: str, form: Form, n: int, batch_size: int) -> dict[str, Arra
 
 
 def create_columns(file: h5py.File, forms: Mapping[str, Form], n: int, batch_size: int) -> None:
-    """Create the places of n rows that come `batch_size` at a time."""
+    """Create the data sets of n rows, which are written `batch_size` at a time."""
     for path, form in forms.items():
         place, _, escaped = path.rpartition("/")
         group = file[place] if form.kind is None else factors_group(file[place], escaped, form)
@@ -431,12 +432,12 @@ def factors_group(chain: h5py.Group, escaped: str, form: Form) -> h5py.Group:
 
 
 def describe(item: h5py.HLObject, name: str, representation: str) -> None:
-    """Record the parameter's own name, unless HDF5 text cannot hold it, and the structure."""
+    """Record the parameter's name, unless HDF5 text cannot hold it, and the representation."""
     if "\0" not in name and not any("\ud800" <= c <= "\udfff" for c in name):
         put_attribute(item, "name", np.array(name, object), _TEXT)
     put_attribute(item, "representation", np.array(representation, object), _TEXT)
 
 
 def in_table(path: str) -> bool:
-    """Whether a column is one of the light tables, not of a chain."""
+    """Whether a column belongs to /samples or /norms."""
     return path.split("/")[1] in TABLES

@@ -1,10 +1,11 @@
-"""Number formats and parameter names, in torch, in numpy and in HDF5.
+"""Number formats and parameter names in torch, numpy and HDF5.
 
-numpy has no bfloat16. In the file it is an HDF5 float of 2 bytes, which other readers convert;
-here its numbers are read as they lie, and returned as float32.
+numpy has no bfloat16. In the file, bfloat16 is an HDF5 float of 2 bytes, which other readers can
+convert. gradscope reads its bytes directly and returns float32.
 
-HDF5 nests at `/`, cuts at NUL and reads `.` as the group itself; control characters break
-terminals. These, and `%`, are percent-encoded, so that every name has one spelling and comes back.
+In HDF5 names, `/` separates groups, NUL ends a name, and `.` is the group itself. Control
+characters break terminals. These characters and `%` are percent-encoded, so each name has one
+spelling and can be decoded.
 """
 
 import unicodedata
@@ -31,11 +32,12 @@ def stored_dtype(dtype: torch.dtype, wanted: torch.dtype) -> torch.dtype:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the format of that name."""
+    """Return the torch dtype with this name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ResultFileError(
-            f"there is no number format {name!r}", remedy="The file is damaged; compute it again."
+            f"the number format {name!r} is unknown",
+            remedy="The file is damaged; compute it again.",
         )
     return dtype
 
@@ -48,7 +50,7 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype:
 
 
 def as_numpy(values: Tensor) -> np.ndarray:
-    """Return `values` as a contiguous array, without a copy where there is nothing to convert."""
+    """Return `values` as a contiguous array, without a copy if no conversion is needed."""
     plain = _plain(values)
     if plain.dtype == torch.bfloat16:
         plain = plain.float()
@@ -57,7 +59,7 @@ def as_numpy(values: Tensor) -> np.ndarray:
 
 
 def as_bytes(values: Tensor) -> np.ndarray:
-    """Return the memory of `values`, (m,) uint8, copied only where it is elsewhere or scattered."""
+    """Return the bytes of `values`, (m,) uint8; copied only if not contiguous or not on the CPU."""
     plain = _plain(values).reshape(-1)
     plain = torch.view_as_real(plain).reshape(-1) if plain.is_complex() else plain
     memory: np.ndarray = plain.view(torch.uint8).numpy()
@@ -65,7 +67,7 @@ def as_bytes(values: Tensor) -> np.ndarray:
 
 
 def h5_type(dtype: torch.dtype) -> h5py.h5t.TypeID:
-    """Return the HDF5 type of a format."""
+    """Return the HDF5 type for a torch dtype."""
     if dtype != torch.bfloat16:
         return h5py.h5t.py_create(numpy_dtype(dtype), logical=True)
     made = h5py.h5t.py_create(np.dtype(np.float16)).copy()
@@ -75,7 +77,7 @@ def h5_type(dtype: torch.dtype) -> h5py.h5t.TypeID:
 
 
 def format_of(dataset: h5py.Dataset) -> torch.dtype:
-    """Return the format of a data set's numbers; texts are bytes."""
+    """Return the torch dtype of a data set; uint8 for texts."""
     if dataset.dtype.kind == "S":
         return torch.uint8
     if _is_bfloat16(dataset):
@@ -84,7 +86,7 @@ def format_of(dataset: h5py.Dataset) -> torch.dtype:
 
 
 def read_rows(dataset: h5py.Dataset, start: int, stop: int) -> np.ndarray:
-    """Return rows start:stop; bfloat16 without HDF5's slow conversion."""
+    """Return rows start:stop; bfloat16 becomes float32 without HDF5's slow conversion."""
     if not _is_bfloat16(dataset):
         values: np.ndarray = dataset[start:stop]
         return values

@@ -1,18 +1,16 @@
-"""The seal: which bytes of a result file are checked by what.
+"""The seal of a result file: checksums that cover all of its bytes.
 
-Rows, aggregates, states and tables lie in chunks, each with a checksum. All other bytes
-(structure, names, attributes) are few, and HDF5 would believe them whatever they say. The seal
-stands behind HDF5's own end of the file, and is checked before HDF5 sees the file: no byte of it
-can change unseen.
+Rows, aggregates, states and tables are in chunks, each with a checksum. The remaining bytes
+(structure, names, attributes) are few, but HDF5 does not verify them. The seal follows the end of
+the HDF5 data and is checked before HDF5 opens the file, so every changed byte is detected.
 
     seal = table (m, 3) int64 · m int64 · SHA-256 (32 bytes) · "gradcrcs"      little-endian
 
-A record of the table is the offset, the size and the CRC-32C of a chunk. The SHA-256 is that of
-the table followed by all bytes before the seal that lie in none of the chunks.
+A record of the table has the offset, the size and the CRC-32C of a chunk. The SHA-256 covers the
+table, followed by all bytes before the seal that are in no chunk of the table.
 
-`Checks` compares the bytes of data sets with their checksums before anybody uses them, a chunk when
-it is first read. Chunks that are not compressed are read past HDF5, whose Fletcher-32 takes longer
-than everything else, and misses a chunk that has become zeros.
+`Checks` compares each chunk with its checksum when the chunk is first read. Uncompressed chunks are
+read without HDF5: its Fletcher-32 check is slow, and does not detect a chunk that became zeros.
 """
 
 import hashlib
@@ -40,14 +38,15 @@ NO_RECORDS = np.empty((0, RECORD), np.int64)
 REMEDY = "Take another copy of the file, or compute it again."
 
 _PIECE = 2**22
-_STEP, _THREADS, _RUN = 2**20, 2, 2**24  # bytes read at a time; threads, and what is worth them
+# bytes read at a time; the number of threads; bytes per task of a thread
+_STEP, _THREADS, _RUN = 2**20, 2, 2**24
 _MAGIC = b"gradcrcs"
 _TAIL = struct.Struct("<q32s8s")
-_SEALED = -1  # in place of a checksum: the SHA-256 of the seal covers the chunk
+_SEALED = -1  # stored instead of a checksum if the SHA-256 of the seal covers the chunk
 
 
 def joined(extents: Sequence[np.ndarray]) -> np.ndarray:
-    """Return (m, 2) int64: offset and size of all `extents` (k, 2), neighbours together."""
+    """Return all `extents` (k, 2), offset and size, with adjacent ones joined: (m, 2) int64."""
     together = np.concatenate([np.empty((0, 2), np.int64), *extents])
     together = together[np.argsort(together[:, 0])]
     ends = together.sum(1)
@@ -57,7 +56,7 @@ def joined(extents: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def gaps(taken: np.ndarray, size: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of what lies between sorted extents (m, 2 or 3) in a file of `size`."""
+    """Yield (start, stop) of the bytes outside the sorted extents (m, 2 or 3) in a file."""
     position = 0
     for start, length in taken[:, :2].tolist():
         if start > position:
@@ -69,15 +68,15 @@ def gaps(taken: np.ndarray, size: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Seal:
-    """What stands at the end of a file."""
+    """The seal read from a file."""
 
     table: np.ndarray  # (m, 3) int64: offset, size, CRC-32C
-    digest: bytes  # the SHA-256, which tells the file from any other
-    intact: bool  # whether it is that of the file
+    digest: bytes  # the SHA-256, which identifies the file
+    intact: bool  # whether the SHA-256 matches the file's bytes
 
 
 def write_seal(descriptor: int, table: np.ndarray) -> None:
-    """Append the seal to a file whose chunks are in `table` (m, 3), by their offsets."""
+    """Append the seal to a file; `table` (m, 3) has its chunks, sorted by offset."""
     size = os.fstat(descriptor).st_size
     stored = np.ascontiguousarray(table, "<i8")
     tail = _TAIL.pack(len(stored), _digest(descriptor, stored, size), _MAGIC)
@@ -85,7 +84,7 @@ def write_seal(descriptor: int, table: np.ndarray) -> None:
 
 
 def seal_of(path: Path) -> Seal | None:
-    """Read a file's seal, and compare the file with it; None when it has no seal."""
+    """Read a file's seal and compare the file with it; return None if it has no seal."""
     with path.open("rb") as file:
         descriptor, size = file.fileno(), os.fstat(file.fileno()).st_size
         tail = read(descriptor, _TAIL.size, max(0, size - _TAIL.size)).tobytes()
@@ -101,7 +100,7 @@ def seal_of(path: Path) -> Seal | None:
 
 
 def damaged(descriptor: int, table: np.ndarray) -> np.ndarray:
-    """Return the offsets (k,) of those chunks in `table` (m, 3) whose bytes have changed."""
+    """Return the offsets (k,) of the chunks in `table` (m, 3) whose bytes have changed."""
     cuts = np.flatnonzero(np.diff(np.cumsum(table[:, 1]) // _RUN)) + 1
     runs = np.split(table, cuts)
     if len(runs) < 2:
@@ -124,7 +123,7 @@ def _damaged(descriptor: int, table: np.ndarray) -> np.ndarray:
 
 
 def _is_sound(table: np.ndarray, size: int) -> bool:
-    """Whether the chunks lie in the file one after the other, so that reading them ends."""
+    """Whether the chunks are sorted, do not overlap and end before `size`."""
     starts, lengths = table[:, 0], table[:, 1]
     if not ((starts >= 0) & (lengths >= 0) & (starts <= size) & (lengths <= size)).all():
         return False
@@ -141,30 +140,30 @@ def _digest(descriptor: int, table: np.ndarray, size: int) -> bytes:
 
 @dataclass(frozen=True)
 class DatasetChecks:
-    """What is known of one data set."""
+    """The checksums of one data set."""
 
-    chunks: ChunkOffsets  # where its bytes lie
+    chunks: ChunkOffsets  # the positions of its chunks
     sums: np.ndarray  # (m,) int64, the checksum of each chunk
-    compared: np.ndarray  # (m,) bool, the chunks that need not be compared any more
+    compared: np.ndarray  # (m,) bool, whether the chunk was already compared
     direct: bool  # whether its bytes are read without HDF5
 
 
 class Checks:
-    """The data of an open file and their checksums.
+    """Reads data of an open file and compares them with their checksums.
 
     Args:
-        descriptor: Returns the file's descriptor; raises where it is closed.
-        table: (m, 3) int64: offset, size and CRC-32C of each chunk, by offset.
+        descriptor: Returns the file's descriptor; raises if the file is closed.
+        table: (m, 3) int64: offset, size and CRC-32C of each chunk, sorted by offset.
     """
 
     def __init__(self, descriptor: Callable[[], int], table: np.ndarray) -> None:
         self._descriptor = descriptor
-        self._ends = np.append(0, table[:, :2].sum(1))  # of what is before each chunk
+        self._ends = np.append(0, table[:, :2].sum(1))  # end of the chunk before each chunk
         self._table = np.append(table, [[np.iinfo(np.int64).max, 0, _SEALED]], 0)
         self._datasets: dict[str, DatasetChecks] = {}
 
     def rows(self, dataset: h5py.Dataset, start: int, stop: int) -> np.ndarray:
-        """Return rows start:stop (n, *shape); bfloat16 as float32."""
+        """Return rows start:stop, (n, *shape); bfloat16 becomes float32."""
         known, shape = self._checks_of(dataset), (stop - start, *dataset.shape[1:])
         row = prod(shape[1:]) * dataset.id.get_type().get_size()
         if not known.direct:
@@ -179,7 +178,7 @@ class Checks:
     def block(self, item: h5py.HLObject, start: int, stop: int) -> Block:
         """Return rows start:stop of a data set, or of a group of factors, as a block.
 
-        Factors of half precision are kept in more: their product is formed and rounded.
+        If the factors have a higher precision than the rows, the product is computed and rounded.
         """
         if isinstance(item, h5py.Dataset):
             return DenseBlock(torch.from_numpy(self.rows(item, start, stop)))
@@ -188,7 +187,7 @@ class Checks:
         index = factors.get("index", torch.zeros(0))
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < shape[0]:
             raise ResultFileError(
-                f"an index points outside the table of {shape[0]} rows",
+                f"an index is outside the table of {shape[0]} rows",
                 where=f"{item.file.filename}: {item.name}",
                 remedy="The file is damaged; compute it again.",
             )
@@ -199,14 +198,14 @@ class Checks:
         return DenseBlock(torch.from_numpy(as_numpy(block.dense().to(dtype))))
 
     def read_all(self, dataset: h5py.Dataset) -> np.ndarray:
-        """Return all numbers, also of a data set without axes."""
+        """Return all numbers of a data set, which may be a scalar."""
         if dataset.shape:
             return self.rows(dataset, 0, dataset.shape[0])
         self._compare_range(dataset, self._checks_of(dataset), 0, 1)
         return np.asarray(dataset[()])
 
     def _checks_of(self, dataset: h5py.Dataset) -> DatasetChecks:
-        """Return where a data set lies, and its checksums."""
+        """Return the chunks of a data set and their checksums."""
         name = str(dataset.name)
         if name not in self._datasets:
             chunks = ChunkOffsets.of(dataset)
@@ -215,7 +214,7 @@ class Checks:
             exact = (offsets == chunks.offsets) & (sizes == chunks.sizes)
             ends = chunks.offsets + chunks.sizes
             if not (exact | ((self._ends[at] <= chunks.offsets) & (ends <= offsets))).all():
-                raise ResultFileError(f"the checksums are of other bytes than those of {name}")
+                raise ResultFileError(f"the checksums do not match the position of {name}")
             sums = np.where(exact, known, _SEALED)
             self._datasets[name] = DatasetChecks(
                 chunks, sums, sums == _SEALED, _is_plain(dataset, chunks)
@@ -225,14 +224,14 @@ class Checks:
     def _compare_range(
         self, dataset: h5py.Dataset, checks: DatasetChecks, start: int, stop: int
     ) -> None:
-        """Compare the chunks that hold bytes start:stop of a data set."""
+        """Verify the chunks that hold bytes start:stop of a data set."""
         last = min(checks.chunks.number(stop - 1) + 1, len(checks.compared)) if stop > start else 0
         for number in range(checks.chunks.number(start), last):
             if not checks.compared[number]:
                 self._read_chunk(dataset, checks, number)
 
     def _read_chunk(self, dataset: h5py.Dataset, checks: DatasetChecks, number: int) -> np.ndarray:
-        """Return a chunk (m,) uint8 as it lies in the file, compared."""
+        """Return the stored bytes of a chunk, (m,) uint8, after comparison."""
         found = np.empty(int(checks.chunks.sizes[number]), np.uint8)
         self._read(int(checks.chunks.offsets[number]), found)
         self._compare(dataset, checks, number, crc32c(found.data))
@@ -250,7 +249,7 @@ class Checks:
             part, out = np.split(out, [start + data - position])
             if checks.compared[number]:
                 self._read(offset + position - start, part)
-            elif len(part) == data:  # all of it: without a copy
+            elif len(part) == data:  # the whole chunk: no copy needed
                 rest = np.empty(int(chunks.sizes[number]) - data, np.uint8)
                 self._read(offset, part)
                 self._read(offset + data, rest)
@@ -262,7 +261,7 @@ class Checks:
     def _read(self, offset: int, out: np.ndarray) -> None:
         """Fill `out` with the bytes from `offset` on."""
         if read_into(self._descriptor(), out.data, offset) < len(out):
-            raise ResultFileError("the file is cut short", remedy=REMEDY)
+            raise ResultFileError("the file is truncated", remedy=REMEDY)
 
     def _compare(
         self, dataset: h5py.Dataset, checks: DatasetChecks, number: int, found: int
@@ -270,13 +269,13 @@ class Checks:
         if found != checks.sums[number]:
             where = _rows_text(dataset, checks.chunks, number)
             raise ResultFileError(
-                f"its data are damaged (the checksum of {where} is wrong)", remedy=REMEDY
+                f"the data are damaged (the checksum of {where} is wrong)", remedy=REMEDY
             )
         checks.compared[number] = True
 
 
 def damage_text(file: h5py.File, offsets: np.ndarray) -> str:
-    """Return what begins at these places of a file: rows and data sets."""
+    """Return a text with the rows and data sets that begin at these offsets of a file."""
     found = []
     for path, dataset in datasets(file):
         chunks = ChunkOffsets.of(dataset)
@@ -287,7 +286,7 @@ def damage_text(file: h5py.File, offsets: np.ndarray) -> str:
 
 
 def _rows_text(dataset: h5py.Dataset, chunks: ChunkOffsets, number: int) -> str:
-    """Return which rows lie in a chunk."""
+    """Return a text with the rows of a chunk."""
     if not dataset.shape:
         return "the number"
     row = max(1, chunks.size // dataset.shape[0])
@@ -297,10 +296,10 @@ def _rows_text(dataset: h5py.Dataset, chunks: ChunkOffsets, number: int) -> str:
 
 
 def _is_plain(dataset: h5py.Dataset, chunks: ChunkOffsets) -> bool:
-    """Whether the bytes in the file are the numbers as they are in memory."""
+    """Whether the bytes in the file equal the numbers' bytes in memory."""
     try:
         kind = h5_type(format_of(dataset))
-    except (TypeError, ValueError):  # none of our formats
+    except (TypeError, ValueError):  # gradscope does not write this format
         return False
     here = chunks.size == 0 or len(chunks.offsets) > 0
     return here and not chunks.packed and bool(dataset.id.get_type().equal(kind))

@@ -1,1 +1,1 @@
-"""Reading a result file, which is checked before anything of it is used."""
+"""The reader of result files; every byte is checked before it is used."""

@@ -1,7 +1,7 @@
-"""Result files, open for reading; also virtual ones, whose rows stay in other files.
+"""Result files open for reading, including virtual files, whose rows are in source files.
 
-HDF5 reads a missing source of a virtual data set as fill values and says nothing. So rows are not
-read through it here: each source is opened as a result file of its own, with all its checks.
+If a source file of a virtual data set is missing, HDF5 silently returns fill values. So virtual
+rows are not read through HDF5. Each source is opened as a separate result file with all checks.
 """
 
 import json
@@ -41,7 +41,7 @@ class StoredArray:
         name: The parameter's name.
         representation: "dense" or "factored".
         shape: (N, *shape) for rows, (*shape) for an aggregate.
-        dtype: The dtype of what is returned: float32 also where bfloat16 is stored.
+        dtype: The dtype of returned arrays; float32 if bfloat16 is stored.
     """
 
     def __init__(self, name: str, item: h5py.HLObject, checks: Checks) -> None:
@@ -60,14 +60,14 @@ class StoredArray:
 
     @property
     def nbytes(self) -> int:
-        """The bytes it takes in the file."""
+        """The array's size in the file, in bytes."""
         is_dense = isinstance(self._item, h5py.Dataset)
         own = [self._item] if is_dense else [self._item[k] for k in self._item if k in AXES]
         return sum(int(dataset.id.get_storage_size()) for dataset in own)
 
     @property
     def overflowed(self) -> int:
-        """How many of its numbers were finite, but are infinite in the stored format."""
+        """The count of finite numbers that became infinite in the stored format."""
         with reading(self._where):
             return int(self._item.attrs.get("overflowed", 0))
 
@@ -75,7 +75,7 @@ class StoredArray:
         return self.shape[0]
 
     def __getitem__(self, rows: Selection) -> np.ndarray:
-        """Return the entries `rows` of the first axis: all the others are whole."""
+        """Return the entries `rows` of the first axis."""
         if not self.shape:
             with reading(self._where):
                 return self._checks.read_all(self._item)
@@ -92,13 +92,13 @@ class StoredArray:
         return whole if np.array_equal(order, np.arange(len(whole))) else whole[order]
 
     def block(self, start: int, stop: int) -> Block:
-        """Return rows start:stop as a block: of factors, if the file stores factors."""
+        """Return rows start:stop as a block, with factors if the file stores factors."""
         with reading(self._where):
             return self._checks.block(self._item, start, stop)
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of a row in memory: dense, or of its factors where these take more."""
+        """The bytes of a row in memory: dense or as factors, whichever is larger."""
         dense: int = prod(self.shape[1:]) * self.dtype.itemsize
         if isinstance(self._item, h5py.Dataset):
             return dense
@@ -115,13 +115,13 @@ class StoredArray:
 
 
 def _indices(rows: np.ndarray | list[int] | list[bool]) -> np.ndarray:
-    """Return positions or a mask as an array; an empty list is of no position."""
+    """Return positions or a mask as an array; an empty list selects no position."""
     found = np.asarray(rows)
     return found if found.size else found.astype(np.int64)
 
 
 class Lazy(Mapping[str, T]):
-    """{name: value}, each read when it is asked for, once where it is `kept`."""
+    """A mapping {name: value} that reads values on access; `kept` caches them."""
 
     def __init__(
         self, names: Iterable[str], read: Callable[[str], T], *, kept: bool = False
@@ -141,11 +141,11 @@ class Lazy(Mapping[str, T]):
 
 
 class StoredChain(Lazy[StoredArray]):
-    """One chain: {name: StoredArray}, in the model's order.
+    """One chain: {parameter name: StoredArray}, in the model's order.
 
     Attributes:
         text: The chain's canonical spelling.
-        reduced: Whether its arrays are aggregates rather than rows.
+        reduced: Whether the arrays are aggregates (True) or rows (False).
     """
 
     def __init__(
@@ -170,15 +170,15 @@ class StoredChain(Lazy[StoredArray]):
 def stored_gradients(
     arrays: Mapping[str, StoredArray], rows: np.ndarray, size: int
 ) -> Iterator[tuple[Tensor, Gradients]]:
-    """Yield some rows of a chain after the others, as their positions (b,) and their gradients.
+    """Yield (positions (b,), gradients) of selected rows of a chain, part by part.
 
-    Statistics, attribution, export and `iterate` read rows in this way.
+    Statistics, attribution, export and `iterate` use this function.
 
     Args:
         arrays: {name: array} of a chain without reducer, or of some of its parameters.
-        rows: The positions in the file (m,) int64 of the rows wanted, which ascend.
-        size: The bytes of rows in memory at a time; one row, if it takes more. Rows that are not
-            wanted are read where they lie between two others.
+        rows: Positions of the selected rows in the file, (m,) int64, ascending.
+        size: The maximum bytes of rows in memory; at least one row. This includes the rows between
+            two selected rows.
     """
     row = sum(array.row_bytes for array in arrays.values())
     for part in slices(int(rows[-1]) + 1 if len(rows) else 0, row, size):
@@ -192,7 +192,7 @@ def stored_gradients(
 
 
 def stored_states(group: h5py.Group, checks: Checks) -> Lazy[np.ndarray]:
-    """Return the state of one reducer, {key: tensor}."""
+    """Return the state of one reducer, {key: array}."""
     places: dict[str, tuple[str, int, tuple[int, ...]]] = {}
     ends = dict.fromkeys(group, 0)
     for key, name, shape in json.loads(group.attrs[KEYS]):
@@ -208,14 +208,14 @@ def stored_states(group: h5py.Group, checks: Checks) -> Lazy[np.ndarray]:
 
 
 def column(dataset: h5py.Dataset, checks: Checks, *, decode: bool = True) -> np.ndarray:
-    """Return a column (N,) of a table; texts as text, or as stored without `decode`."""
+    """Return a column (N,) of a table; UTF-8 texts are decoded if `decode` is true."""
     with reading(f"{dataset.file.filename}: {dataset.name}"):
         values = checks.read_all(dataset)
     return np.char.decode(values, "utf-8") if decode and values.dtype.kind == "S" else values
 
 
 def _factored_shape(group: h5py.Group) -> tuple[int, ...]:
-    """Return (N, *shape), having checked that the factors make up such an array."""
+    """Return (N, *shape); raise if the factors' shapes do not match it."""
     shape = tuple(int(s) for s in group.attrs["shape"])
     first, second = (group[name] for name in KINDS[str(group.attrs["kind"])])
     n, t = first.shape[0], first.shape[-2] if first.ndim == 4 else first.shape[-1]
@@ -227,34 +227,34 @@ def _factored_shape(group: h5py.Group) -> tuple[int, ...]:
         fits = fits and len(shape) == 2 and second.shape[2] == shape[1]
     if not fits or min(shape, default=1) < 0:
         raise ResultFileError(
-            f"factors of {first.shape} and {second.shape} do not make an array of {shape}",
+            f"factors of shapes {first.shape} and {second.shape} do not match rows of {shape}",
             remedy="The file is damaged; compute it again.",
         )
     return (n, *shape)
 
 
-_BATCH_BYTES = 2**28  # of dense rows, unless the caller says how many
+_BATCH_BYTES = 2**28  # default size of the dense rows in one part
 _MOST_ROWS = 256
-_OPEN = 4  # sources that are kept open
+_OPEN = 4  # the maximum number of open sources
 
 
 class GradientFile:
     """An open result file.
 
     Attributes:
-        path: Where it is.
-        hdf5: The open HDF5 file, for what has no name here.
+        path: The path of the file.
+        hdf5: The open HDF5 file, for data without an attribute here.
         attributes: The root's short attributes: versions and hashes.
         run: The resolved run.
         certificate: The proof of the numbers.
-        identity: What must be equal for a run to be resumed.
+        identity: The values that must be equal to resume the run.
         parameters: {name: shape}, in the model's order.
         n: The number of samples.
         samples: The sample table: index, loss, norm, finite; target and id where stored; each (N,).
         norms: {parameter: (N,)}, L2 norms of the raw gradients.
         chains: The chains, in the order given.
-        states: {owner: {key: tensor}}, what the aggregates were made from, where kept.
-        sources: The files that the rows of a virtual file are in, else None.
+        states: {owner: {key: array}}, the states of the reducers, if stored.
+        sources: The source files of a virtual file, else None.
     """
 
     def __init__(self, path: Path, file: h5py.File, checks: Checks) -> None:
@@ -311,8 +311,8 @@ class GradientFile:
         """Yield {name: rows (n, *shape)}, batch by batch.
 
         Args:
-            chain: Its number.
-            batch_size: Rows at a time; as many as a moderate amount of memory holds if None.
+            chain: The chain's number.
+            batch_size: Rows per batch; by default at most 256 rows and 256 MiB.
 
         Raises:
             SpecError: There is no such chain, or it has no rows.
@@ -321,7 +321,7 @@ class GradientFile:
             raise SpecError(
                 f"there is no chain {chain}",
                 where=str(self.path),
-                remedy=f"The file has {count(len(self.chains), 'chain')}, counted from 0.",
+                remedy=f"The file has {count(len(self.chains), 'chain')}. Give a number from 0.",
             )
         stored = self.chains[chain]
         if stored.reduced:
@@ -336,7 +336,7 @@ class GradientFile:
             yield {name: as_numpy(block.dense()) for name, block in gradients.items()}
 
     def _repr_html_(self) -> str:
-        """Return what the file holds, for a notebook."""
+        """Return a table of the file's content, for a notebook."""
         entries = sum(map(prod, self.parameters.values()))
         rows = [
             ("samples", f"{self.n:,}"),
@@ -348,7 +348,7 @@ class GradientFile:
         return markup.document(str(self.path), markup.facts(rows))
 
     def close(self) -> None:
-        """Close the file; what was read stays valid."""
+        """Close the file; arrays that were read remain valid."""
         if self.sources is not None:
             self.sources.close()
         self.hdf5.close()
@@ -363,11 +363,11 @@ class GradientFile:
 def open_file(path: str | Path) -> GradientFile:
     """Open a result file; use it in a `with` statement.
 
-    The structure is checked before anything is read from it: see docs/format.md.
+    The structure is checked before any data are read: see docs/format.md.
 
     Raises:
         ResultFileError: The file is absent, unfinished, damaged, not a result file, newer than
-            this gradscope, or reaches outside itself.
+            this gradscope, or refers to other files.
     """
     found = open_checked(Path(path))
     try:
@@ -376,7 +376,7 @@ def open_file(path: str | Path) -> GradientFile:
                 return GradientFile(Path(path), found.file, found.checks)
             except (AttributeError, TypeError, ValueError) as error:
                 raise ResultFileError(
-                    f"groups or attributes are not those of a result file ({error})",
+                    f"this is not a result file: a group or attribute is wrong ({error})",
                     remedy="Give the file that gradscope compute -o wrote.",
                 ) from error
     except BaseException:
@@ -385,7 +385,7 @@ def open_file(path: str | Path) -> GradientFile:
 
 
 def find_chain(file: GradientFile, name: str, *, reduced: bool | None = None) -> StoredChain | None:
-    """Return the chain of that number or text; only one that is `reduced`, or not, if given."""
+    """Return the chain with this number or text (and this `reduced`, if given), or None."""
     wanted = "".join(name.split())
     for k, chain in enumerate(file.chains):
         if wanted in (str(k), "".join(chain.text.split())) and reduced in (None, chain.reduced):
@@ -395,15 +395,15 @@ def find_chain(file: GradientFile, name: str, *, reduced: bool | None = None) ->
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file that holds some of the rows of a virtual one."""
+    """A file that holds rows start:stop of a virtual file."""
 
-    path: Path  # where it is
+    path: Path
     seal: bytes  # the SHA-256 of its seal when it was merged
-    start: int  # the first of its rows
-    stop: int  # one beyond the last
+    start: int
+    stop: int
 
     def require_unchanged(self) -> None:
-        """Check that the file is there, and is the one that was merged."""
+        """Raise if the file is missing, or differs from the merged file."""
         state = "is missing"
         if self.path.is_file():
             seal = seal_of(self.path)
@@ -411,19 +411,19 @@ class SourceFile:
                 return
             state = "has changed"
         raise ResultFileError(
-            f"this file, which holds rows of a virtual one, {state}",
+            f"this file, which holds rows of a virtual file, {state}",
             where=str(self.path),
-            remedy="Put it back as it was, or merge the files again.",
+            remedy="Restore the file, or merge the files again.",
         )
 
 
 class Sources:
-    """The files that a virtual one takes its rows from, in their order; opened when needed."""
+    """The source files of a virtual file in row order; each is opened when first read."""
 
     def __init__(self, files: tuple[SourceFile, ...]) -> None:
         self.files = files
         self._open: OrderedDict[int, OpenFile] = OrderedDict()
-        self._sound: set[int] = set()  # those that were opened before
+        self._sound: set[int] = set()  # numbers of the sources whose structure was checked
 
     def read(self, chain: int, name: str, like: StoredArray, start: int, stop: int) -> Block:
         """Return rows start:stop of one parameter's array."""
@@ -444,12 +444,12 @@ class Sources:
         return joined(blocks, torch.arange(stop - start)) if blocks else DenseBlock(none)
 
     def close(self) -> None:
-        """Close them."""
+        """Close all open sources."""
         while self._open:
             self._open.popitem()[1].file.close()
 
     def _open_source(self, k: int) -> OpenFile:
-        """Open a source, and close the one that was not used for longest."""
+        """Open a source, and close the least recently used one if too many are open."""
         if k not in self._open:
             source = self.files[k]
             source.require_unchanged()
@@ -465,7 +465,7 @@ class Sources:
 
 
 class VirtualArray(StoredArray):
-    """One parameter's rows, in several files."""
+    """One parameter's rows in several source files."""
 
     def __init__(
         self, name: str, item: h5py.HLObject, checks: Checks, chain: int, sources: Sources
@@ -475,13 +475,13 @@ class VirtualArray(StoredArray):
         rows = sources.files[-1].stop if sources.files else 0
         if not self.shape or self.shape[0] != rows:
             raise ResultFileError(
-                f"an array of {self.shape} does not fit the {rows:,} rows of the other files",
+                f"an array of shape {self.shape} does not match the {rows:,} rows of the sources",
                 where=self._where,
             )
 
     @property
     def nbytes(self) -> int:
-        """The bytes it takes in this file: none."""
+        """Zero: the rows are in other files."""
         return 0
 
     def block(self, start: int, stop: int) -> Block:
@@ -490,7 +490,7 @@ class VirtualArray(StoredArray):
 
 
 def _sources_of(text: str, folder: Path) -> Sources:
-    """Return the sources that a virtual file in `folder` names, each checked."""
+    """Return the sources of a virtual file in `folder`; raise if a source has changed."""
     files: list[SourceFile] = []
     try:
         for record in json.loads(text):
@@ -503,7 +503,7 @@ def _sources_of(text: str, folder: Path) -> Sources:
         raise ResultFileError(f"the attribute {SOURCES!r} is not a list of files") from error
     ends = [0, *(file.stop for file in files)]
     if not files or any(s.start != end for s, end in zip(files, ends, strict=False)):
-        raise ResultFileError(f"the files of the attribute {SOURCES!r} leave gaps")
+        raise ResultFileError(f"the files in the attribute {SOURCES!r} do not cover all rows")
     for file in files:
         file.require_unchanged()
     return Sources(tuple(files))

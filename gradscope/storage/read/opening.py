@@ -1,10 +1,10 @@
-"""Opening a result file that comes from somewhere else: everything is checked before it is used.
+"""Open a result file from an untrusted source: its structure is checked before any use.
 
-The seal comes first, before HDF5 sees the file. HDF5 can be made to read other files (external
-storage, virtual data sets, links), to claim petabytes, and to load plugins. A result file needs
-none of this, so none of it is accepted; except virtual rows of a file that says so, which are
-never read through HDF5. A file may also be whole and sealed and still not be a result: that its
-parts fit together is told here by names, shapes and types alone.
+The seal is checked first, before HDF5 opens the file. A malicious file can make HDF5 read other
+files (external storage, virtual data sets, links), allocate petabytes, and load plugins. Result
+files do not use these features, so files with them are refused. The exception is a merged file
+with virtual rows, which are never read through HDF5. Finally, names, shapes and types are compared
+with the format of result files.
 """
 
 import json
@@ -44,9 +44,9 @@ _HEAD = 4096  # bytes by which a file of another kind is described
 _CHUNK_BYTES = 2 * CHUNK_BYTES
 _KINDS = "biufc"
 _ATTRIBUTE_BYTES = 2**16
-_PLAIN = ("identity", "mean")  # chains of gradients as they are
-_COLUMNS = {"index": "iu", "loss": "f", "norm": "f", "finite": "b"}  # always there
-_ATTRIBUTES: dict[str, Callable[[Any], bool]] = {  # what each must be
+_PLAIN = ("identity", "mean")  # chains whose arrays have the parameters' shapes
+_COLUMNS = {"index": "iu", "loss": "f", "norm": "f", "finite": "b"}  # {required column: kinds}
+_ATTRIBUTES: dict[str, Callable[[Any], bool]] = {  # {name: whether a value is valid}
     **dict.fromkeys(("chain", "dtype", "kind", KEYS), lambda value: isinstance(value, str)),
     "reduced": lambda value: isinstance(value, bool | np.bool_),
     "overflowed": lambda value: isinstance(value, int | np.integer) and bool(value >= 0),
@@ -58,9 +58,9 @@ _ATTRIBUTES: dict[str, Callable[[Any], bool]] = {  # what each must be
 class OpenFile:
     """An open result file; close it, or use it in a `with` statement."""
 
-    file: h5py.File  # its structure, which was checked
-    checks: Checks  # its data
-    seal: bytes  # the SHA-256 of its seal
+    file: h5py.File  # the HDF5 file, whose structure was checked
+    checks: Checks  # reads and verifies data
+    seal: bytes  # the SHA-256 of the seal
 
     def __enter__(self) -> Self:
         return self
@@ -89,16 +89,16 @@ def reopen(path: Path, digest: bytes) -> OpenFile:
         seal = seal_of(path) if os.path.isfile(path) else None  # noqa: PTH113
         if seal is None or not seal.intact or seal.digest != digest:
             raise ResultFileError(
-                "it is no longer what it was when it was opened first",
+                "the file has changed since it was first opened",
                 where=str(path),
-                remedy="Wait until nobody changes it, and try again.",
+                remedy="Wait until no other process writes the file, and try again.",
             )
         file = h5py.File(path, "r", locking=False)
         return OpenFile(file, Checks(file.id.get_vfd_handle, seal.table), digest)
 
 
 def document(texts: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return a JSON document among attributes."""
+    """Return the attribute `key`, a JSON document."""
     with suppress(ValueError):
         found = json.loads(texts.get(key, "{}"))
         if isinstance(found, dict):
@@ -107,22 +107,24 @@ def document(texts: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _file(path: Path) -> tuple[h5py.File, Seal | None]:
-    """Open the file, having checked its seal, and return that."""
-    if os.path.isdir(path):  # noqa: PTH112 (which raises where a name is too long)
+    """Check the seal, open the file, and return the file and its seal."""
+    if os.path.isdir(path):  # noqa: PTH112 (Path.is_dir raises if a name is too long)
         raise ResultFileError(
             "this is a directory", remedy="Give the file that gradscope compute -o wrote."
         )
     if not os.path.isfile(path):  # noqa: PTH113
         part = path.with_name(path.name + ".part")
         raise ResultFileError(
-            ("this is no regular file" if os.path.exists(path) else "there is no such file"),  # noqa: PTH110
-            remedy=f"{part.name} is there: the run is not finished. {_CONTINUE}"
+            ("this is not a regular file" if os.path.exists(path) else "there is no such file"),  # noqa: PTH110
+            remedy=f"{part.name} exists: its run is not finished. {_CONTINUE}"
             if os.path.isfile(part)  # noqa: PTH113
             else "Check the path.",
         )
     seal = seal_of(path)
     if seal is not None and not seal.intact:
-        raise ResultFileError("its structure was changed after it was written", remedy=REMEDY)
+        raise ResultFileError(
+            "the structure of the file was changed after it was written", remedy=REMEDY
+        )
     if not h5py.is_hdf5(path):
         with path.open("rb") as plain:
             what, _ = describe(plain.read(_HEAD))
@@ -136,12 +138,12 @@ def _file(path: Path) -> tuple[h5py.File, Seal | None]:
         if "truncated" not in str(error):
             raise
         raise ResultFileError(
-            "the file is cut short", remedy="Take another copy of it, or compute it again."
+            "the file is truncated", remedy="Take another copy of the file, or compute it again."
         ) from error
 
 
 def _checked(file: h5py.File, size: int, seal: Seal | None) -> OpenFile:
-    """Check the structure of a file of `size` bytes."""
+    """Check the structure of an open file of `size` bytes."""
     _attributes(file, size)
     found = file.attrs.get("format")
     if not isinstance(found, str) or found != FORMAT:
@@ -152,17 +154,18 @@ def _checked(file: h5py.File, size: int, seal: Seal | None) -> OpenFile:
     version = file.attrs.get("format_version")
     if not isinstance(version, int | np.integer) or version > FORMAT_VERSION:
         raise ResultFileError(
-            f"the file has format version {version}, this gradscope reads {FORMAT_VERSION}",
+            f"the file has format version {version}; this gradscope reads {FORMAT_VERSION}",
             remedy="Install a newer gradscope.",
         )
     if file.attrs.get("status") != "complete":
         raise ResultFileError(
-            "the file is not finished: its run was stopped, or is still going on",
+            "the file is not finished: its run was stopped, or is still in progress",
             remedy=_CONTINUE,
         )
     if seal is None:
         raise ResultFileError(
-            "its seal is missing: it was cut short, or changed after it was written", remedy=REMEDY
+            "the file has no seal: it was truncated, or changed after it was written",
+            remedy=REMEDY,
         )
     _require_contents(file, dict(_group(file, "", size, seen=set(), depth=0)))
     return OpenFile(file, Checks(file.id.get_vfd_handle, seal.table), seal.digest)
@@ -170,21 +173,21 @@ def _checked(file: h5py.File, size: int, seal: Seal | None) -> OpenFile:
 
 @dataclass(frozen=True)
 class Item:
-    """What is in a file at one path."""
+    """A group or data set in a file."""
 
-    shape: tuple[int, ...] | None  # of a data set; None for a group
-    kind: str  # numpy's letter for the kind of its numbers
-    attributes: frozenset[str]  # the names of its attributes
+    shape: tuple[int, ...] | None  # the shape of a data set, or None for a group
+    kind: str  # numpy's letter for the kind of numbers
+    attributes: frozenset[str]  # the names of the attributes
 
 
 def _attributes(item: h5py.HLObject, size: int) -> frozenset[str]:
-    """Check that attributes are texts, or short; return their names."""
+    """Check that attributes are texts or short lists; return their names."""
     names = set()
     for k in range(h5py.h5a.get_num_attrs(item.id)):
         attribute = h5py.h5a.open(item.id, index=k)
         name = attribute.name.decode(errors="replace")
         if name in ("DIMENSION_LIST", "REFERENCE_LIST") and isinstance(item, h5py.Dataset):
-            continue  # never read here
+            continue  # gradscope does not read these
         dtype, shape = attribute.dtype, attribute.shape
         known = dtype.kind in _KINDS or h5py.check_string_dtype(dtype)
         known = known and shape is not None
@@ -197,7 +200,7 @@ def _attributes(item: h5py.HLObject, size: int) -> frozenset[str]:
 def _group(
     group: h5py.Group, path: str, size: int, seen: set[int], depth: int
 ) -> Iterator[tuple[str, Item]]:
-    """Check a group and all that is in it; yield each with its path."""
+    """Check a group and its contents; yield the path and `Item` of each."""
     address = h5py.h5o.get_info(group.id).addr
     if address in seen or depth >= _DEPTH:
         raise _refused(group, "is linked in a loop or nested too deep")
@@ -206,18 +209,18 @@ def _group(
     for link in group.id:
         name = link.decode("utf-8", "surrogateescape")
         if group.id.links.get_info(link).type != h5py.h5l.TYPE_HARD:
-            raise _refused(group, f"has a link {name!r} to somewhere else")
+            raise _refused(group, f"has a soft or external link {name!r}")
         item, inner = h5py.h5o.open(group.id, link), f"{path}/{name}"
         if isinstance(item, h5py.h5g.GroupID):
             yield from _group(h5py.Group(item), inner, size, seen, depth + 1)
         elif isinstance(item, h5py.h5d.DatasetID):
             yield inner, _dataset(h5py.Dataset(item), inner, size)
         else:
-            raise _refused(group, f"holds {name!r}, which is no array")
+            raise _refused(group, f"holds {name!r}, which is not an array")
 
 
 def _dataset(dataset: h5py.Dataset, path: str, size: int) -> Item:
-    """Check a data set."""
+    """Check the storage of a data set."""
     attributes, plist = _attributes(dataset, size), dataset.id.get_create_plist()
     layout, dtype, shape = plist.get_layout(), dataset.id.dtype, dataset.id.shape
     found = Item(shape, dtype.kind, attributes)
@@ -225,24 +228,24 @@ def _dataset(dataset: h5py.Dataset, path: str, size: int) -> Item:
     if room == "chains" and len(parts) > 1 and SOURCES in dataset.file.attrs:
         is_row = dtype.kind in _KINDS and not dataset.file[f"chains/{parts[0]}"].attrs["reduced"]
         if is_row and layout == h5py.h5d.VIRTUAL:
-            return found  # its file says that rows are in others
+            return found  # the file is marked as virtual
     if plist.get_external_count() or layout == h5py.h5d.VIRTUAL:
         raise _refused(dataset, "takes its data from other files")
     is_text = path in ("/samples/id", "/samples/preview") and dtype.kind == "S"
     if not (is_text or dtype.kind in _KINDS) or shape is None:
         raise _refused(dataset, f"holds {dtype}, not numbers")
     if not parts or (len(parts) == _DEPTH - 1 and parts[-1] not in AXES):
-        return found  # the scale of an axis: only a name and a size; its data are never read
+        return found  # the scale of an axis, whose data are never read
     filters, item = filters_of(plist), dataset.id.get_type().get_size()  # not numpy's: bfloat16
     codes = [code for code, _ in filters]
     if not is_known(filters, path):
-        raise _refused(dataset, f"needs the filters {codes}, which are not known here")
+        raise _refused(dataset, f"uses the filters {codes}, which gradscope does not write")
     if layout == h5py.h5d.CHUNKED and not index_is_sound(dataset, size):
-        raise _refused(dataset, "has an index of chunks that is wrong")
+        raise _refused(dataset, "has a wrong index of chunks")
     if layout == h5py.h5d.CHUNKED and h5py.h5z.FILTER_FLETCHER32 not in codes:
         raise _refused(dataset, "has chunks without checksums")
     if dataset.id.get_space().get_simple_extent_dims(True) != shape:
-        raise _refused(dataset, "can grow, and its chunks may claim anything")
+        raise _refused(dataset, "is resizable")
     claimed = prod(shape) * item
     if layout != h5py.h5d.CHUNKED and claimed != dataset.id.get_storage_size():
         raise _refused(dataset, f"claims {claimed:,} bytes that are not stored")
@@ -252,7 +255,7 @@ def _dataset(dataset: h5py.Dataset, path: str, size: int) -> Item:
         return found
     chunk = prod(dataset.chunks) * item
     grid = prod(-(-s // c) for s, c in zip(shape, dataset.chunks, strict=True))
-    if chunk > _CHUNK_BYTES:  # each chunk is no larger than ours: no more is claimed than that
+    if chunk > _CHUNK_BYTES:  # larger than any chunk that gradscope writes
         raise _refused(dataset, f"has chunks that claim {chunk:,} bytes each")
     if dataset.id.get_num_chunks() != grid:
         raise _refused(dataset, f"claims {grid:,} chunks that are not all stored")
@@ -262,12 +265,13 @@ def _dataset(dataset: h5py.Dataset, path: str, size: int) -> Item:
 def _refused(item: h5py.HLObject, what: str) -> ResultFileError:
     return ResultFileError(
         f"{item.name} {what}",
-        remedy="A file that gradscope wrote has nothing of the kind; it is not opened.",
+        remedy="gradscope does not write such files and does not open them. Give the file that "
+        "gradscope compute -o wrote.",
     )
 
 
 def _require_contents(file: h5py.File, items: Mapping[str, Item]) -> None:
-    """Check that all parts of a file are there, and that every row belongs to a sample."""
+    """Check that a file has all its parts, and that each array has one row per sample."""
     inside: dict[str, list[str]] = {path: [] for path, item in items.items() if item.shape is None}
     for path in items:
         if path:
@@ -287,11 +291,11 @@ def _require_contents(file: h5py.File, items: Mapping[str, Item]) -> None:
         require_attributes(path, "overflowed", always=False)
         shape = items[path].shape
         if shape is not None:
-            _require(n is None or shape[:1] == (n,), f"{path} has not {n} rows")
+            _require(n is None or shape[:1] == (n,), f"{path} has the shape {shape}, not {n} rows")
             return
         require_attributes(path, "kind", "dtype", "shape")
         for factor in inside[path]:
-            _require(bool(items[factor].shape), f"{factor} is no factor")
+            _require(bool(items[factor].shape), f"{factor} is not an array of factors")
 
     for group, paths in inside.items():
         names = {unescape(path.rpartition("/")[2]) for path in paths}
@@ -304,7 +308,7 @@ def _require_contents(file: h5py.File, items: Mapping[str, Item]) -> None:
         _require(sound, f"the column /samples/{name} is missing or of another type")
     n = (items["/samples/index"].shape or ())[0]
     for path in (path for table in TABLES for path in inside[f"/{table}"]):
-        _require(items[path].shape == (n,), f"{path} is no column of {n} samples")
+        _require(items[path].shape == (n,), f"{path} is not a column of {n} samples")
     for k in range(len(inside["/chains"])):
         path = f"/chains/{k}"
         require_group(path, f"chain {k}")
@@ -315,7 +319,7 @@ def _require_contents(file: h5py.File, items: Mapping[str, Item]) -> None:
         if file[path].attrs["chain"] in _PLAIN:
             _require_parameters(file, path, items, inside[path], () if reduced else (n,))
     for owner in inside.get("/states", []):
-        _require(owner in inside, f"{owner} is no group")
+        _require(owner in inside, f"{owner} is not a group")
         require_attributes(owner, KEYS)
         for path in inside[owner]:
             require_array(path, None)
@@ -324,7 +328,7 @@ def _require_contents(file: h5py.File, items: Mapping[str, Item]) -> None:
 def _require_parameters(
     file: h5py.File, path: str, items: Mapping[str, Item], arrays: list[str], front: tuple[int, ...]
 ) -> None:
-    """Check that the arrays of a chain of gradients as they are have the parameters' shapes."""
+    """Check that the arrays of a chain `identity` or `mean` have the parameters' shapes."""
     document = json.loads(str(file.attrs.get("parameters")))
     sound = isinstance(document, dict) and all(isinstance(s, list) for s in document.values())
     _require(sound, "the attribute 'parameters' does not hold shapes")
@@ -335,13 +339,13 @@ def _require_parameters(
         if shape is None:
             shape = (*front, *(int(s) for s in file[array].attrs["shape"]))
         found[unescape(array.rpartition("/")[2])] = shape
-    none = not found and not front  # there is no mean where no sample was finite
-    _require(none or wanted == found, f"the arrays of {path} are not the parameters'")
+    none = not found and not front  # a mean has no arrays if no sample was finite
+    _require(none or wanted == found, f"names or shapes in {path} differ from the parameters")
 
 
 def _require(holds: bool, what: str) -> None:
     if not holds:
         raise ResultFileError(
-            f"{what}: this is no result file, or a damaged one",
+            f"{what}: this is not a result file, or it is damaged",
             remedy="Give the file that gradscope compute -o wrote.",
         )

@@ -1,4 +1,4 @@
-"""The structure of a result file: laid out by the first batch, completed at the end."""
+"""Creation of a result file: the first batch lays out the structure, the end completes it."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,12 +51,13 @@ _LIST = np.dtype(
 )
 _VECTOR = h5py.vlen_dtype(h5py.ref_dtype)
 
-# What HDF5 1.10's format takes, measured; a test compares it with files.
+# Measured sizes in bytes in HDF5 1.10's format; a test compares them with files.
 _FILE = 8_000  # groups, the chains' texts, the certificate
-_DATASET, _AXIS, _NAMED, _NUMBER = 285, 75, 120, 95  # with its link; an axis, two texts, a number
-_CHUNKED, _INDEXED, _ENTRY = 25, 100, 16  # an index of several chunks, and each entry
+# a data set with its link; an axis; two text attributes; a number attribute
+_DATASET, _AXIS, _NAMED, _NUMBER = 285, 75, 120, 95
+_CHUNKED, _INDEXED, _ENTRY = 25, 100, 16  # a chunked layout; its index; an index entry
 _FACTOR, _SCALE = 350, 600  # half of a group of two factors; the name of an axis
-_RECORD = 24  # of the seal
+_RECORD = 24  # a record of the seal
 
 
 def lay_out(
@@ -67,7 +68,7 @@ def lay_out(
     batch_size: int,
     more: Callable[[h5py.File], None] = lambda file: None,
 ) -> Regions:
-    """Begin the `.part`: what the run is, `more`, and all columns, whose rows come by batches."""
+    """Create the `.part` with the run's attributes and all columns; `more` may add to it."""
     os.ftruncate(target.descriptor, 0)
     with target.editing() as file:
         file.attrs["format"] = FORMAT
@@ -93,11 +94,11 @@ def lay_out(
 
 
 def forms_of(plan: FilePlan, rows: FinishedBatch) -> dict[str, Form]:
-    """Return in what form each column of tables and chains will be stored, by its path."""
+    """Return {path: form} of each column of tables and chains."""
     tables = {f"/samples/{name}": column for name, column in rows.samples.items()}
     tables |= {f"/norms/{escape(name)}": column for name, column in rows.norms.items()}
     found = {}
-    for path, column in tables.items():  # one of (n, w) are texts
+    for path, column in tables.items():  # a column (n, w) has texts
         dtype = torch.float32 if column.dtype == torch.bfloat16 else column.dtype
         found[path] = Form((), dtype, text=int(column.shape[1]) if column.dim() == 2 else None)
     for k, gradients in enumerate(rows.chains):
@@ -116,10 +117,10 @@ def complete(
     states: States,
     look: Inspect | None,
 ) -> None:
-    """Turn the `.part`, whose rows are all there, into the final file.
+    """Complete the `.part`, which has all rows, and rename it to the final file.
 
-    Every byte of it is read back before it gets there, and compared with what it was in memory.
-    Of the other arguments see `Writer.finish`.
+    Before that, every byte is read back and compared with its checksum. For the remaining
+    arguments, see `Writer.finish`.
     """
     with target.editing() as file:
         if ASIDE in file:
@@ -160,25 +161,25 @@ def complete(
 
 
 def _verify(part: Path, look: Inspect | None) -> None:
-    """Open the file as a reader does, with all its checks."""
+    """Open the file with all checks of a reader, and call `look` with it."""
     try:
         with open_file(part) as file:
             if look is not None:
                 look(file)
     except ResultFileError as error:
         raise OutputError(
-            f"the file just written does not verify: {error.what}",
+            f"the file was written, but reading it back failed: {error.what}",
             where=str(part),
-            remedy="The disk or its driver may be failing. Run the command again: gradscope "
-            "compute and attribute continue with --resume.",
+            remedy="Check the disk, which may be failing. Run the command again: gradscope compute "
+            "and attribute continue with --resume.",
         ) from error
 
 
 def create_states(file: h5py.File, states: States) -> dict[str, list[Tensor]]:
-    """Create data sets for the reducers' states {owner: {key: tensor}}, and tell what goes where.
+    """Create data sets for the reducers' states; return {path: tensors to write}.
 
-    Those of a number format lie one behind the other: of thousands of small tensors, each would
-    take more for its data set than for its numbers.
+    All tensors of an owner with the same dtype share a data set, one after the other. Otherwise,
+    thousands of small tensors would need more space for their data sets than for their numbers.
     """
     made: dict[str, list[Tensor]] = {}
     for owner, state in states.items():
@@ -194,7 +195,7 @@ def create_states(file: h5py.File, states: States) -> dict[str, list[Tensor]]:
 
 
 def state_arrays(shapes: Shapes) -> dict[str, Array]:
-    """Return how a state {key: (shape, dtype)} is stored, by the names of its number formats."""
+    """Return {dtype name: data set} for a state {key: (shape, dtype)}."""
     sizes: dict[torch.dtype, int] = {}
     for shape, dtype in shapes.values():
         sizes[dtype] = sizes.get(dtype, 0) + prod(shape)
@@ -204,18 +205,17 @@ def state_arrays(shapes: Shapes) -> dict[str, Array]:
 def attach_scales(file: h5py.File) -> None:
     """Name every axis of every data set, for xarray and other netCDF readers.
 
-    `/sample` is the sample axis of everything. `/axisJ_S` is axis J of a parameter where it has
-    size S; parameters share them. A factored group has its own scales k, t, r, c or t, d. They hold
-    no data.
+    Every sample axis is `/sample`. Axis J of size S of a parameter is `/axisJ_S`, which parameters
+    share. A factored group has its own scales k, t, r, c or t, d. Scales hold no data.
 
-    The two lists that bind a data set and its scales to each other are written as HDF5 itself
-    would, but each once: it writes a scale's whole list anew with every data set, which for
-    thousands of them takes gigabytes and minutes.
+    DIMENSION_LIST and REFERENCE_LIST link data sets and scales in HDF5's own form. Each list is
+    written once. HDF5 itself rewrites a scale's list for every data set, which takes gigabytes and
+    minutes for thousands of data sets.
 
     Source: HDF5 Dimension Scale Specification.
     """
     reduced = {k for k, chain in file["chains"].items() if chain.attrs["reduced"]}
-    lists: dict[str, list[tuple[h5r.Reference, int]]] = {}  # of a scale: the axes it names
+    lists: dict[str, list[tuple[h5r.Reference, int]]] = {}  # {scale: axes with this scale}
     scales: dict[str, tuple[h5py.Dataset, np.ndarray]] = {}
     for path, dataset in datasets(file):
         axes = list(_axes(path, dataset.shape, reduced))
@@ -223,7 +223,7 @@ def attach_scales(file: h5py.File) -> None:
         vectors = np.empty(len(axes), object)
         for axis, name in enumerate(axes):
             if name not in scales:
-                size = dataset.shape[axis]  # track_order lets its list grow beyond 64 KB
+                size = dataset.shape[axis]  # track_order allows lists of more than 64 KB
                 made = file.create_dataset(name, (size,), ">f4", track_order=True)
                 made.make_scale(f"{_NO_VARIABLE}{size:10d}")
                 scales[name] = made, np.array([made.ref], object)
@@ -236,7 +236,7 @@ def attach_scales(file: h5py.File) -> None:
 
 
 def _axes(path: str, shape: Shape, reduced: set[str]) -> Iterator[str]:
-    """Yield the path of each axis's scale."""
+    """Yield the path of the scale of each axis."""
     room, *parts = path.strip("/").split("/")
     has_samples = room in TABLES or (room == "chains" and parts[0] not in reduced)
     if has_samples:
@@ -250,15 +250,15 @@ def _axes(path: str, shape: Shape, reduced: set[str]) -> Iterator[str]:
 def file_bytes(
     plan: FilePlan, rows: FinishedBatch, results: Sequence[Shapes], states: Sequence[Shapes] = ()
 ) -> tuple[int, int]:
-    """Return the bytes of a file: of its numbers, exactly; and of its structure, about.
+    """Return (the exact bytes of the file's numbers, the approximate bytes of its structure).
 
     Args:
-        plan: What will be stored; with its layout and number format.
-        rows: Any batch: how blocks are structured decides how they are stored.
+        plan: The plan of the file.
+        rows: Any batch; the structure of its blocks decides the forms of the columns.
         results: {name: (shape, dtype)} of the aggregates of each reduced chain.
-        states: {key: (shape, dtype)} of each reducer whose state is kept.
+        states: {key: (shape, dtype)} of each reducer whose state is stored.
     """
-    found: list[tuple[Array, str, str]] = []  # the parameter's name, and that of a factor
+    found: list[tuple[Array, str, str]] = []  # (data set, parameter name, factor name)
     for path, form in forms_of(plan, rows).items():
         name = "" if path.startswith("/samples/") else path.rpartition("/")[2]
         made = columns_of(path, form, plan.n, len(rows))

@@ -1,9 +1,9 @@
-"""The journal beside `OUT.h5.part`: which rows are committed, after an fsync of them.
+"""The journal of an unfinished `OUT.h5.part`: it records the rows that are safely on the disk.
 
-`OUT.h5.part.progress` holds everything a run needs to go on that is not in whole chunks of rows:
-how many rows are complete, those of them that do not fill a chunk yet, the reducers' states, the
-file's structure, and the checksums of the chunks. It is replaced as a whole: there is the old or
-the new. It is an .npz of a header, JSON, and of arrays by their number.
+`OUT.h5.part.progress` has the data that a run needs to resume. These are the number of complete
+rows, the rows that do not fill a chunk yet, the reducers' states, the file's structure, and the
+checksums of the chunks. Each commit syncs the rows and then replaces the journal atomically. The
+journal is an .npz file with a JSON header and numbered arrays.
 """
 
 import io
@@ -29,14 +29,14 @@ from gradscope.storage.plan import FilePlan, States, differences
 from gradscope.storage.write.region import Mark, Regions
 
 COMMIT_SECONDS = 1.0
-COMMIT_SHARE = 20  # a commit may take one part in so many of the time
-COMMIT_SPEED = 2**28  # bytes of states in a second, until one has shown how long it takes
-LONGEST = ".part.progress.tmp"  # what is put behind a name, and where it is the longest
+COMMIT_SHARE = 20  # commits may take 1/20 of the time
+COMMIT_SPEED = 2**28  # assumed bytes of states per second, before the first commit is timed
+LONGEST = ".part.progress.tmp"  # the longest suffix of a file's name while it is written
 
 
 @dataclass(frozen=True)
 class Paths:
-    """The final file and what lies beside it while it is written."""
+    """The paths of the final file, the unfinished file and the journal."""
 
     final: Path
 
@@ -55,17 +55,17 @@ class Paths:
 class Structure:
     """A copy of all bytes of an unfinished file that are not rows.
 
-    Appending rows never changes them, unless these are compressed. What does (completing the file,
-    giving a parameter another layout) can be stopped halfway: then the copy is put back.
+    Appending rows does not change these bytes, unless rows are compressed. Completing the file or
+    changing a parameter's layout does. If such a change is interrupted, the copy is restored.
     """
 
-    size: int  # the file's bytes
-    pieces: np.ndarray  # (m, 2) int64, where each piece of it begins and ends in the file
-    data: np.ndarray  # uint8, the pieces one behind the other
+    size: int  # the file's size in bytes
+    pieces: np.ndarray  # (m, 2) int64, start and stop of each piece of structure in the file
+    data: np.ndarray  # uint8, the concatenated pieces
 
     @classmethod
     def of(cls, descriptor: int, regions: Regions) -> "Structure":
-        """Copy what lies between the rows of a file that is not open in HDF5."""
+        """Copy all bytes outside the rows of a file, which must not be open in HDF5."""
         size = os.fstat(descriptor).st_size
         taken = joined([region.extents for region in regions.by_path.values()])
         pieces = list(gaps(taken, size))
@@ -73,7 +73,7 @@ class Structure:
         return cls(size, np.array(pieces, np.int64), np.frombuffer(data, np.uint8))
 
     def put_back(self, descriptor: int) -> None:
-        """Make the file's structure what it was."""
+        """Restore the structure of the file."""
         position = 0
         for start, stop in self.pieces.tolist():
             write(descriptor, self.data[position : position + stop - start].data, start)
@@ -83,42 +83,43 @@ class Structure:
 
 @dataclass(frozen=True)
 class Point:
-    """The file as it was after a batch."""
+    """The state of the file after a batch."""
 
-    completed: int = 0  # the rows that are there
-    # a copy of the reducers' states after them; None where they are too large to copy
+    completed: int = 0  # the number of complete rows
+    # a copy of the reducers' states after these rows, or None if they are too large to copy
     states: States | None = field(default_factory=dict)
-    marks: Mapping[str, Mark] = field(default_factory=dict)  # where every region stood, by path
+    marks: Mapping[str, Mark] = field(default_factory=dict)  # {path: mark of the region}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a journal says of a stopped run."""
+    """The content of a journal."""
 
-    point: Point  # how far it had come. Of its marks, tail and overflowed alone are right
+    point: Point  # the last commit; in its marks, only tail and overflowed are valid
     identity: dict[str, Any]  # `FilePlan.identity` of the run
     structure: Structure  # the file's structure
-    records: np.ndarray  # (m, 3) int64: offset, size and CRC-32C of what is complete, by offset
-    replaces: bool = False  # whether the run was told to replace the final file that is there
+    # (m, 3) int64: offset, size and CRC-32C of the complete chunks, sorted by offset
+    records: np.ndarray
+    replaces: bool = False  # whether the run was started with overwrite
 
     @classmethod
     def load(cls, path: Path) -> "Entry | None":
-        """Read a journal; None when there is none."""
+        """Return the journal at `path`, or None if the file does not exist."""
         try:
             data = path.read_bytes()
         except FileNotFoundError:
             return None
         try:
-            with np.load(io.BytesIO(data)) as found:  # which compares its checksums
+            with np.load(io.BytesIO(data)) as found:  # verifies the archive's checksums
                 header = json.loads(found["header"].tobytes())
                 arrays = [found[str(k)] for k in range(len(found.files) - 1)]
         except MemoryError:
             raise
         except Exception as error:
             raise OutputError(
-                "the record of what is complete is damaged",
+                "this file, which records the finished rows of a stopped run, is damaged",
                 where=str(path),
-                remedy="Start again with overwrite=True, or put back a copy of it.",
+                remedy="Start again with overwrite=True, or restore a copy of the file.",
             ) from error
         states: dict[str, dict[str, torch.Tensor]] = {owner: {} for owner in header["owners"]}
         for owner, key in header["keys"]:
@@ -132,7 +133,7 @@ class Entry:
         return cls(point, header["identity"], structure, arrays[2], header["replaces"])
 
     def save(self, path: Path) -> None:
-        """Write the journal to `path`, which is replaced only when it is on the disk."""
+        """Write and sync the journal, then replace the file at `path`."""
         point, states = self.point, self.point.states or {}
         kept = {p: m for p, m in point.marks.items() if len(m.tail) or m.overflowed}
         keys = [(owner, key) for owner, state in states.items() for key in state]
@@ -157,33 +158,33 @@ class Entry:
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
-            sync_folder(path)  # what is written next may not fit to the record before
+            sync_folder(path)  # the next rows may not match the previous journal
         finally:
             temporary.unlink(missing_ok=True)
 
 
 class Journal:
-    """The commits of one file."""
+    """Commits the progress of one file."""
 
     def __init__(self, paths: Paths, descriptor: int, plan: FilePlan, replaces: bool) -> None:
-        self.completed = 0  # the rows that the last commit made durable
-        # whether the disk has kept what it was given: once it failed, a second try may succeed
-        # without having written what the first one lost
+        self.completed = 0  # the number of rows in the last commit
+        # whether all writes to the disk succeeded. After a failed sync, a second sync may succeed
+        # although data of the first are lost
         self.trusted = True
         self._paths, self._descriptor, self._plan = paths, descriptor, plan
         self._replaces = replaces
         self._last, self._cost = time.monotonic(), 0.0
 
     def is_due(self, size: int = 0) -> bool:
-        """Whether the last commit was long ago, measured by what it cost.
+        """Whether enough time has passed since the last commit, given the time of a commit.
 
-        Of the first nothing is known but the `size` of the states that it is to keep, in bytes.
+        For the first commit, the time is estimated from `size`, the bytes of the states.
         """
         cost = self._cost or size / COMMIT_SPEED
         return time.monotonic() - self._last >= max(COMMIT_SECONDS, COMMIT_SHARE * cost)
 
     def commit(self, point: Point, structure: Structure, records: np.ndarray) -> None:
-        """Make the rows durable, then say so."""
+        """Sync the rows, then save the journal."""
         begin = time.monotonic()
         with self.trusting():
             os.fsync(self._descriptor)
@@ -195,26 +196,26 @@ class Journal:
 
     @contextmanager
     def trusting(self) -> Iterator[None]:
-        """Report what goes wrong in the body, and trust the disk no more."""
+        """Convert errors in the body to an `OutputError`, and stop trusting the disk."""
         try:
             with writing(self._paths.final):
                 yield
         except OutputError as error:
             cause = error.__cause__
-            self.trusted = cause is not None and is_shortage(cause)  # the disk is not to blame
+            self.trusted = cause is not None and is_shortage(cause)  # not an error of the disk
             raise
 
 
 def recover(
     paths: Paths, descriptor: int, plan: FilePlan, *, overwrite: bool, resume: bool
 ) -> Entry | None:
-    """Bring the locked `.part` into the state to go on from; None: begin with an empty file."""
+    """Restore the locked `.part` to its last commit; return None if the run starts from zero."""
     unfinished = os.fstat(descriptor).st_size > 0
     if unfinished and not (overwrite or resume):
         raise OutputError(
-            "an unfinished file of a stopped run is there",
+            "an unfinished file of a stopped run exists",
             where=str(paths.part),
-            remedy="Give resume=True to go on with it, or overwrite=True to start again.",
+            remedy="Give resume=True to continue that run, or overwrite=True to start again.",
         )
     found = Entry.load(paths.progress) if unfinished and resume else None
     if overwrite and found is not None and found.identity != plan.identity:
@@ -232,19 +233,19 @@ def recover(
 
 
 def require_not_there(paths: Paths, descriptor: int, *, overwrite: bool) -> None:
-    """Check, with the `.part` locked, that nobody has put the final file in its place meanwhile."""
+    """Raise if another process has written the final file; the `.part` must be locked."""
     try:
         require_free(
             paths.final, overwrite=overwrite, what="another process has just written this file"
         )
     except OutputError:
         if os.fstat(descriptor).st_size == 0:
-            paths.part.unlink(missing_ok=True)  # it was made by being opened
+            paths.part.unlink(missing_ok=True)  # created when it was opened
         raise
 
 
 def require_intact(part: Path, descriptor: int, records: np.ndarray) -> None:
-    """Check that what is complete in an unfinished file is as `records` (m, 3) say."""
+    """Raise if complete chunks of an unfinished file differ from `records` (m, 3)."""
     offsets = damaged(descriptor, records)
     if len(offsets):
         with h5py.File(part, "r", locking=False) as file:
@@ -252,17 +253,17 @@ def require_intact(part: Path, descriptor: int, records: np.ndarray) -> None:
         raise OutputError(
             f"the unfinished file is damaged: {places} changed after they were written",
             where=str(part),
-            remedy="Look after the disk. Then start again with overwrite=True, or put back a copy "
-            f"of {part.name} and {part.name}.progress.",
+            remedy="Check the disk. Then start again with overwrite=True, or restore copies of "
+            f"{part.name} and {part.name}.progress and resume.",
         )
 
 
 def require_same(found: Any, wanted: Any, path: Path) -> None:
-    """Check that a file is of this run."""
+    """Raise if the identity of a file differs from this run's."""
     different = list(differences(found, wanted))
     if different:
         raise OutputError(
-            "this is another run: " + "; ".join(different),
+            "the file belongs to a run with different options or inputs: " + "; ".join(different),
             where=str(path),
-            remedy="Repeat the first run's options to resume it, or give overwrite=True.",
+            remedy="Give the same options and inputs to resume that run, or overwrite=True.",
         )

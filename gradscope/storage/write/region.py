@@ -1,7 +1,7 @@
-"""Regions: the rows of a data set as they come, cut into the chunks that the file has for them.
+"""Regions write the rows of a data set batch by batch and split them into its chunks.
 
-Rows that do not fill a chunk yet are held back: on the disk a chunk is either missing or whole,
-and what is held back is saved with the journal.
+On the disk, a chunk is either missing or whole. Rows that do not fill a chunk yet stay in memory
+and are saved with the journal.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,48 +33,48 @@ from gradscope.storage.format.seal import NO_RECORDS, Checks
 from gradscope.storage.plan import FinishedBatch
 from gradscope.storage.write.target import Target
 
-PART_BYTES = 2**23  # of dense rows made at a time: they are written while they are in the caches
-ASIDE = "replaced"  # a group of factors that have become dense, until the file is complete
+PART_BYTES = 2**23  # size of the dense rows formed at a time; they should fit into the CPU caches
+ASIDE = "replaced"  # the group for factors replaced by dense rows, until the file is complete
 
 _HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a region stands."""
+    """The progress of a region."""
 
-    position: int = 0  # bytes it has taken
-    # (m,) uint8, those of them that do not fill a chunk yet
+    position: int = 0  # the bytes added so far
+    # (m,) uint8, the last added bytes, which do not fill a chunk yet
     tail: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
-    overflowed: int = 0  # numbers so far that were finite but are too large for the stored format
-    sum: int = 0  # the CRC-32C of these bytes, where they lie in one piece
+    overflowed: int = 0  # the count of finite numbers that are too large for the stored format
+    sum: int = 0  # the CRC-32C of the added bytes, if storage is contiguous
 
 
 class Region:
-    """One data set (N, *shape) that is written from its beginning to its end."""
+    """One data set (N, *shape), written sequentially."""
 
     def __init__(self, dataset: h5py.Dataset) -> None:
         self.path = str(dataset.name)
         self.shape: Shape = tuple(int(s) for s in dataset.shape)
         self.dtype: torch.dtype = format_of(dataset)
         self.chunks = ChunkOffsets.of(dataset)
-        self.mark = Mark()  # where it stands; set it to go back
+        self.mark = Mark()  # the progress; set an earlier mark to go back
         self.table = np.zeros((self.chunks.count, RECORD), np.int64)  # offset, size, CRC-32C
         self.table[: len(self.chunks.offsets), :2] = self.chunks.extents
         self.row = self.chunks.size // self.shape[0] if self.shape and self.shape[0] else 0  # bytes
 
     def step(self, size: int, row: int = 0) -> int:
-        """Return how many rows of `row` bytes, whole chunks of them, take about `size` bytes."""
+        """Return the number of rows of `row` bytes in about `size` bytes, in whole chunks."""
         together = max(1, self.chunks.chunk // max(1, self.row))
         return max(1, size // max(1, row or self.row) // together) * together
 
     @property
     def extents(self) -> np.ndarray:
-        """Offset and size of all chunks that have a place, (m, 2) int64."""
+        """Offset and size of all allocated chunks, (m, 2) int64."""
         return self.table[self.table[:, 1] > 0, :2]
 
     def add(self, values: Tensor, target: Target) -> None:
-        """Write the next rows (n, *shape), in the stored format, as far as they fill chunks."""
+        """Add the next rows (n, *shape) in the stored format, and write the chunks they fill."""
         data, mark = as_bytes(values), self.mark
         if not (self.chunks.checked or self.chunks.packed):
             sum_ = crc32c(data.data, mark.sum)
@@ -99,13 +99,13 @@ class Region:
         self.mark = replace(mark, position=position, tail=tail)
 
     def write_tail(self, target: Target) -> None:
-        """Write what does not fill a chunk yet, for those who read before it does."""
+        """Write the tail, which does not fill a chunk yet, so that it can be read."""
         if len(self.mark.tail):
             start = self.mark.position - len(self.mark.tail)
             self._write([(start, self.mark.tail)], target)
 
     def records(self, mark: Mark, *, tail: bool = False) -> np.ndarray:
-        """Return offset, size and CRC-32C of what is complete at a mark, (k, 3) int64."""
+        """Return offset, size and CRC-32C of the complete chunks at a mark, (k, 3) int64."""
         if not mark.position:
             return NO_RECORDS
         if not (self.chunks.checked or self.chunks.packed):
@@ -114,7 +114,7 @@ class Region:
         return self.table[: count + (tail and len(mark.tail) > 0)]
 
     def start_at(self, mark: Mark, records: np.ndarray) -> None:
-        """Go on from a mark; `records` (m, 3) has the checksums of what is complete, by offset."""
+        """Continue from a mark; `records` (m, 3) has the complete chunks, sorted by offset."""
         known = np.append(records, [[np.iinfo(np.int64).max, 0, 0]], 0)
         found = known[np.searchsorted(records[:, 0], self.table[:, 0])]
         self.table[:, 2] = np.where(found[:, 0] == self.table[:, 0], found[:, 2], 0)
@@ -122,7 +122,7 @@ class Region:
         self.mark = replace(mark, sum=whole)
 
     def _write(self, chunks: Sequence[tuple[int, np.ndarray]], target: Target) -> None:
-        """Write chunks, each from a byte of the data set on."""
+        """Write chunks, given as (first byte in the data set, data)."""
         numbers = [self.chunks.number(start) for start, _ in chunks]
         if self.chunks.packed:
             for number, (start, data) in zip(numbers, chunks, strict=True):
@@ -135,7 +135,7 @@ class Region:
 def copy_rows(
     item: h5py.HLObject, checks: Checks, region: Region, n: int, target: Target, path: Path
 ) -> None:
-    """Write n rows of a data set, or of factors as dense rows, into the file `path`."""
+    """Copy n rows of a data set, or of factors as dense rows, into a region of the file `path`."""
     step = region.step(TILE_BYTES)
     for start in range(0, n, step):
         stop = min(start + step, n)
@@ -146,13 +146,13 @@ def copy_rows(
 
 
 class Scratch:
-    """Memory that is used again for each format: fresh pages cost five times as much."""
+    """Reusable memory for each dtype: new pages take five times as long."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def take(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory of any content, which is given out again by the next call."""
+        """Return uninitialized memory; the next call returns the same memory."""
         buffer, size = self._held.get((dtype, device)), prod(shape)
         if buffer is None or buffer.numel() < size:
             buffer = self._held[dtype, device] = torch.empty(size, dtype=dtype, device=device)
@@ -161,7 +161,7 @@ class Scratch:
 
 @dataclass(frozen=True)
 class ParameterRegions:
-    """The regions of one parameter's rows: one of them if dense, else one for each factor."""
+    """The regions of one parameter's rows: one region if dense, else one for each factor."""
 
     kind: str | None
     shape: Shape
@@ -169,7 +169,7 @@ class ParameterRegions:
     scratch: Scratch
 
     def fits(self, block: Block) -> bool:
-        """Whether it can hold this block: of its shape, with factors of the same kind and sizes."""
+        """Whether the block has the shape of the regions, and factors of their kind and sizes."""
         found = block.factors() if self.kind and block.kind == self.kind else None
         factors = {} if found is None else found.tensors
         if block.shape != self.shape or (self.kind and found is None):
@@ -181,10 +181,10 @@ class ParameterRegions:
         )
 
     def add(self, block: Block, target: Target) -> None:
-        """Write a block's rows: its factors, or tiles of dense rows unless they are in memory."""
+        """Write a block's rows: its factors, or dense rows, formed in tiles if necessary."""
         if self.kind is not None:
             found = block.factors()
-            assert found is not None  # it fits
+            assert found is not None  # checked by fits()
             for name, factor in found.tensors.items():
                 self._add(self.regions[name], factor, target)
             return
@@ -193,7 +193,7 @@ class ParameterRegions:
             region.add(block.dense_if_formed, target)
             return
         if block.dtype in _HALVES and block.dense_if_formed is None:
-            block = block.to(torch.float32)  # rounded once, and what overflows is counted
+            block = block.to(torch.float32)  # rounds once, and overflow is counted
         row = prod(block.shape) * block.dtype.itemsize
         step = region.step(PART_BYTES, row)
         for at in range(0, block.n, step):
@@ -205,7 +205,7 @@ class ParameterRegions:
             self._add(region, rows, target)
 
     def _add(self, region: Region, values: Tensor, target: Target) -> None:
-        """Write `values` in the stored format, having counted what is too large for it."""
+        """Write `values` in the stored format, and count finite numbers that overflow."""
         if values.dtype != region.dtype:
             made = self.scratch.take(tuple(values.shape), region.dtype, values.device)
             made.copy_(values)
@@ -217,16 +217,16 @@ class ParameterRegions:
 
 @dataclass(frozen=True)
 class Regions:
-    """All regions of a file: where the parts of a batch go."""
+    """All regions of a file."""
 
     by_path: dict[str, Region]  # every data set that is written
     tables: tuple[dict[str, Region], ...]  # the columns of /samples and of /norms
-    # {parameter: ParameterRegions} for each chain; empty for a reduced one
+    # {parameter: ParameterRegions} for each chain; empty for a reduced chain
     chains: tuple[dict[str, ParameterRegions], ...]
 
     @classmethod
     def of(cls, file: h5py.File) -> "Regions":
-        """Return the regions of a file that is laid out."""
+        """Return the regions of a laid-out file."""
         found = {path: Region(dataset) for path, dataset in datasets(file)}
         scratch, chains = Scratch(), file["chains"]
 
@@ -255,34 +255,34 @@ class Regions:
 
     @property
     def without_aside(self) -> "Regions":
-        """The same, but for factors that have become dense."""
+        """The regions without factors that were replaced by dense rows."""
         own = {k: r for k, r in self.by_path.items() if not k.startswith(f"/{ASIDE}/")}
         return replace(self, by_path=own)
 
     @property
     def marks(self) -> dict[str, Mark]:
-        """Where every region stands, by path."""
+        """{path: mark of the region}."""
         return {path: region.mark for path, region in self.by_path.items()}
 
     def return_to(self, marks: Mapping[str, Mark]) -> None:
-        """Go back to where regions stood."""
+        """Set regions back to earlier marks."""
         for path, mark in marks.items():
             self.by_path[path].mark = mark
 
     def take_over(self, others: "Regions") -> None:
-        """Go on where those regions of another file stand that are the same here."""
+        """Copy marks and tables from `others` for the paths that both have."""
         for path in self.by_path.keys() & others.by_path.keys():
             own, other = self.by_path[path], others.by_path[path]
             own.mark, own.table = other.mark, other.table
 
     def records(self, marks: Mapping[str, Mark], *, tails: bool = False) -> np.ndarray:
-        """Return offset, size and CRC-32C of what is complete at `marks`, by offset (m, 3)."""
+        """Return offset, size and CRC-32C of the complete chunks at `marks`, sorted, (m, 3)."""
         found = (r.records(marks[path], tail=tails) for path, r in self.by_path.items())
         table = np.concatenate([NO_RECORDS, *found])
         return table[np.argsort(table[:, 0])]
 
     def misfits(self, rows: FinishedBatch) -> list[str]:
-        """Return the paths of columns that cannot hold their blocks."""
+        """Return the paths of columns whose form does not fit their blocks."""
         return [
             f"/chains/{k}/{escape(name)}"
             for k, gradients in enumerate(rows.chains)
@@ -291,11 +291,12 @@ class Regions:
         ]
 
     def add(self, rows: FinishedBatch, target: Target) -> None:
-        """Write one batch, and return when it is written."""
+        """Write one batch and flush it."""
         for table, columns in zip(self.tables, (rows.samples, rows.norms), strict=True):
             if set(table) != set(columns):
                 raise OutputError(
-                    f"this batch has the columns {sorted(columns)}, the first {sorted(table)}"
+                    f"this batch has the columns {sorted(columns)}, but the first batch had "
+                    f"{sorted(table)}"
                 )
             for name, values in columns.items():
                 table[name].add(values.to(table[name].dtype), target)

@@ -1,13 +1,14 @@
-"""The unfinished file: HDF5 writes it, through a file object of ours.
+"""The unfinished file, which HDF5 writes through a Python file object.
 
-HDF5 does not recover from a failure: it keeps the file open, tries again when the process ends,
-and crashes. So it is never told of one: the error is held back and raised when HDF5 is done. Some
-memory is kept for it to come to an end with. And it fills what it allocates with zeros, which would
-double the work: they become a hole in a sparse file, which reads the same, and is a valid chunk.
+HDF5 does not recover from a write error: it keeps the file open, tries again at the end of the
+process, and crashes. So the file object hides errors from HDF5 and raises them after HDF5 returns.
+A memory reserve lets HDF5 finish after a shortage. HDF5 also fills allocated space
+with zeros, which would double the writing. The file object leaves a hole in a sparse file instead;
+it reads as zeros and is a valid chunk.
 
-What was allocated when the file was laid out is written to its place past HDF5, a chunk with its
-checksum: the structure of the file stays as it was. Chunks that are to be compressed go through
-HDF5's filters, and the structure changes with every one of them.
+Uncompressed chunks are allocated when the file is laid out. They are written without HDF5, each
+with its checksum, so the file's structure does not change. Compressed chunks go through HDF5's
+filters, and each of them changes the structure.
 """
 
 import os
@@ -29,28 +30,28 @@ from gradscope.storage.format.files import begin_writeback, read_into, write
 from gradscope.storage.format.layout import CHECKSUM_BYTES
 
 _THREADS = 2
-_RUN_BYTES = 2**21  # what a thread takes at once
-_AT_ONCE = 2**18  # less is not worth a thread
+_RUN_BYTES = 2**21  # bytes per task of a thread
+_AT_ONCE = 2**18  # fewer bytes are written without threads
 _HOLE = 4096  # shorter runs of zeros are written
-_ROW = 1024  # 32-bit numbers a row of a table, two words each
-_TILE = 64  # rows at a time: they and their parts stay in the cache
+_ROW = 1024  # 32-bit numbers in a table row, two 16-bit words each
+_TILE = 64  # rows per tile, which fits into the CPU cache with its parts
 _LOW, _HALF = np.uint32(0xFFFF), np.uint32(16)
 _PLACES = np.arange(2 * _ROW, dtype=np.int64)
 _own = threading.local()
 
 
 class _SilentFile:
-    """A file object for h5py over a descriptor, which raises nothing."""
+    """A file object over a descriptor for h5py; it never raises."""
 
     def __init__(self, descriptor: int) -> None:
-        self.error: BaseException | None = None  # the first; nothing is written after it
-        self.sums: dict[int, int] | None = None  # CRC-32C of what was written by offset, if asked
-        self.closed = False  # it has nothing to do with the file any more, whatever HDF5 asks for
+        self.error: BaseException | None = None  # the first error; later writes are ignored
+        self.sums: dict[int, int] | None = None  # {offset: CRC-32C} of each write, if not None
+        self.closed = False  # if True, later calls from HDF5 do not access the file
         self._descriptor, self._position = descriptor, 0
         self._end = os.fstat(descriptor).st_size
 
     def check(self) -> None:
-        """Raise the error that was held back."""
+        """Raise the first error."""
         if self.error is not None:
             raise self.error
 
@@ -74,7 +75,7 @@ class _SilentFile:
         return self._position
 
     def readinto(self, buffer: memoryview) -> int:
-        """Fill `buffer`; beyond the end everything is zero."""
+        """Fill `buffer`; bytes beyond the end of the file are zero."""
         count = 0
         with self._holding():
             if not self.closed:
@@ -84,13 +85,13 @@ class _SilentFile:
         return len(buffer)
 
     def read(self, size: int) -> bytes:
-        """Return `size` bytes; h5py tells by this method that it is given a file."""
+        """Return `size` bytes; h5py recognizes a file object by this method."""
         found = bytearray(size)
         self.readinto(memoryview(found))
         return bytes(found)
 
     def write(self, data: memoryview) -> int:
-        """Write `data`, or leave a hole of zeros; nothing where something went wrong before."""
+        """Write `data`, or leave a hole for zeros; do nothing after an error."""
         with self._holding():
             if self.sums is not None:
                 self.sums[self._position] = crc32c(data)
@@ -113,25 +114,25 @@ class _SilentFile:
         return size
 
     def flush(self) -> None:
-        """Do nothing: every write has already gone to the descriptor."""
+        """Do nothing, because writes are not buffered."""
 
 
 class Target:
-    """The HDF5 file behind a descriptor, opened when it is written to."""
+    """The HDF5 file of a descriptor; it is opened when first needed."""
 
     def __init__(self, descriptor: int) -> None:
-        # whether something was not written: what is on the disk is not all that HDF5 knew
+        # whether a write failed, so that the disk lacks data that HDF5 has written
         self.failed = False
         self.descriptor = descriptor
         self._driver: _SilentFile | None = None
         self._file: h5py.File | None = None
         self._datasets: dict[str, h5py.Dataset] = {}
         self._reserve = bytearray()
-        self._pool: Executor | None = None  # none is started for small files
+        self._pool: Executor | None = None  # started for large writes only
 
     @contextmanager
     def editing(self) -> Iterator[h5py.File]:
-        """Open the file for changes of its structure, or begin one in an empty file; close it."""
+        """Open the file to change its structure, or create it if empty; close it afterwards."""
         self.close()
         try:
             yield self._open_file()
@@ -139,10 +140,9 @@ class Target:
             self.close()
 
     def write_chunks(self, places: np.ndarray, chunks: Sequence[np.ndarray]) -> list[int]:
-        """Write chunks that have a place, offset and size (m, 2); return the CRC-32C of each.
+        """Write chunks at `places`, offset and size (m, 2); return the CRC-32C of each chunk.
 
-        They go to the disk from several threads: through HDF5 they would go from one, and a run
-        that stores rows would take longer.
+        Several threads write the chunks, which is faster than HDF5's single thread.
         """
         run = list(zip(places.tolist(), chunks, strict=True))
         if sum(map(len, chunks)) < _AT_ONCE:
@@ -153,22 +153,22 @@ class Target:
             self._pool.submit(_write_run, self.descriptor, run[a:b])
             for a, b in pairwise([0, *cuts.tolist(), len(run)])
         ]
-        wait(begun)  # all of them, also where one fails: the rows' memory is used again
+        wait(begun)  # even after an error, because the rows' memory is reused
         sums = [sum_ for one in begun for sum_ in one.result()]
         begin_writeback(self.descriptor, int(places[:, 0].min()), int(places.sum(1).max()))
         return sums
 
     def pack_chunk(self, path: str, start: int, data: np.ndarray) -> tuple[int, int, int]:
-        """Have HDF5 compress the chunk that begins at byte `start` of a data set, and place it.
+        """Compress and write the chunk that begins at byte `start` of a data set, with HDF5.
 
-        What is returned is its offset, its size and its CRC-32C.
+        Returns the chunk's offset, stored size and CRC-32C.
         """
         with self._closing_on_error():
             require_memory()
             if path not in self._datasets:
                 self._datasets[path] = self._open_file()[path]
             dataset, driver = self._datasets[path], self._driver
-            assert driver is not None  # it is open
+            assert driver is not None  # the file is open
             kind, inside = dataset.id.get_type(), dataset.id.get_space()
             first = tuple(map(int, np.unravel_index(start // kind.get_size(), dataset.shape)))
             chunk = zip(first, dataset.chunks, dataset.shape, strict=True)
@@ -183,7 +183,7 @@ class Target:
             return info.byte_offset, info.size, sums[info.byte_offset]
 
     def flush(self) -> None:
-        """Return when everything is with the operating system."""
+        """Pass all written data to the operating system."""
         if self._file is not None:
             with self._closing_on_error():
                 self._file.flush()
@@ -209,10 +209,10 @@ class Target:
 
     @contextmanager
     def _closing_on_error(self) -> Iterator[None]:
-        """Close the file where something goes wrong: HDF5 may need the memory that is kept."""
+        """Close the file after an error; HDF5 may need the reserved memory for that."""
         try:
             yield
-            assert self._driver is not None  # it is open
+            assert self._driver is not None  # the file is open
             self._driver.check()
         except BaseException:
             self.close()
@@ -224,13 +224,13 @@ class Target:
         self._reserve, driver = bytearray(RESERVE), _SilentFile(self.descriptor)
         access = h5p.create(h5p.FILE_ACCESS)
         access.set_fclose_degree(h5f.CLOSE_STRONG)
-        access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)  # older ones need kilobytes
-        access.set_sieve_buf_size(0)  # for each data set; and neither do chunks wait in memory
+        access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)  # older: KiB per data set
+        access.set_sieve_buf_size(0)  # no buffers and no chunk cache in memory
         slots, _, _, preemption = access.get_cache()
         access.set_cache(slots, 0, 0, preemption)
         access.set_fileobj_driver(fileobj_driver, driver)
         creation = h5p.create(h5p.FILE_CREATE)
-        creation.set_obj_track_times(False)  # the same run gives the same bytes
+        creation.set_obj_track_times(False)  # no times, so the same run writes the same bytes
         try:
             if os.fstat(self.descriptor).st_size:
                 made = h5f.open(b"result", h5f.ACC_RDWR, fapl=access)
@@ -238,21 +238,21 @@ class Target:
                 made = h5f.create(b"result", h5f.ACC_TRUNC, creation, access)
         except BaseException:
             driver.closed = True
-            driver.check()  # which says more than HDF5
+            driver.check()  # its error is more precise than HDF5's
             raise
         finally:
-            access.close()  # one that is left when the process ends crashes it
+            access.close()  # if left open, it crashes the process at exit
         self._file, self._driver = h5py.File(made), driver
         return self._file
 
 
 def _write_run(descriptor: int, run: Sequence[tuple[list[int], np.ndarray]]) -> list[int]:
-    """Write chunks, given with offset and size, and their Fletcher-32; return their CRC-32C."""
+    """Write ((offset, size), data) of each chunk with its Fletcher-32; return each CRC-32C."""
     sums = []
     for (offset, size), data in run:
         length = size - CHECKSUM_BYTES
         end = bytes(length - len(data)) + fletcher32(data, length)
-        sums.append(crc32c(end, crc32c(data.data)))  # of the memory, whatever the disk makes of it
+        sums.append(crc32c(end, crc32c(data.data)))  # from memory, not from the disk
         write(descriptor, data.data, offset)
         write(descriptor, end, offset + len(data))
     return sums
@@ -261,21 +261,21 @@ def _write_run(descriptor: int, run: Sequence[tuple[list[int], np.ndarray]]) -> 
 def fletcher32(data: np.ndarray, length: int) -> bytes:
     """Return HDF5's Fletcher-32 checksum of `data` (m,) uint8 and zeros up to `length`.
 
-    Over the n 16-bit words wᵢ of a chunk, it is Σ wᵢ and Σ (n − i) wᵢ, modulo 65535. HDF5 adds one
-    word after the other; here the words are a table, and the sums over its columns and rows give
-    both. Up to 128 MiB no sum overflows.
+    For the n 16-bit words wᵢ of a chunk, the checksum is Σ wᵢ and Σ (n − i) wᵢ, modulo 65535. HDF5
+    adds one word at a time. Here the words form a table, and both sums follow from the sums of its
+    columns and rows. No sum overflows for chunks of up to 128 MiB.
 
     Source: Fletcher 1982, doi:10.1109/TCOM.1982.1095369; `H5_checksum_fletcher32` of HDF5.
     """
-    columns = np.zeros((2, _ROW), np.uint32)  # of the even words, and of the odd ones
+    columns = np.zeros((2, _ROW), np.uint32)  # sums of the even words, and of the odd words
     rows = [np.zeros(0, np.uint32)]
-    if not hasattr(_own, "scratch"):  # of this thread: fresh pages would take most of the time
+    if not hasattr(_own, "scratch"):  # reused by this thread, because new pages are slow
         _own.scratch = np.empty((2, _TILE, _ROW), np.uint32)
     cut = len(data) // (4 * _ROW) * 4 * _ROW
     whole = data[:cut] if data.ctypes.data % 4 == 0 else data[:cut].copy()
     table = whole.view("<u4").reshape(-1, _ROW)
     tiles = [table[at : at + _TILE] for at in range(0, len(table), _TILE)]
-    if cut < len(data):  # zeros fill up the last row
+    if cut < len(data):  # the last row is padded with zeros
         last = np.zeros(4 * _ROW, np.uint8)
         last[: len(data) - cut] = data[cut:]
         tiles.append(last.view("<u4").reshape(1, _ROW))
@@ -295,9 +295,9 @@ def fletcher32(data: np.ndarray, length: int) -> bytes:
 
 
 def _folded(value: int) -> int:
-    """Return a sum modulo 65535 of words that HDF5 reads the other way round.
+    """Return a sum of words modulo 65535, for HDF5's byte order of words.
 
-    Swapping a word's bytes is a product with 256 modulo 65535. HDF5 folds carries in and so ends
-    with 65535 instead of 0, unless all words are 0.
+    Swapping a word's bytes multiplies it by 256 modulo 65535. HDF5 returns 65535 instead of 0,
+    unless all words are 0.
     """
     return value and (value * 256 % 65535 or 65535)

@@ -1,4 +1,4 @@
-"""Writing a result file: `OUT.h5.part` first, which becomes `OUT.h5` when complete and verified."""
+"""Writes a result file: `OUT.h5.part`, renamed to `OUT.h5` when complete and verified."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -35,26 +35,31 @@ from gradscope.storage.write.journal import (
 from gradscope.storage.write.region import ASIDE, Mark, Regions, copy_rows
 from gradscope.storage.write.target import Target
 
-KEEP_BYTES = 2**26  # states up to this size are copied with every batch, for a stop in between
+KEEP_BYTES = 2**26  # states up to this size are copied after every batch, in case the run stops
 
 
 @contextmanager
 def open_writer(
     path: str | Path, plan: FilePlan, overwrite: bool = False, resume: bool = False
 ) -> Iterator["Writer"]:
-    """Open a result file for writing; yields a `Writer`.
+    """Open a result file for writing; yield a `Writer`.
 
-    The work goes on in `path`.part. When the body ends without `finish`, by an exception or not,
-    what is complete is kept for `resume`; where nothing is, nothing stays behind. `overwrite`
-    replaces a file that is there, which stays untouched until the new one is complete; `resume`
-    goes on with an unfinished run of the same plan, or finds that nothing is left to do.
+    Rows are written to `path`.part. If the body ends without `finish`, complete rows are kept for
+    `resume`; a file without complete rows is removed.
+
+    Args:
+        path: The final file.
+        plan: The plan of the file.
+        overwrite: Replace an existing file when the new file is complete.
+        resume: Continue an unfinished run of the same plan. If the file is complete, the writer
+            has nothing left to do.
 
     Raises:
-        OutputError: The file cannot be written, is there already, or belongs to another run.
+        OutputError: The file cannot be written, exists already, or belongs to another run.
     """
     paths = Paths(Path(path))
     if plan.n < 1:
-        raise OutputError("there is no sample to store", where=str(path))
+        raise OutputError("the data set has no samples to store", where=str(path))
     require_place(paths.final, LONGEST)
     with writing(paths.final):
         is_done = _is_done(paths, plan, overwrite=overwrite, resume=resume)
@@ -86,8 +91,8 @@ class Writer:
         self._paths, self._plan, self._recovered = paths, plan, found
         self._done = is_done
         self._point = self._proved_point = Point() if found is None else found.point
-        # the rows that are in the file: a run that resumes goes on with this one, and with the
-        # reducers' states after them
+        # the number of rows in the file, and the reducers' states after them; a resumed run
+        # continues from here
         self.completed = plan.n if is_done else self._point.completed
         self.states: Any = self._point.states
         self._target = Target(descriptor)
@@ -100,16 +105,16 @@ class Writer:
     def append(
         self, rows: FinishedBatch, states: States | None = None, *, proved: bool = False
     ) -> None:
-        """Write one batch, whose rows follow those that are complete, and the states after it.
+        """Write the rows of the next batch, and the reducers' states after it.
 
-        States may be changed in place later: what is to be kept is copied or written before this
-        returns. To a batch that is `proved`, `go_back` may go back.
+        The caller may change states in place later, because they are copied or written here.
+        `go_back` returns to the last batch that was appended with `proved`.
         """
         n = len(rows)
         if self.completed + n > self._plan.n:
             raise OutputError(
-                f"rows {self.completed} to {self.completed + n} do not fit into a file of "
-                f"{self._plan.n} samples",
+                f"rows {self.completed} to {self.completed + n} exceed the {self._plan.n} samples "
+                "of the file",
                 where=str(self._paths.final),
             )
         with writing(self._paths.final, again=True):
@@ -134,10 +139,9 @@ class Writer:
                 self._commit(replace(self._point, states=states or {}))
 
     def go_back(self) -> tuple[int, dict[str, dict[str, Tensor]]]:
-        """Forget the batches after the last one that was proved; return rows and states left.
+        """Discard the batches after the last proved batch; return the remaining rows and states.
 
-        Where that is not possible (states too large to be kept twice, compressed rows, which lie
-        where they were put), the file begins anew.
+        If the states are too large to keep a copy, or rows are compressed, all rows are discarded.
         """
         point, regions = self._proved_point, self._regions
         with writing(self._paths.final):
@@ -161,14 +165,14 @@ class Writer:
         states: States | None = None,
         look: Inspect | None = None,
     ) -> None:
-        """Complete the file: verify it, and put it in its final place.
+        """Complete and verify the file, and rename it to its final path.
 
         Args:
             results: {chain: {name: (*shape)}} for the reduced chains.
             certificate: Stored as JSON.
             norm_attributes: {parameter: {attribute: value}}, for /norms.
-            states: {owner: {key: tensor}}, for /states: what files are merged from.
-            look: Called with the file while it is open for its verification.
+            states: {owner: {key: tensor}}, for /states, from which aggregates are merged.
+            look: Called with the open file when it is verified.
         """
         if self._done:
             return
@@ -176,11 +180,11 @@ class Writer:
             raise OutputError(
                 f"only {self.completed} of {self._plan.n} samples are complete",
                 where=str(self._paths.part),
-                remedy="Go on with resume=True.",
+                remedy="Give resume=True to compute the missing samples.",
             )
         with writing(self._paths.final):
             regions = self._ready(None)
-        if self._journal.is_due() or regions.packed:  # whose structure cannot be committed later
+        if self._journal.is_due() or regions.packed:  # a packed structure must be committed now
             self._commit_point()
         with self._journal.trusting():
             self._put_back(regions)
@@ -189,24 +193,24 @@ class Writer:
         self._done = True
 
     def close(self) -> None:
-        """Keep what is complete for `resume`; remove the file when that is nothing."""
+        """Keep complete rows for `resume`; remove the file if it has none."""
         with suppress(OutputError, MemoryError), writing(self._paths.final):
             self._target.close()
         is_known = not (self._target.failed and self._regions and self._regions.packed)
         if not self._done and self._journal.trusted and is_known:
-            with suppress(OutputError, MemoryError):  # the last commit still stands
+            with suppress(OutputError, MemoryError):  # the last commit remains valid
                 self._commit_point()
         if not self._done and self._journal.completed == 0:
-            with suppress(OSError):  # what stopped the run has been said
+            with suppress(OSError):  # the first error is the one to report
                 self._paths.progress.unlink(missing_ok=True)
                 self._paths.part.unlink(missing_ok=True)
 
     def _ready(self, rows: FinishedBatch | None) -> Regions:
-        """Return where everything goes; the first batch lays it out."""
+        """Return the regions; the first batch lays out the file."""
         if self._regions is not None:
             return self._regions
         if self._recovered is None:
-            assert rows is not None  # there is a first batch
+            assert rows is not None
             forms, batch_size = forms_of(self._plan, rows), len(rows)
             regions = lay_out(self._paths, self._target, self._plan, forms, batch_size)
             self._structure = Structure.of(self._target.descriptor, regions)
@@ -222,7 +226,7 @@ class Writer:
         return regions
 
     def _put_back(self, regions: Regions) -> None:
-        """Make the structure what it was when the file was laid out."""
+        """Restore the structure of the laid-out file."""
         self._target.close()
         if self._structure is not None and not regions.packed:
             self._structure.put_back(self._target.descriptor)
@@ -233,9 +237,9 @@ class Writer:
 
     def _commit(self, point: Point) -> None:
         regions = self._regions
-        assert self._structure is not None and regions is not None  # there are rows
+        assert self._structure is not None and regions is not None
         with writing(self._paths.final):
-            if regions.packed:  # chunks have come, and the structure with them
+            if regions.packed:  # new chunks have changed the structure
                 self._target.close()
                 self._structure = Structure.of(self._target.descriptor, regions)
             else:
@@ -243,10 +247,10 @@ class Writer:
         self._journal.commit(point, self._structure, regions.records(point.marks))
 
     def _densify(self, regions: Regions, columns: Sequence[str], batch_size: int) -> Regions:
-        """Give parameters whose blocks have changed their structure a dense layout.
+        """Convert columns whose blocks have changed their structure to a dense layout.
 
-        The old factors stay in the file, aside, until it is completed: should the run be stopped
-        before the change is recorded, they are still needed.
+        The old factors stay in the file until it is completed. They are needed if the run is
+        stopped before the change is committed.
         """
         target = self._target
         for path, region in regions.by_path.items():
@@ -255,7 +259,7 @@ class Writer:
         records = regions.records(regions.marks, tails=True)
         self._put_back(regions)
         before = Structure.of(self._target.descriptor, regions)
-        moved: dict[str, str] = {}  # where the old group of a column is
+        moved: dict[str, str] = {}  # {column: new path of its old group}
         try:
             with target.editing() as file:
                 aside = file.require_group(ASIDE)
@@ -280,15 +284,14 @@ class Writer:
             raise
         self._regions, self._structure = made, Structure.of(self._target.descriptor, made)
         self._point = replace(self._point, marks=made.marks)
-        self._proved_point = Point()  # rows up to there lie where they do no more
+        self._proved_point = Point()  # its rows have moved
         return made
 
 
 def _is_done(paths: Paths, plan: FilePlan, *, overwrite: bool, resume: bool) -> bool:
-    """Whether the complete file of this very run is there already.
+    """Whether the final file exists and is the complete result of this run.
 
-    With both `overwrite` and `resume`, what is of another run is replaced, and the rest gone on
-    with.
+    With both `overwrite` and `resume`, a file of another run is replaced.
     """
     require_free(paths.final, overwrite=overwrite or resume)
     if not paths.final.exists() or not resume:
@@ -300,15 +303,15 @@ def _is_done(paths: Paths, plan: FilePlan, *, overwrite: bool, resume: bool) -> 
         if overwrite:
             return False
         raise OutputError(
-            f"a file of another kind is in the way: {error.what}",
+            f"the existing file is not a valid result: {error.what}",
             where=str(paths.final),
             remedy="Choose another name, or give overwrite=True.",
         ) from error
     if found != plan.identity:
         entry = Entry.load(paths.progress) if paths.part.exists() and not overwrite else None
         if overwrite or (entry and entry.replaces and entry.identity == plan.identity):
-            return False  # this run was begun with overwrite, and stopped
+            return False  # this run was started with overwrite, and stopped
         require_same(found, plan.identity, paths.final)
     if not paths.part.exists():
-        paths.progress.unlink(missing_ok=True)  # left by a kill right after the file took its place
+        paths.progress.unlink(missing_ok=True)  # left if the process was killed after the rename
     return True
