@@ -73,7 +73,7 @@ def test_the_noise_is_added_all_the_same() -> None:
 def test_what_has_no_value_without_samples_is_refused(chain: str) -> None:
     with (
         gradscope.Scope(model(), "cross_entropy") as scope,
-        pytest.raises(DatasetError, match=r"holds no sample, and .* no value") as caught,
+        pytest.raises(DatasetError, match=r"is empty, and .* no value") as caught,
     ):
         scope.expectations(["sum", chain], *some(0))
     assert "Use the reducer sum" in str(caught.value)

@@ -214,7 +214,7 @@ def test_a_batch_that_no_parameter_has_a_part_in_is_zeros(backend: str, verify: 
         last = scope.per_sample_gradients(x[:5], masks[1, :5])
     assert norms[0].all() and torch.equal(norms[0], norms[2]) and not norms[1].any()
     assert all(len(row) == 5 and not row.any() for row in last.values())
-    with pytest.raises(ModelError, match="cut off from the graph"):
+    with pytest.raises(ModelError, match="detached from the autograd graph"):
         gradscope.norms(model, loss, x, masks[1], backend=backend)
 
 
@@ -325,5 +325,5 @@ def test_doubtful_answers_are_told() -> None:
     scope.norms(*stage.batches[0])
     scope.auditor.clock = stopped
     scope.norms(*stage.batches[1])
-    with pytest.raises(CertificateError, match="answers to 1 batches since the last that was prov"):
+    with pytest.raises(CertificateError, match="results of the 1 batches since the last proof"):
         scope.session.retry(lambda: rows_of(scope, 2, stage.batches[2], True))

@@ -711,7 +711,8 @@ def test_a_checkpoint_that_training_gives_no_gradient_is_told_of() -> None:
         rows = asked.per_sample_gradients(x, y)["a.weight"]
         assert rows.flatten(1).any(1).all()
         assert (
-            any("training gives its parameters none" in note for note in asked.notes) == reentrant
+            any("in training its parameters get no gradient" in note for note in asked.notes)
+            == reentrant
         )
 
 

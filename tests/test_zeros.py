@@ -53,7 +53,7 @@ def test_a_parameter_whose_use_was_kept_without_a_graph_is_named(backend, dtype)
     with gradscope.Scope(model, smooth, backend=backend) as scope:
         rows = scope.per_sample_gradients(X.to(dtype), Y.to(dtype))
         (note,) = [note for note in scope.notes if "reach" in note]
-        assert note.startswith("no loss of samples 0 to 2 reaches bias: the gradient is zero.")
+        assert note.startswith("no loss of samples 0 to 2 depends on bias: the gradient is zero.")
         assert "under torch.no_grad" in note
         assert not rows["bias"].any()
         model.train().eval()  # forgets what it kept
@@ -81,9 +81,9 @@ def test_a_gradient_that_is_zero_by_its_values_is_told_apart(backend):
     model = Net(_adapted, **layers, spare=nn.Linear(2, 2, bias=False))
     nn.init.zeros_(model.up.weight)
     lost, zero = notes(model, backend)[0]
-    assert lost.startswith("no loss of samples 0 to 2 reaches spare.weight: ")
+    assert lost.startswith("no loss of samples 0 to 2 depends on spare.weight: ")
     assert zero == (
-        "the losses of samples 0 to 2 reach down.weight, down.bias, and each gradient there is "
+        "the losses of samples 0 to 2 depend on down.weight, down.bias, but each gradient is "
         "exactly zero"
     )
 
@@ -94,7 +94,7 @@ def test_a_branch_that_no_sample_takes_is_told_with_the_samples():
 
     model = Net(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4))
     (note,), rows = notes(model)
-    assert note.startswith("no loss of samples 0 to 2 reaches b.weight, b.bias: ")
+    assert note.startswith("no loss of samples 0 to 2 depends on b.weight, b.bias: ")
     assert not rows["b.weight"].any() and rows["a.weight"].any()
 
 
@@ -145,7 +145,7 @@ def run(tmp_path, forked):
 
 def test_the_command_line_says_it_on_stderr_once(run):
     done = run("Net")
-    said = "no loss of samples 0 to 3 reaches spare.weight, spare.bias: the gradient is zero."
+    said = "no loss of samples 0 to 3 depends on spare.weight, spare.bias: the gradient is zero."
     assert done.code == 0
     assert done.err.count(said) == 1 and said in done.out
     assert "proved" not in done.err

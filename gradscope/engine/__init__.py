@@ -1,1 +1,1 @@
-"""Evaluation with proof: a session, a pass over batches, the certificate and its audits."""
+"""Evaluation with proof: the session, passes over batches, the certificate and audits."""

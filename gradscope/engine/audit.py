@@ -1,9 +1,9 @@
-"""Which of the batches after the first are audited, and how closely.
+"""Audits: the choice of the batches after the first that are proved.
 
-One of every 64 batches, drawn by the seed, and the last batch are proved whole: about a thirtieth
-of the work. The choice depends on the seed alone, so the same run records the same audits. A batch
-of a new size, or computed in a new way, is proved whole, too. If time permits (a twentieth of the
-run), further batches are proved whole, or one sample of them alone.
+The auditor proves one of every 64 batches, chosen by the seed, and the last batch. This is about a
+thirtieth of the work. The choice depends only on the seed, so the same run records the same audits.
+The auditor also proves each batch of a new size, or computed by new code. If time permits (5 % of
+the run), it proves further batches, or compares one sample of a batch with a batch of one.
 """
 
 import hashlib
@@ -15,31 +15,31 @@ from typing import Any
 from gradscope.core.texts import count
 from gradscope.engine.certificate import Certificate
 
-SHARE = 0.04  # of the time that audits may take: a twentieth with what goes with them
-WINDOW = 64  # batches, of which one is audited
-_SINGLES = 32  # samples of a batch, at most, that are evaluated alone
-_SAVED = 0.1  # seconds that are not lost while the caller does other things
+SHARE = 0.04  # the share of the time for audits; about 5 % with their overhead
+WINDOW = 64  # one of this many batches is audited
+_SINGLES = 32  # samples of an audited batch that are evaluated alone, at most
+_SAVED = 0.1  # seconds of unused audit time that are kept, at least
 
 
 @dataclass(frozen=True)
 class Audits:
-    """The batches of a run that were audited, its first batch included."""
+    """The audited batches of a run, including the first batch."""
 
     batches: int = 0
-    proved: int = 0  # batches that were proved whole, of those that every equal run proves
-    audited: tuple[tuple[int, int], ...] = ()  # first and last positions, neighbours as one
-    error: float = 0.0  # the largest relative error of Σ wᵢ gᵢ among them
-    parameter: str = ""  # where it was
-    unproved: tuple[str, ...] = ()  # whose gradient was no more than rounding in one of them
-    proves: bool = False  # some gradient of them was not zero
-    more: int = 0  # other batches that were proved whole, since there was time for it
-    singles: int = 0  # other batches of which one sample was compared with a batch of one
+    proved: int = 0  # batches proved whole, without those that depend on the time
+    audited: tuple[tuple[int, int], ...] = ()  # spans (first, last) of positions, joined
+    error: float = 0.0  # the largest relative error of Σ wᵢ gᵢ
+    parameter: str = ""  # the parameter with the largest error
+    unproved: tuple[str, ...] = ()  # parameters whose gradient was only rounding in some batch
+    proves: bool = False  # whether a proved batch had a nonzero gradient
+    more: int = 0  # further batches proved whole, because there was time
+    singles: int = 0  # further batches with one sample compared with a batch of one
 
     def with_proof(self, proof: Certificate) -> "Audits":
-        """Add a batch that was proved whole."""
+        """Return the audits with a further batch that was proved whole."""
         worst, first, last = proof.completeness, *proof.positions
         larger, spans = worst.error >= self.error, self.audited
-        if spans and spans[-1][0] <= first <= spans[-1][1] + 1:  # it follows, or repeats
+        if spans and spans[-1][0] <= first <= spans[-1][1] + 1:  # adjacent or overlapping
             *_, (first, known) = spans
             spans, last = spans[:-1], max(known, last)
         return replace(
@@ -53,14 +53,14 @@ class Audits:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the same run always finds, as plain data."""
+        """Return the audits that do not depend on the time, as plain data."""
         document = asdict(self)
         del document["more"], document["singles"]
         return document
 
     @classmethod
     def of_json(cls, document: Mapping[str, Any]) -> "Audits":
-        """Return what `to_json` gave; further keys are ignored."""
+        """Return the audits stored by `to_json`; unknown keys are ignored."""
         known = {
             field.name: document[field.name] for field in fields(cls) if field.name in document
         }
@@ -72,31 +72,31 @@ class Audits:
         """The audits in one line."""
         whole = self.proved + self.more
         said = f"{whole:,} of {count(self.batches, 'batch')} audited"
-        return f"{said}, of {self.singles:,} more a sample alone" if self.singles else said
+        return f"{said}, and one sample of {self.singles:,} further" if self.singles else said
 
 
 @dataclass(frozen=True)
 class AuditPlan:
-    """How much of a batch an audit proves: nothing, all of it, or single samples."""
+    """The extent of an audit: nothing, the whole batch, or single samples."""
 
-    whole_batch: bool = False  # all of it is proved
-    singles: int = 0  # samples that are compared with a batch of one
-    recorded: bool = False  # the same run does so every time
+    whole_batch: bool = False  # whether the whole batch is proved
+    singles: int = 0  # the number of samples that are compared with a batch of one
+    recorded: bool = False  # whether the same run always does this audit
 
 
 @dataclass
 class Auditor:
-    """Decides which batches are audited, and watches the time that audits take."""
+    """Chooses the batches to audit, and limits the time for audits."""
 
-    seed: int  # of which batches are audited
-    verify: str = "audit"  # with "always" every batch is proved, and recorded
+    seed: int  # chooses the batches
+    verify: str = "audit"  # with "always", every batch is proved and recorded
     clock: Callable[[], float] = time.perf_counter
     audits: Audits = field(default_factory=Audits)
-    _sizes: set[int] = field(default_factory=set)  # numbers of samples that were seen
-    # seconds that it took last to prove a batch, besides single samples
+    _sizes: set[int] = field(default_factory=set)  # batch sizes so far
+    # seconds of the last proof of a batch, without single samples
     _batch_seconds: float = 0.0
-    _sample_seconds: float = 0.0  # and to evaluate one sample alone
-    _credit: float = 0.0  # seconds that audits may take by now
+    _sample_seconds: float = 0.0  # seconds of the last evaluation of one sample alone
+    _credit: float = 0.0  # seconds available for audits
     _last: float = 0.0
 
     def __post_init__(self) -> None:
@@ -105,8 +105,8 @@ class Auditor:
     def begin(
         self, n: int, ordinal: int, *, last: bool, new: bool, proof: Certificate | None
     ) -> AuditPlan:
-        """Return what the audit of a batch is to prove; nothing of a batch with a `proof`."""
-        if proof is not None and not self._batch_seconds:  # which took kernels for the first time
+        """Return the plan for the audit of a batch; a batch with a `proof` needs no audit."""
+        if proof is not None and not self._batch_seconds:  # slow, because it warmed up kernels
             self._batch_seconds, self._sample_seconds = proof.seconds / 3, proof.seconds / 10
         new = new or n not in self._sizes
         self._sizes.add(n)
@@ -121,11 +121,11 @@ class Auditor:
         if recorded:
             spare = (self._credit - batch) / sample if sample else 0.0
             return AuditPlan(True, max(1, min(n, _SINGLES, int(spare))), recorded=True)
-        left = self._credit - 1.5 * batch  # which is kept for the last batch
+        left = self._credit - 1.5 * batch  # this time is reserved for the last batch
         return AuditPlan(new or left >= batch + sample, int(new or left >= sample))
 
     def end(self, plan: AuditPlan, proof: Certificate | None) -> None:
-        """Count a batch, and the time since `begin`."""
+        """Record a batch and the time since `begin`."""
         now, audits = self.clock(), self.audits
         took, self._last = now - self._last, now
         self._credit -= took
@@ -145,12 +145,12 @@ class Auditor:
 
 
 def is_chosen(ordinal: int, seed: int) -> bool:
-    """Whether a batch is proved whole in any case: the first, and one of each 64 after 64."""
+    """Whether the seed selects a batch: the first, and one of every 64 after the first 64."""
     window, place = divmod(ordinal, WINDOW)
     return ordinal == 0 or (window > 0 and derive_seed(seed, window) % WINDOW == place)
 
 
 def derive_seed(*words: int) -> int:
-    """Return a random number that is the same for the same words."""
+    """Return a pseudorandom number that depends only on the words."""
     digest = hashlib.sha256(" ".join(map(str, words)).encode()).digest()
     return int.from_bytes(digest[:7], "little")

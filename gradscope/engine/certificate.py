@@ -1,13 +1,15 @@
 """The certificate: the proof that the numbers of a batch are right.
 
-Completeness: Σᵢ wᵢ gᵢ equals the gradient of Σᵢ wᵢ Lᵢ for every parameter, with the samples in
-other batches. The weights are random, of both signs, so rows cannot have changed places. Agreement:
-a few samples, drawn at random, equal a batch of one, which catches coupling and a wrong scale.
-Independence: a sample's loss is the same in other batches and alone, and has no gradient by the
-inputs of other samples. Finiteness: samples that are not finite are known. State: what the forward
-pass changes in the model is found, and put back.
+- Completeness: Σᵢ wᵢ gᵢ equals the gradient of Σᵢ wᵢ Lᵢ for every parameter, computed with the
+  samples in other batches. The weights are random, with both signs, so exchanged rows are detected.
+- Agreement: a few samples, drawn at random, equal a batch of one. This detects coupling and a wrong
+  scale.
+- Independence: a sample's loss is the same alone and in other batches, and has no gradient with
+  respect to the inputs of other samples.
+- Finiteness: samples that are not finite are flagged.
+- State: changes that the forward pass makes to the model are found and undone.
 
-The same code proves a sharded model, on all its processes together; see `engine.reference`.
+The same code proves a sharded model on all its processes together; see `engine.reference`.
 """
 
 import time
@@ -62,30 +64,30 @@ from gradscope.model.independence import (
 from gradscope.model.problem import Problem
 from gradscope.model.rounding import all_in_float64, computed_in, fits_in_float64, same
 
-_PARTS = 8  # other batches of a first proof, besides single samples; an audit takes two
-_SINGLES = 3  # samples that a first proof compares with a batch of one; an audit takes one
-_COPIED = 2**26  # bytes of a model that is always copied to float64 for `hooks`
-_FLOOR = {torch.float64: 1e-5, torch.float32: 1e-2}  # of the largest norm: smaller count as this
+_PARTS = 8  # number of other batches in a first proof; an audit uses two
+_SINGLES = 3  # samples that a first proof compares with a batch of one; an audit compares one
+_COPIED = 2**26  # with `hooks`, models up to this size in bytes are copied to float64
+_FLOOR = {torch.float64: 1e-5, torch.float32: 1e-2}  # lower limit of norms, relative to the largest
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was proved, on which samples; its positions are those in the data set."""
+    """The result of a proof; positions are positions in the data set."""
 
     backend: str
     dtype: str  # the precision in which both checks passed
     samples: int
-    positions: tuple[int, int]  # of the first and the last sample
+    positions: tuple[int, int]  # positions of the first and the last sample
     nonfinite: int  # samples without a finite gradient; these are flagged, not examined
-    completeness: LargestError  # Σ wᵢ gᵢ against the gradient of Σ wᵢ Lᵢ
-    agreement: LargestError  # single samples against batches of one
-    compared: tuple[int, ...]  # positions of these
-    unused: tuple[str, ...]  # parameters that no sample's loss here reaches: their rows are zero
-    unproved: tuple[str, ...]  # whose gradient is no more than rounding, so that nothing is proved
-    proves: bool  # some gradient is not zero: a batch of zeros proves nothing of others
-    seconds: float  # that the proof took
-    phases: Mapping[str, float]  # seconds that the evaluation and each part of the proof took
-    noun: str = "sample"  # what has a row: sample or token; for the verdict alone
+    completeness: LargestError  # Σ wᵢ gᵢ compared with the gradient of Σ wᵢ Lᵢ
+    agreement: LargestError  # single samples compared with batches of one
+    compared: tuple[int, ...]  # positions of the single samples
+    unused: tuple[str, ...]  # parameters whose rows are all zero in this batch
+    unproved: tuple[str, ...]  # parameters whose gradient is only rounding, so it is not proved
+    proves: bool  # whether a gradient is not zero; a batch of zeros is no proof for other batches
+    seconds: float  # time of the proof
+    phases: Mapping[str, float]  # seconds of the evaluation and of each part of the proof
+    noun: str = "sample"  # the word for a row in the verdict: sample or token
 
     def to_json(self) -> dict[str, Any]:
         """Return the certificate as plain data, for the result file."""
@@ -94,9 +96,9 @@ class Certificate:
 
     @property
     def sum_differs(self) -> bool:
-        """Whether all samples are right alone, and yet do not sum to the batch's gradient.
+        """Whether every sample agrees alone, but their sum differs from the batch's gradient.
 
-        A layer that scales its gradient by its batch causes that (scale_grad_by_freq), or a hook.
+        The cause is a layer that scales its gradient by the batch (scale_grad_by_freq), or a hook.
         """
         everyone = len(self.compared) == self.samples - self.nonfinite
         return everyone and self.agreement.passed and not self.completeness.passed
@@ -107,7 +109,7 @@ class Certificate:
         if self.sum_differs:
             return (
                 f"passed: all {len(self.compared)} {self.noun}s alone to "
-                f"{self.agreement.error:.0e} ({self.dtype}); they do not sum to the batch's "
+                f"{self.agreement.error:.0e} ({self.dtype}); their sum differs from the batch's "
                 f"gradient of {self.completeness.parameter!r}, which a layer or a hook scales by "
                 "the batch"
             )
@@ -120,23 +122,23 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a backend has said of a batch, to be proved."""
+    """The evaluation of a batch by a backend, which is to be proved."""
 
     problem: Problem
     backend: str
     batch: Batch
     evaluation: Evaluation
     _: KW_ONLY
-    own_loss: bool = False  # samples may be coupled; a row is of the sample's loss in its batch
-    seed: int = 0  # of what is drawn at random
-    singles: int = 1  # samples that are compared with a batch of one
-    trains: bool = False  # an earlier answer had gradients, so that all of these may well be zero
-    phases: dict[str, float] = field(default_factory=dict)  # seconds that each part took so far
+    own_loss: bool = False  # samples may be coupled; rows are gradients of losses in the batch
+    seed: int = 0  # seed of the random choices
+    singles: int = 1  # number of samples that are compared with a batch of one
+    trains: bool = False  # whether an earlier batch had gradients; then all may be zero here
+    phases: dict[str, float] = field(default_factory=dict)  # {phase: seconds} so far
 
     def uncached(self) -> "Answer":
-        """Return the same, with nothing computed from it yet.
+        """Return a copy without cached results.
 
-        What a proof computes stays out of the answer: whether there is one must not show in it.
+        The proof must not change the evaluation that it proves.
         """
         gradients = self.evaluation.gradients
         return replace(self, evaluation=replace(self.evaluation, gradients=gradients.of(gradients)))
@@ -146,7 +148,7 @@ class Answer:
         return _timed(self.phases, phase)
 
     def select(self, rows: Tensor) -> "Answer":
-        """Return the answer about the samples at positions `rows` (m,)."""
+        """Return the answer for the samples at indices `rows` (m,)."""
         if torch.equal(rows, torch.arange(len(self.batch))):
             return self
         evaluation = self.evaluation
@@ -172,25 +174,25 @@ def certify(
     seed: int = 0,
     trains: bool = False,
 ) -> tuple[Evaluation, Certificate]:
-    """Evaluate a batch and prove the answer, or raise.
+    """Evaluate a batch and prove the result, or raise.
 
-    A model that turns out to carry something from call to call is asked again from the beginning,
-    now that it is put back every time.
+    If the proof finds that the model keeps state between calls, the batch is evaluated again. From
+    then on, that state is restored after every call.
 
     Args:
-        problem: What `evaluate` is bound to.
-        backend: The name of the backend it comes from.
+        problem: The problem to which `evaluate` is bound.
+        backend: The name of the backend.
         evaluate: The bound backend.
         batch: Any samples.
         own_loss: Samples may be coupled; a row is the gradient of the sample's loss in its batch.
-        seed: Of what is drawn at random.
-        trains: An earlier batch had gradients: another may have none.
+        seed: The seed of the random choices.
+        trains: Whether an earlier batch had gradients; then all gradients may be zero here.
 
     Raises:
         CertificateError: A check failed.
         CoupledSamplesError: A sample's loss depends on other samples.
-        ModelError: The losses are cut off from every parameter.
-        UnsupportedError: The forward pass is random, or changes what cannot be put back.
+        ModelError: The losses do not depend on any parameter.
+        UnsupportedError: The forward pass is random, or changes state that cannot be restored.
     """
     attempt = partial(_attempt, problem, backend, evaluate, batch, own_loss, seed, trains)
     known = problem.state.change_count
@@ -214,7 +216,7 @@ def _attempt(
     seed: int,
     trains: bool,
 ) -> tuple[Evaluation, Certificate]:
-    """Evaluate a batch and prove the answer; see `certify`."""
+    """Evaluate a batch and prove the result; see `certify`."""
     with problem.state.watching(), _custom_functions_named(problem, batch):
         phases: dict[str, float] = {}
         try:
@@ -222,7 +224,7 @@ def _attempt(
                 found = evaluate(batch, PROVED)
         except (ModelError, RefusedError):
             if not own_loss:
-                require_independent(problem, batch)  # where they are coupled, say so
+                require_independent(problem, batch)  # its error is more precise
             raise
         answer = Answer(
             problem,
@@ -239,25 +241,25 @@ def _attempt(
 
 
 def prove(answer: Answer, after: Certificate | None = None) -> Certificate:
-    """Prove an answer that a backend has given, or raise; see `certify`.
+    """Prove a backend's answer, or raise; see `certify`.
 
     Args:
         answer: The answer.
-        after: The proof of an earlier batch. Then the same samples in two other batches suffice,
-            unless they give rise to doubt.
+        after: The proof of an earlier batch. The samples are then compared in only two other
+            batches, unless these differ.
     """
     begun = time.perf_counter()
     answer = answer.uncached()
     problem, batch = answer.problem, answer.batch
     rows, finite = _examined_rows(answer)
     completeness, agreement, chosen = NOTHING, NOTHING, rows[:0]
-    with unmeasured():  # nothing is measured for the proof's sake
+    with unmeasured():  # kernels are not timed in a proof
         if problem.any(finite):
             found = _compare_with_autograd(answer.select(rows), after)
             if finite:
                 completeness, agreement, chosen = found[0], found[1], rows[found[2]]
         _require_finite_together(answer)
-        if after is None:  # shortcuts do not depend on the numbers
+        if after is None:  # the first proof also checks the shortcuts of blocks
             with answer.timed("shortcuts"):
                 require_consistent(answer.backend, answer.evaluation.gradients, chosen)
         if answer.own_loss:
@@ -280,10 +282,10 @@ def _certificate(
     chosen: Tensor,
     begun: float,
 ) -> Certificate:
-    """Return the certificate; the samples at positions `chosen` agreed with batches of one."""
+    """Return the certificate; `chosen` are the samples that were compared with batches of one."""
     problem, batch, rows = answer.problem, answer.batch, answer.evaluation.gradients
     unused = tuple(name for name, value in rows.squared_norms.items() if not bool(value.any()))
-    some = len(unused) < len(rows)  # gradients are not zero
+    some = len(unused) < len(rows)  # whether a gradient is not zero
     if not problem.any(some or answer.trains):
         _require_graph(answer)
     finite = finite_samples(answer.evaluation)
@@ -307,7 +309,7 @@ def _certificate(
 
 
 def prove_samples(answer: Answer) -> None:
-    """Prove some samples of an answer, drawn at random: alone, loss and gradient are the same."""
+    """Compare a few samples of an answer, drawn at random, with batches of one; raise if wrong."""
     answer = answer.uncached()
     rows, finite = _examined_rows(answer)
     draw = torch.Generator().manual_seed(answer.seed)
@@ -318,11 +320,11 @@ def prove_samples(answer: Answer) -> None:
 
 
 def _examined_rows(answer: Answer) -> tuple[Tensor, bool]:
-    """Return positions (m,) of the samples that a proof examines, and whether they are finite.
+    """Return indices (m,) of the samples that a proof examines, and whether they are finite.
 
-    These are the finite samples. A process of a sharded model examines as many samples as every
-    other process, so that all make the same passes. It repeats finite samples, or takes samples
-    that are not finite, and ignores what is found of them.
+    These are the finite samples. With a sharded model, each process examines the same number of
+    samples, so that all make the same passes. A process with fewer finite samples repeats them. A
+    process without finite samples examines nonfinite samples and ignores the result.
     """
     rows, n = finite_samples(answer.evaluation).cpu().nonzero().flatten(), len(answer.batch)
     if answer.problem.model_parallel is None:
@@ -332,25 +334,25 @@ def _examined_rows(answer: Answer) -> tuple[Tensor, bool]:
 
 
 def _require_graph(answer: Answer) -> None:
-    """Refuse losses that are cut off from every parameter, as by a slip: all rows are zero."""
+    """Raise if the losses do not depend on any parameter."""
     if not answer.problem.losses(answer.batch).requires_grad:
         raise ModelError(
-            "the losses do not depend on any parameter: they are cut off from the graph",
+            "the losses do not depend on any parameter: they are detached from the autograd graph",
             where="the model or its loss",
-            remedy="Look for detach, .data, .item(), numpy, torch.no_grad or inference_mode in the "
-            "forward pass and in the loss.",
+            remedy="Remove detach, .data, .item(), numpy, torch.no_grad or inference_mode from the "
+            "forward pass and the loss.",
         )
 
 
 def _compare_with_autograd(
     answer: Answer, after: Certificate | None
 ) -> tuple[LargestError, LargestError, Tensor]:
-    """Return completeness, agreement of single samples, and the positions of these.
+    """Return completeness, agreement of single samples, and the indices of these samples.
 
-    The reference is the gradient of the same samples in other batches, some of them alone. If all
-    of it is right, so is every sample. The unchanged batch is evaluated for its losses, and for
-    their gradients by the inputs. After an earlier proof `hooks` needs no such evaluation: its
-    losses are those of the batch. Other backends may never have seen the samples together.
+    The reference is the gradient of the same samples in other batches, some of them alone. The
+    unchanged batch is also evaluated for its losses, and for the gradients with respect to its
+    inputs. After an earlier proof, `hooks` does not need this, because it computes its losses in
+    the unchanged batch. Other backends may evaluate the samples separately.
     """
     draw = torch.Generator().manual_seed(answer.seed)
     chosen = torch.randperm(len(answer.batch), generator=draw)[: answer.singles]
@@ -359,20 +361,20 @@ def _compare_with_autograd(
     groups, alone = everyone, 0
     if not answer.own_loss and (after is None or len(batch) == 1):
         alone = len(chosen)
-    if not answer.own_loss:  # how many are alone depends on the time there is: not in the sums
+    if not answer.own_loss:  # audits have no singles here, as their number depends on the time
         groups = _groups(answer, chosen[:alone], draw)
     objective = Objective.in_groups(batch, weights, groups)
     with answer.timed("regrouped batches"):
         try:
             right, agreed = _in_groups(answer, objective, groups, alone)
-        except ModelError:  # it does not take any number of samples
+        except ModelError:  # the model does not support every batch size
             if not tolerated(problem):
                 raise
             groups, objective = everyone, together
             right, agreed = _in_groups(answer, together, everyone, 0)
     known = groups is not everyone
     proved = after is not None and answer.backend == "hooks"
-    if known and (proved or problem.model_parallel is not None):  # it gives none by its inputs
+    if known and (proved or problem.model_parallel is not None):  # no gradients of inputs needed
         require_unaffected(problem, batch, answer.evaluation.losses, seed=answer.seed)
     else:
         with answer.timed("independence"):
@@ -383,7 +385,7 @@ def _compare_with_autograd(
         other = (lambda: together.evaluate(problem)[1]) if known else None
         completeness = compare_claim(problem, claim, objective, right, other, small)
         del right
-        if known and answer.backend != "hooks":  # which reads the batch's graph
+        if known and answer.backend != "hooks":  # hooks computes with the batch's own graph
             batched = _compare_batch_sum_in_float64(answer, weights, groups) or _compare_batch_sum(
                 answer, claim, draw, small
             )
@@ -392,7 +394,7 @@ def _compare_with_autograd(
     if problem.any(agreed is None):
         agreement = _compare_singles(answer, chosen)
     scaled = problem.model_parallel is None and not completeness.passed and agreement.passed
-    if scaled and len(chosen) < len(batch):  # every sample is right if a layer scales by the batch
+    if scaled and len(chosen) < len(batch):  # a layer may scale its gradient by the batch
         chosen = torch.arange(len(batch))
         agreement = _compare_singles(answer, chosen)
         if agreement.passed and not answer.own_loss:
@@ -401,10 +403,10 @@ def _compare_with_autograd(
 
 
 def _groups(answer: Answer, alone: Tensor, draw: torch.Generator) -> list[Tensor]:
-    """Return the positions of an answer's samples in other batches, some `alone`; see `regrouped`.
+    """Return indices of an answer's samples in other batches, some `alone`; see `regrouped`.
 
-    They depend on the number of samples and on `draw` only where the model is sharded, so that all
-    processes have as many.
+    With a sharded model, the groups depend only on the number of samples and on `draw`, so that all
+    processes have the same number of groups.
     """
     if answer.problem.model_parallel is not None:
         return regrouped(answer.batch, draw, alone.tolist(), outstanding=0)
@@ -416,7 +418,7 @@ def _compare_batch_sum_in_float64(
 ) -> LargestError | None:
     """Compare a batch's gradient with the sum of its groups' gradients, in float64.
 
-    None if the answer is in float64 anyway, or if the model does not run in it.
+    Returns None if the model is already in float64, or does not run in float64.
     """
     problem, batch = answer.problem, answer.batch
     if problem.precision == torch.float64 or not fits_in_float64(problem):
@@ -432,7 +434,7 @@ def _compare_batch_sum_in_float64(
 def _compare_batch_sum(
     answer: Answer, claim: Claim, draw: torch.Generator, small: frozenset[str]
 ) -> LargestError:
-    """Compare the sum of the rows with the gradient of their batch, in the model's own dtype."""
+    """Compare the sum of the rows with the gradient of their batch, in the model's dtype."""
     problem, batch, weights = answer.problem, answer.batch, claim.weights
     order = torch.randperm(len(batch), generator=draw)
     moved = Objective.in_one_batch(batch.select(order), weights[order.to(weights.device)])
@@ -444,17 +446,17 @@ def _compare_batch_sum(
 def _in_groups(
     answer: Answer, objective: Objective, groups: Sequence[Tensor], alone: int
 ) -> tuple[dict[str, Tensor], LargestError | None]:
-    """Return ∇ Σ wᵢ Lᵢ of samples in groups, and how the first `alone` of them agree, single ones.
+    """Return ∇ Σ wᵢ Lᵢ of samples in groups, and the agreement of the first `alone` groups.
 
-    The agreement is None if no sample is alone, or if single samples must be compared again: their
-    losses or gradients differ, as where a hook of the user's is not linear in the weight.
+    These groups have a single sample. The agreement is None if `alone` is 0 or a group differs. The
+    samples are then compared again without weights, because a user's hook may be nonlinear.
     """
     problem, losses = answer.problem, answer.evaluation.losses
     found: list[Tensor] = []
     total: dict[str, Tensor] = {}
     checks: list[LargestError] = []
     with other_random_numbers():
-        for loss, own in objective.parts(problem):  # enumerate would hold on to a gradient
+        for loss, own in objective.parts(problem):  # enumerate would keep a reference to `own`
             k = len(found)
             rows = groups[k].to(losses.device)
             if k < alone and not problem.any(
@@ -473,11 +475,11 @@ def _in_groups(
 
 
 def _require_own_losses(answer: Answer, *, known: bool) -> None:
-    """Evaluate a batch as it is; refuse samples whose losses are not their own.
+    """Evaluate the unchanged batch; raise if losses differ or depend on other samples.
 
     Args:
-        answer: The losses to compare with.
-        known: Whether the samples in other batches have the same losses.
+        answer: The answer with the losses.
+        known: Whether the samples are known to have the same losses in other batches.
     """
     problem, batch, losses = answer.problem, answer.batch, answer.evaluation.losses
     if answer.own_loss:
@@ -496,9 +498,9 @@ def _require_own_losses(answer: Answer, *, known: bool) -> None:
 
 
 def _require_finite_together(answer: Answer) -> None:
-    """Refuse samples whose losses are finite in their batch alone, as by their variance.
+    """Raise if a loss that the backend found nonfinite is finite in the unchanged batch.
 
-    They are examined no further, and only `hooks` evaluates the batch as it is.
+    The remaining checks skip nonfinite samples, and only `hooks` evaluates the unchanged batch.
     """
     lost = ~answer.evaluation.losses.isfinite()
     if bool(lost.any()) and not answer.own_loss and answer.backend != "hooks":
@@ -517,7 +519,7 @@ def finite_samples(evaluation: Evaluation) -> Tensor:
 
 
 def _weights(answer: Answer, draw: torch.Generator) -> Tensor:
-    """Draw weights (n,) of both signs that let every sample count, however small its gradient."""
+    """Draw weights (n,) of both signs; samples with small gradients get larger weights."""
     norms = answer.evaluation.gradients.norms.detach()
     size = 0.5 + torch.rand(len(norms), generator=draw, dtype=torch.float64)
     signs = torch.randint(0, 2, (len(norms),), generator=draw) * 2 - 1
@@ -528,7 +530,10 @@ def _weights(answer: Answer, draw: torch.Generator) -> Tensor:
 
 
 def _refuse_losses(answer: Answer, batch: Batch, found: Tensor, right: Tensor) -> None:
-    """Refuse losses (m,) of a backend that are not those of an ordinary evaluation: say why."""
+    """Raise an error that explains why a backend's losses (m,) differ from `right`.
+
+    Returns if the difference is only rounding.
+    """
     require_deterministic(answer.problem, batch)
     if answer.problem.model_parallel is not None:
         return require_same_losses(answer.problem, batch, found, right)
@@ -550,16 +555,16 @@ def _refuse_losses(answer: Answer, batch: Batch, found: Tensor, right: Tensor) -
             f"rounding changes the loss of {sample.description} from {one} alone to {many} in a "
             "batch: a choice of the model (top-k, argmax, a threshold) depends on the last digits",
             where="the model or its loss",
-            remedy="Compute in float64, where values that nearly tie are told apart: "
-            'model.double(), or dtype = "float64" in a run file.',
+            remedy="Compute in float64, which separates nearly equal values: model.double(), or "
+            'dtype = "float64" in a run file.',
         )
     given, own = unequal(float(found[worst]), float(right[worst]))
-    what = f"gives the loss {given}, the model by itself {own}"
+    what = f"gives the loss {given}, but the model alone gives {own}"
     raise contradiction(answer.backend, what, sample.description)
 
 
 def _require_sum_of_singles(answer: Answer, claim: Claim) -> None:
-    """Compare a claim with batches of one, where the batch as a whole has another gradient."""
+    """Compare a claim with the sum of batches of one; for layers that scale by the batch."""
     problem, batch = answer.problem, answer.batch
     rows = [torch.tensor([k]) for k in range(len(batch))]
     right = {name: torch.zeros_like(claim.value(name)) for name in claim.gradients}
@@ -571,10 +576,10 @@ def _require_sum_of_singles(answer: Answer, claim: Claim) -> None:
 
 
 def _require_scaled(answer: Answer, check: LargestError) -> None:
-    """Refuse rows that are right one by one and do not add up to the gradient of their batch.
+    """Raise if no layer or hook explains why right rows do not sum to the batch's gradient.
 
-    A layer that scales its gradient by its batch may cause that (scale_grad_by_freq), or a hook of
-    the user's on a gradient. Anything else is a share of one sample in another's gradient.
+    A layer may scale its gradient by the batch (scale_grad_by_freq), or a user's hook may change a
+    gradient. Otherwise a sample contributes to another sample's gradient.
     """
     problem, batch = answer.problem, answer.batch
     with _Hooks() as hooks:
@@ -585,8 +590,8 @@ def _require_scaled(answer: Answer, check: LargestError) -> None:
     ):
         return
     raise CoupledSamplesError(
-        f"the gradient of the batch by parameter {check.parameter!r} is not the sum of its "
-        f"samples' gradients: the relative error is {check.error:.2e}",
+        f"the batch's gradient of parameter {check.parameter!r} is not the sum of its samples' "
+        f"gradients: the relative error is {check.error:.2e}",
         where="the model or its loss",
         remedy=coupled_remedy(None, batch, problem.model),
     )
@@ -594,7 +599,7 @@ def _require_scaled(answer: Answer, check: LargestError) -> None:
 
 @contextmanager
 def _custom_functions_named(problem: Problem, batch: Batch) -> Iterator[None]:
-    """Let a custom autograd function be blamed where gradients mix samples and losses do not."""
+    """Report a custom autograd function if gradients are coupled but losses are not."""
     try:
         yield
     except CoupledSamplesError as error:
@@ -604,10 +609,9 @@ def _custom_functions_named(problem: Problem, batch: Batch) -> Iterator[None]:
 
 
 def _require_rows_alone(answer: Answer, chosen: Tensor) -> None:
-    """Refuse own-loss rows that are not those of a batch of one, where losses are independent.
+    """Raise if own-loss rows differ from batches of one although losses are independent.
 
-    A custom autograd function is to blame, whose backward pass mixes what its forward pass keeps
-    apart.
+    The cause is a custom autograd function whose backward pass mixes samples.
     """
     problem, batch = answer.problem, answer.batch
     names = _custom_functions(problem, batch)
@@ -618,13 +622,13 @@ def _require_rows_alone(answer: Answer, chosen: Tensor) -> None:
 
 
 def _custom_functions(problem: Problem, batch: Batch) -> str:
-    """Return the names of the custom autograd functions that losses are computed by."""
+    """Return the names of the custom autograd functions in the graph of the losses."""
     nodes = filter(internals.is_custom, _nodes(problem.losses(batch)))
     return ", ".join(dict.fromkeys(internals.kind(node).removesuffix("Backward") for node in nodes))
 
 
 def _are_independent(problem: Problem, batch: Batch) -> bool:
-    """Whether the losses of a batch are shown not to depend on other samples."""
+    """Whether a check shows that the losses of a batch do not depend on other samples."""
     losses = problem.losses(batch).detach()
     try:
         require_independent(problem, batch, losses)
@@ -636,16 +640,16 @@ def _are_independent(problem: Problem, batch: Batch) -> bool:
 def _no_derivative(functions: str) -> UnsupportedError:
     return UnsupportedError(
         "the backward pass of a custom autograd function is not the derivative of its forward "
-        "pass when samples have unequal weights: no loss depends on other samples, but its "
-        "gradient does",
+        "pass when samples have unequal weights: no loss depends on other samples, but gradients "
+        "do",
         where=f"torch.autograd.Function {functions}",
-        remedy="Let its backward use the whole incoming gradient, entry by entry, whatever its "
-        "strides are (start with grad.contiguous()). torch.autograd.gradcheck shows the error.",
+        remedy="In backward, use every entry of the incoming gradient, with any strides (start "
+        "with grad.contiguous()). torch.autograd.gradcheck shows the error.",
     )
 
 
 class _Hooks(TorchFunctionMode):
-    """Notices hooks that a forward pass registers on tensors."""
+    """Detects hooks that a forward pass registers on tensors."""
 
     registered = False
 
@@ -657,12 +661,12 @@ class _Hooks(TorchFunctionMode):
 
 
 def _nodes(losses: Tensor) -> tuple[Node, ...]:
-    """Return the operations that losses (n,) were computed by."""
+    """Return the nodes of the autograd graph of losses (n,)."""
     return tuple(trace(losses).nodes) if losses.requires_grad else ()
 
 
 def _worst(checks: Sequence[LargestError]) -> LargestError:
-    """Return the check that is nearest to failing, with what all of them say of rounding."""
+    """Return the check nearest to failing, with the widest dtype and all `small` parameters."""
     if not checks:
         return NOTHING
     worst = max(checks, key=lambda check: check.rank)
@@ -672,7 +676,7 @@ def _worst(checks: Sequence[LargestError]) -> LargestError:
 
 
 def _compare_singles(answer: Answer, chosen: Tensor) -> LargestError:
-    """Compare samples with batches of one, or with their own losses in their batch."""
+    """Compare samples with batches of one, or with own-loss gradients in their batch."""
     problem, batch, losses = answer.problem, answer.batch, answer.evaluation.losses
     require_once = cache(lambda: require_independent(answer.problem, batch))
 
@@ -696,7 +700,7 @@ def _compare_singles(answer: Answer, chosen: Tensor) -> LargestError:
 def _compare_single(
     answer: Answer, sample: int, weight: Tensor, right: Mapping[str, Tensor]
 ) -> LargestError:
-    """Compare a sample's gradient times its weight (1,) with what is right."""
+    """Compare a sample's gradient times its weight (1,) with the reference `right`."""
     problem, batch = answer.problem, answer.batch
     claim = Claim.of_one(answer.evaluation.gradients.select(slice(sample, sample + 1)), weight)
     if answer.own_loss:
@@ -723,5 +727,5 @@ def _require_passed(check: LargestError, what: str, backend: str, batch: Batch) 
 
 
 def _digits(dtype: str) -> int:
-    """Return how many bits a number of a named format has."""
+    """Return the number of bits in a dtype's name."""
     return int("".join(filter(str.isdigit, dtype)) or 0)

@@ -1,4 +1,4 @@
-"""Chains bound with the files that they name: code, stored vectors, states of optimisers."""
+"""Binding of chains, which reads the files they name: code, stored vectors, optimiser states."""
 
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,11 @@ from gradscope.storage import find_chain, open_file
 
 
 def stored_vector(reference: str) -> Vector:
-    """Read the stored aggregate FILE.h5:CHAIN, where CHAIN is the chain's text or its number."""
+    """Read the stored aggregate FILE.h5:CHAIN; CHAIN is the chain's text or number."""
     path, _, name = reference.rpartition(".h5:")
     if not path:
-        remedy = "Write FILE.h5:K, K the number or the text of a chain with a reducer in that file."
-        raise SpecError(f"{reference!r} names no stored vector", remedy=remedy)
+        remedy = "Give FILE.h5:K; K is the number or the text of a chain with a reducer."
+        raise SpecError(f"{reference!r} does not name a stored vector", remedy=remedy)
     with open_file(f"{path}.h5") as file:
         if chain := find_chain(file, name, reduced=True):
             values = {}
@@ -32,8 +32,8 @@ def stored_vector(reference: str) -> Vector:
             return Vector(values, reference)
         known = [f"{k} ({c.text})" for k, c in enumerate(file.chains) if c.reduced]
     raise SpecError(
-        f"there is no reduced chain {name!r} in the file",
-        remedy=f"Reduced chains in it: {', '.join(known) or 'none'}.",
+        f"the file has no chain {name!r} with a reducer",
+        remedy=f"Its chains with a reducer: {', '.join(known) or 'none'}.",
     )
 
 
@@ -51,7 +51,7 @@ def bind(text: Chained, *, reduced: bool = False) -> Chain:
     """Bind a chain and read the files that it names; see `gradscope.stages.chain.bind`.
 
     Raises:
-        SpecError: A name is unknown, an argument does not fit, or a second reducer follows.
+        SpecError: A name is unknown, an argument is invalid, or a second reducer follows.
         InputError: A file that a stage names cannot be read.
     """
     return chain.bind(text, reduced=reduced, readers=READERS)

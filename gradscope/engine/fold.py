@@ -1,6 +1,6 @@
-"""One pass over batches for several chains: each batch is evaluated, and added to their states.
+"""A pass over batches for several chains: each batch is evaluated and added to their states.
 
-Work that chains share is done once. The states are kept by an `Accumulator`.
+Work that chains share is done once. An `Accumulator` holds the states.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -37,38 +37,38 @@ def fold(
     ordinal: int | None = None,
     count: int | None = None,
 ) -> tuple[Accumulator[K], int]:
-    """Evaluate batches and accumulate them by the reducers of chains.
+    """Evaluate batches and accumulate them with the reducers of chains.
 
     Args:
-        session: Evaluates.
-        batches: Of samples, one after the other; one without samples is left out.
-        chains: With reducers, by any key.
-        sink: Is given each batch with its evaluation, before it is reduced.
-        request: What is asked of each batch, by the sink too; if None, what the chains ask.
-        ordinal: The number of the first batch in its run; counted when not given.
-        count: How many batches there are until the run ends, if it does: the last is audited.
+        session: Evaluates the batches.
+        batches: Batches of samples; empty batches are skipped.
+        chains: {key: chain with a reducer}.
+        sink: Called with each batch and its evaluation before it is reduced.
+        request: The request for each batch, including the sink's; by default the chains' request.
+        ordinal: The number of the first batch in its run; counted if not given.
+        count: The number of batches until the end of the run, whose last batch is audited.
 
     Returns:
-        The states by key, and how many samples without a finite gradient were left out. After a
-        single batch a state is as the reducer has made it, after several it is in float64.
+        The states by key, and the number of skipped samples without a finite gradient. After a
+        single batch, a state has the reducer's dtypes; after several batches, it is in float64.
 
     Raises:
-        RefusedError: No backend has an exact, proved answer.
-        NonFiniteError: A gradient is not finite, and that is to be an error.
+        RefusedError: No backend gives an exact, proved result.
+        NonFiniteError: A gradient is not finite, with nonfinite="fail".
     """
     every = [*chains.values()]
     asked = request_of(every) if request is None else request
     total, skipped = Accumulator({key: reducer_of(chain) for key, chain in chains.items()}), 0
     for k, batch in enumerate(batches):
         if is_empty(batch):
-            continue  # it changes no state
+            continue
         total.carry()
         number = None if ordinal is None else ordinal + k
         evaluation = session.evaluate(batch, asked, ordinal=number, last=k + 1 == count)
         if sink is not None:
             sink(batch, evaluation)
         starts, left_out = _states_after_batch(session, every, batch, evaluation)
-        del evaluation  # before the next one
+        del evaluation  # release memory before the next evaluation
         total.add(dict(zip(chains, starts, strict=False)), carry=False)
         del starts
         skipped += left_out
@@ -78,7 +78,7 @@ def fold(
 def _states_after_batch(
     session: Session, chains: Sequence[Chain], batch: Batch, evaluation: Evaluation
 ) -> tuple[list[State], int]:
-    """Return chains' states after one batch, none where no sample is usable; how many are not."""
+    """Return the chains' states after one batch (none if no sample is usable), and the skipped."""
     if session.labels.mode != "exact":
         found = _start_states_if_finite(chains, evaluation)
         if found is not None:
@@ -96,15 +96,19 @@ def prepare_chains(
     batches: Callable[[], Iterable[Batch]],
     batches_left: int | None = None,
 ) -> tuple[Chain, ...]:
-    """Try reducers in parts, and run the earlier passes that chains need (`center`).
+    """Check reducers on split samples, and run the earlier passes that chains need (`center`).
 
-    All passes of one round are run in one.
+    Chains that need an earlier pass at the same stage share it.
 
     Args:
-        session: Evaluates.
-        chains: Any.
-        batches: Starts a pass over the data.
-        batches_left: How many batches are to come in all, if that is known.
+        session: Evaluates the batches.
+        chains: Any chains.
+        batches: Returns a new iterator over the data.
+        batches_left: The number of batches of the run, if known.
+
+    Raises:
+        CertificateError: A reducer's result depends on how samples are split into batches.
+        SpecError: No sample has a finite gradient in an earlier pass.
     """
     for chain in chains:
         chain.prepare(session.problem)
@@ -112,9 +116,9 @@ def prepare_chains(
     for chain in untried if session.settings.verify != "never" else ():
         session.checked_chains.add(chain.text)
         found = depends_on_split(reducer_of(chain))
-        what = f"samples in several batches have another result ({found}) than in one"
-        if found is not None and ".py:" in chain.text:  # a user's own reducer is only named
-            session.notes.append(f"{chain.text}: {what}: see its `merge`")
+        what = f"the result ({found}) changes when the same samples are split into batches"
+        if found is not None and ".py:" in chain.text:  # only a note for a user's reducer
+            session.notes.append(f"{chain.text}: {what}: check its `merge`")
         elif found is not None:
             raise CertificateError(what, where=f"chain {chain.text!r}")
     ready = tuple(map(session.labels.chain, chains))
@@ -130,7 +134,9 @@ def prepare_chains(
             if text in total.states:
                 means[text] = chain.finish(total.result(text))
         if not means:
-            raise SpecError("no sample has a finite gradient, so there is nothing to start from")
+            raise SpecError(
+                "no sample has a finite gradient, so the earlier pass over the data has no result"
+            )
         ready = tuple(
             chain
             if chain.first_pass is None
@@ -143,10 +149,10 @@ def prepare_chains(
 
 
 def state_of_none(problem: Problem, chain: Chain) -> State:
-    """Return a chain's state of no sample: zeros, where its reducer takes sums over samples.
+    """Return a chain's state without samples: zeros, if its reducer computes sums.
 
     Raises:
-        DatasetError: Its result is not defined then, such as a mean.
+        DatasetError: The result is not defined without samples, such as a mean.
     """
     reducer = reducer_of(chain)
     evaluates = any(isinstance(step, NeedsProblem) for step in chain.before)
@@ -158,14 +164,14 @@ def state_of_none(problem: Problem, chain: Chain) -> State:
         if all(bool(value.isfinite().all()) for value in reducer.result({**state}).values()):
             return state
     raise DatasetError(
-        f"the batch holds no sample, and {chain.text!r} has no value without samples",
-        remedy="Use the reducer sum, which is 0 then, and divide by the expected number of "
-        "samples; or leave such batches out.",
+        f"the batch is empty, and {chain.text!r} has no value without samples",
+        remedy="Use the reducer sum, which is 0 for an empty batch, and divide by the expected "
+        "number of samples; or skip empty batches.",
     )
 
 
 def merge_ranks(problem: Problem, total: Accumulator[K], key: K) -> None:
-    """Add to a state the states of other processes, if several train the model together."""
+    """Add the states of other processes to a state, if several processes train the model."""
     if problem.ranks is None:
         return
     own = total.pop(key)
@@ -175,7 +181,11 @@ def merge_ranks(problem: Problem, total: Accumulator[K], key: K) -> None:
 
 
 def usable(session: Session, batch: Batch, evaluation: Evaluation) -> Usable | None:
-    """Return what chains reduce of a batch: the samples with a finite gradient, or None."""
+    """Return the samples with a finite gradient, which chains reduce, or None.
+
+    Raises:
+        NonFiniteError: A gradient is not finite, with nonfinite="fail".
+    """
     labelled, asked = session.labels.of(batch), session.settings.nonfinite
     gradients = evaluation.gradients
     if isinstance(labelled, LabelledBatch):
@@ -188,9 +198,9 @@ def usable(session: Session, batch: Batch, evaluation: Evaluation) -> Usable | N
     if asked == "fail":
         worst = int((~finite).nonzero()[0])
         raise NonFiniteError(
-            "its gradient is not finite",
+            "the gradient is not finite",
             where=labelled.one(worst).description,
-            remedy='Use nonfinite="skip" to leave such samples out, or nonfinite="keep".',
+            remedy='Use nonfinite="skip" to skip such samples, or nonfinite="keep" to keep them.',
         )
     if not bool(finite.any()):
         return None
@@ -203,7 +213,7 @@ def usable(session: Session, batch: Batch, evaluation: Evaluation) -> Usable | N
 def request_of(
     chains: Iterable[Chain], *, batches_left: int | None = None, stored: bool = False
 ) -> Request:
-    """Return what chains will ask of a batch, for a backend that can compute it along."""
+    """Return the request of chains for a batch; a backend may compute it with the gradients."""
     every = list(chains)
     known = {chain.key: chain for chain in every if chain.key is not None}
     transforms = {key: chain.transforms for key, chain in known.items()}
@@ -220,10 +230,10 @@ def request_of(
 
 
 def _start_states_if_finite(chains: Sequence[Chain], evaluation: Evaluation) -> list[State] | None:
-    """Return the states after one batch, or None: they do not show that all of it is finite.
+    """Return the states after one batch, or None if they do not show that all is finite.
 
-    A sum over samples is finite only if every one of them is, and so are norms. What has to be
-    computed anyway then tells, and the gradients need not be looked through beforehand.
+    A sum over samples is finite only if all samples are finite, and the same holds for norms. So
+    finite states replace a separate check of the gradients.
     """
     gradients = evaluation.gradients
     if not all(chain.tells for chain in chains) or not evaluation.losses.isfinite().all():
@@ -239,7 +249,7 @@ def _start_states_if_finite(chains: Sequence[Chain], evaluation: Evaluation) -> 
         return None
     shown = torch.stack([value.sum().abs() for value in sums.values()])
     dtypes = {torch.promote_types(block.dtype, torch.float32) for block in gradients.values()}
-    # beyond the root of the largest number a norm is no longer finite
+    # the square of a larger number would overflow in a norm
     limit = min(torch.finfo(dtype).max for dtype in dtypes) ** 0.5
     return found if bool((shown < limit).all()) else None
 
@@ -251,7 +261,7 @@ def _start_states(
     problem: Problem | None = None,
     batch: Batch | None = None,
 ) -> list[State]:
-    """Return chains' states after a batch of raw gradients, of which some are `computed`."""
+    """Return chains' states after a batch of raw gradients; `computed` has some of them."""
     starts = [computed.get(chain.key or "") for chain in chains]
     missing = [chain for chain, start in zip(chains, starts, strict=True) if start is None]
     transforms = [chain.transforms for chain in missing]
@@ -272,7 +282,7 @@ def _starts(
         powers[text] = powers.get(text, frozenset()) | reducer_of(chain).powers
     rows: dict[tuple[str, ...], Gradients] = {}
     found: list[State] = []
-    done: dict[str, State] = {}  # by text: a chain that is asked for twice is computed once
+    done: dict[str, State] = {}  # {text: state}: a chain given twice is computed once
     for chain, text in zip(chains, transforms, strict=True):
         if text not in rows:
             rows[text] = chain.rows(gradients, problem, batch).with_powers(powers[text])

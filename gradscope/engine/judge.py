@@ -1,16 +1,16 @@
-"""Gradients held against ordinary autograd's: each parameter by itself, in its own precision.
+"""Comparison of gradients with ordinary autograd, separately for each parameter.
 
-What is compared is Σ wᵢ gᵢ with ∇ Σ wᵢ Lᵢ; a single sample has weight 1. Where the two differ by
-more than the tolerance, rounding may be to blame, and has to show it: by the gradient of the same
-samples in other company, for parameters whose gradient all but vanishes; or in float64, by what
-other last digits of the parameters do to the gradient, as where an activation is at its kink. Of a
-model in float64 that casts to less on the way, the tolerance is that of what it casts to; of one
-in float32 whose products may be rounded to TF32, that of as many digits.
+Σ wᵢ gᵢ is compared with ∇ Σ wᵢ Lᵢ; a single sample has weight 1. If they differ by more than the
+tolerance, two further tests decide whether rounding is the cause. For a parameter with a nearly
+zero gradient, autograd's gradient of the same samples in other batches is computed. Otherwise the
+gradient is computed in float64, and its change with the parameters' last digits is measured (for
+example at the kink of an activation). If a float64 model casts to a narrower dtype, the tolerance
+of that dtype is used. If float32 products may be rounded to TF32, the tolerance of TF32 is used.
 
-A sharded model cannot be copied to float64: rounding is measured at its own precision.
+A sharded model cannot be copied to float64, so rounding is measured in its own precision.
 
-That proves sums over samples. Norms, rows, sums of squares, inner products and scaled sums are
-found by shortcuts of their own; of a few samples they are held against the sums of each by itself.
+This proves sums over samples. Blocks compute norms, rows, sums of squares, inner products and
+scaled sums with separate shortcuts. For a few samples, they are compared with sums of one sample.
 """
 
 import math
@@ -32,29 +32,29 @@ from gradscope.model.problem import Problem, double_precision
 from gradscope.model.rounding import computed_in, nearby, widened
 
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-_NOISE = 1e3  # roundings, relative to the whole gradient, that may be all there is of a parameter's
-_LAST_DIGITS = 64.0  # the same where no wider format tells what is rounding, as in float64
-_LUCK = 10.0  # times that two roundings may differ from what two others do
-_TRIALS = 8  # changes of the parameters in their last digits
-_MOST = 0.5  # of a gradient that may be rounding, for it to be proved
-_KINKS = 3.0  # times the largest change of the gradient that these make
+_NOISE = 1e3  # a parameter's gradient up to this times eps of the whole gradient may be rounding
+_LAST_DIGITS = 64.0  # the same in float64, where no wider dtype can be compared
+_LUCK = 10.0  # allowed ratio of two differences that are both rounding
+_TRIALS = 8  # number of random changes of the parameters' last digits
+_MOST = 0.5  # the largest share of rounding in a gradient that counts as proved
+_KINKS = 3.0  # tolerance in multiples of the largest change of the gradient in these trials
 
-# Of shortcuts: a slip shows in the first digits, precision is proved elsewhere.
+# Tolerances of shortcuts. They detect wrong formulas; precision is proved by the sums.
 _SLIPS = {torch.float64: 1e-6, torch.float32: 1e-2}
-_COARSE = 0.1  # in half precision
-_FEW = 3  # samples that are looked at
-_ROUNDINGS = 64.0  # of terms that cancel
+_COARSE = 0.1  # the tolerance in half precision
+_FEW = 3  # number of compared samples
+_ROUNDINGS = 64.0  # allowed rounding errors of terms that cancel
 
 
 @dataclass(frozen=True)
 class LargestError:
-    """One comparison, of the parameter that is worst off."""
+    """A comparison's largest error relative to its tolerance."""
 
-    error: float  # relative
+    error: float  # relative error
     parameter: str
     tolerance: float  # the largest error that passes
-    dtype: str = ""  # in which it was judged
-    small: tuple[str, ...] = ()  # whose gradient is no more than rounding: nothing is proved
+    dtype: str = ""  # dtype of the comparison
+    small: tuple[str, ...] = ()  # parameters whose gradient is only rounding, so it is not proved
 
     @property
     def passed(self) -> bool:
@@ -63,24 +63,24 @@ class LargestError:
 
     @property
     def rank(self) -> float:
-        """How near it is to failing, from 1 on beyond that."""
+        """The error relative to the tolerance; above 1, the comparison has failed."""
         return _rank(self.error, self.tolerance)
 
 
-NOTHING = LargestError(0.0, "", 0.0)  # where there was nothing to compare
+NOTHING = LargestError(0.0, "", 0.0)  # used if there is nothing to compare
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a backend says about a weighted sum of n samples' gradients."""
+    """A backend's weighted sum of n samples' gradients."""
 
-    gradients: Gradients  # of n samples
-    weights: Tensor  # (n,), of the samples' losses
-    sizes: Mapping[str, float]  # {name: (Σ wᵢ² ‖gᵢ‖²)^½}; without any, the norms of the sums
+    gradients: Gradients  # the gradients of n samples
+    weights: Tensor  # (n,), the weights of the samples' losses
+    sizes: Mapping[str, float]  # {name: (Σ wᵢ² ‖gᵢ‖²)^½}; if empty, the norms of the sums are used
 
     @classmethod
     def of(cls, gradients: Gradients, weights: Tensor) -> "Claim":
-        """Read it off the gradients of n samples."""
+        """Return the claim for the gradients of n samples."""
         squares = doubled(weights).square()
         sizes = {
             name: float((squares.to(value.device) * doubled(value)).sum().sqrt())
@@ -90,34 +90,34 @@ class Claim:
 
     @classmethod
     def of_one(cls, gradients: Gradients, weight: Tensor) -> "Claim":
-        """Read off the gradients of a single sample, weight (1,), the norm off the sum itself."""
+        """Return the claim for a single sample, weight (1,), without precomputed sizes."""
         return cls(gradients, weight, {})
 
     def value(self, name: str) -> Tensor:
-        """Return Σ wᵢ gᵢ (*shape) of one parameter: all of them at a time would be a model more."""
+        """Return Σ wᵢ gᵢ (*shape) of one parameter; one at a time, to save memory."""
         return self.gradients[name].weighted_sum(self.weights)
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Σ wᵢ Lᵢ of some samples, and in which batches they are evaluated."""
+    """Σ wᵢ Lᵢ of some samples, evaluated in one or several batches."""
 
     batches: tuple[Batch, ...]
     weights: tuple[Tensor, ...]  # (n,) for each batch
 
     @classmethod
     def in_one_batch(cls, batch: Batch, weights: Tensor) -> "Objective":
-        """Return that of n samples in one batch."""
+        """Return the objective of n samples in one batch."""
         return cls((batch,), (weights,))
 
     @classmethod
     def in_groups(cls, batch: Batch, weights: Tensor, rows: Sequence[Tensor]) -> "Objective":
-        """Return that of n samples in several batches, the positions `rows` in each."""
+        """Return the objective of n samples in several batches; `rows` has the indices of each."""
         own = (weights[k.to(weights.device)] for k in rows)
         return cls(tuple(batch.select(k) for k in rows), tuple(own))
 
     def evaluate(self, problem: Problem) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the losses (n,) and ∇ Σ wᵢ Lᵢ by every parameter, as autograd gives them."""
+        """Return the losses (n,) and autograd's ∇ Σ wᵢ Lᵢ for every parameter."""
         found: list[Tensor] = []
         total: dict[str, Tensor] = {}
         for losses, own in self.parts(problem):
@@ -127,7 +127,7 @@ class Objective:
         return torch.cat(found), total
 
     def parts(self, problem: Problem) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """Yield the same for each of the batches: each gradient is held by the caller alone."""
+        """Yield losses and gradients of each batch; only the caller holds the gradients."""
         for batch, weights in zip(self.batches, self.weights, strict=True):
             yield gradients(problem, batch, weights)
 
@@ -136,8 +136,8 @@ SecondReference = Callable[[], Mapping[str, Tensor]]
 
 
 def add_gradients(total: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Add gradients by name to a total, which begins with none, and let go of each when added."""
-    for name in total:  # not in place: one tensor may be several's, or a constant of the model's
+    """Return `total` plus `own`, where `total` is {} at first; release each added gradient."""
+    for name in total:  # not in place: a tensor may be shared, or be a constant of the model
         total[name] = total[name] + own.pop(name)
     return total or own
 
@@ -150,15 +150,15 @@ def compare_claim(
     other: SecondReference | None = None,
     small: frozenset[str] = frozenset(),
 ) -> LargestError:
-    """Compare a claim with the reference's gradient, within what rounding can do to it.
+    """Compare a claim with the reference gradient, within rounding error.
 
     Args:
         problem: The model and its loss.
-        claim: About the objective's gradient.
-        objective: What it is of.
-        right: Its gradient by the reference.
-        other: Returns it for the same samples in other batches, if they may be evaluated so.
-        small: Parameters of which it is known that their gradient is mere rounding.
+        claim: The backend's gradient of the objective.
+        objective: The objective.
+        right: The reference gradient of the objective.
+        other: Returns the reference gradient of the same samples in other batches, if possible.
+        small: Parameters whose gradient is known to be only rounding.
     """
     dtype, tolerance = problem.precision, TOLERANCES[problem.precision]
     gaps, sizes = _gaps(problem, claim, right)
@@ -171,7 +171,7 @@ def compare_claim(
     doubtful = [k for k in doubtful if k not in noise]
     narrow = dtype
     if problem.any(bool(doubtful)):
-        with suppress(*tolerated(problem)):  # not every model takes one sample of a batch
+        with suppress(*tolerated(problem)):  # a model may not run with a batch of one
             narrow = computed_in(problem, objective.batches[0])
         rounded = max(tolerance, TOLERANCES.get(narrow, tolerance))
         if dtype == torch.float32:
@@ -182,7 +182,7 @@ def compare_claim(
     if problem.any(bool(doubtful)):
         with suppress(*tolerated(problem)):
             truth: Mapping[str, Tensor] = right
-            if problem.model_parallel is None:  # which cannot be copied
+            if problem.model_parallel is None:  # a sharded model cannot be copied
                 with suppress(*tolerated(problem)):
                     truth, dtype = _in_float64(problem, objective, doubtful), torch.float64
             spread = _rounding_spread(problem, objective, {k: truth[k] for k in doubtful}, narrow)
@@ -199,10 +199,10 @@ def compare_claim(
 def compared_in_float64(
     problem: Problem, objective: Objective, found: Mapping[str, Tensor]
 ) -> LargestError:
-    """Compare gradients by all parameters with the objective's, all in float64.
+    """Compare gradients of all parameters with the objective's gradients, all in float64.
 
-    They may differ in their last digits, and by what rounding the parameters changes in them: a
-    gradient may be nothing but rounding.
+    Allowed are differences in the last digits, and differences as large as the effect of rounding
+    the parameters. A gradient may be only rounding.
     """
     right = objective.evaluate(problem)[1]
     sizes = {name: norm(value) for name, value in found.items()}
@@ -229,14 +229,14 @@ def largest_error(
     dtype: torch.dtype,
     tolerance: float,
 ) -> LargestError:
-    """Return the relative error that is nearest to failing, of parameters that are not `noise`.
+    """Return the error that is largest relative to its tolerance, without parameters in `noise`.
 
     Args:
-        errors: By parameter.
-        allowed: The largest error of each that passes.
-        noise: Parameters whose gradient is no more than rounding.
-        dtype: In which the errors were found.
-        tolerance: What is allowed where nothing is left to compare.
+        errors: {parameter: relative error}.
+        allowed: {parameter: largest error that passes}.
+        noise: Parameters whose gradient is only rounding.
+        dtype: The dtype of the comparison.
+        tolerance: The tolerance to report if no parameter is left.
     """
     proved = [k for k in errors if k not in noise]
     worst = max(proved, key=lambda k: _rank(errors[k], allowed[k]), default="")
@@ -252,7 +252,7 @@ def largest_error(
 def _gaps(
     problem: Problem, claim: Claim, right: Mapping[str, Tensor]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return how far each sum is from what is right, and its size."""
+    """Return {name: distance of the claimed sum from the reference} and {name: size}."""
     gaps, sizes = {}, dict(claim.sizes)
     for name, value in right.items():
         found = compressed(problem, claim.value(name))
@@ -270,9 +270,10 @@ def _noise(
     other: SecondReference | None,
     small: frozenset[str],
 ) -> list[str]:
-    """Return the parameters, of those with `gaps`, whose whole gradient is no more than rounding.
+    """Return the parameters in `gaps` whose whole gradient is only rounding.
 
-    It is if autograd agrees with itself no better than with the claim, in other batches.
+    For them, autograd's gradients in other batches differ from each other as much as from the
+    claim.
     """
     whole = math.sqrt(sum(size**2 for size in sizes.values()))
     eps = torch.finfo(problem.precision).eps
@@ -288,10 +289,10 @@ def _noise(
 def _below_rounding(
     problem: Problem, objective: Objective, sizes: Mapping[str, float]
 ) -> list[str]:
-    """Return the parameters of a float64 model that change the losses by less than rounding does.
+    """Return the parameters of a float64 model whose effect on the losses is below rounding.
 
-    That is so if |∂L/∂θ| max(|θ|, 1) is below the last digits of Σ |wᵢ Lᵢ|, for gradients of some
-    `sizes`. A parameter may be zero and couple samples all the same, as a gate does.
+    The condition is that |∂L/∂θ| max(|θ|, 1) is below the last digits of Σ |wᵢ Lᵢ|, for gradients
+    of the given `sizes`. The 1 is for parameters that are zero but may couple samples, as a gate.
     """
     if not sizes or problem.precision != torch.float64 or problem.model_parallel is not None:
         return []
@@ -306,7 +307,7 @@ def _below_rounding(
 
 
 def _in_float64(problem: Problem, objective: Objective, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return the gradient by some parameters without rounding."""
+    """Return the gradients of some parameters, computed in float64 throughout."""
     casts = problem.precision == torch.float64
     with double_precision(), widened() if casts else nullcontext():
         wide = problem.converted(None if casts else torch.float64)
@@ -318,10 +319,9 @@ def _in_float64(problem: Problem, objective: Objective, names: Sequence[str]) ->
 def _rounding_spread(
     problem: Problem, objective: Objective, truth: Mapping[str, Tensor], narrow: torch.dtype
 ) -> dict[str, float]:
-    """Return how far rounding can lead away from the gradient by some parameters.
+    """Return {name: largest change of the gradient} when the parameters' last digits change.
 
-    It is the rounding of the parameters' last digits; in a float64 model that casts to a narrower
-    dtype, of the narrower dtype.
+    In a float64 model that casts to a narrower dtype, these are the last digits of that dtype.
     """
     spread = dict.fromkeys(truth, 0.0)
     digits = narrow if problem.precision == torch.float64 else None
@@ -343,27 +343,35 @@ def _relative(gap: float, size: float) -> float:
 
 
 def norm(t: Tensor) -> float:
-    """Return (Σ tₖ²)^½, in more digits than a tensor's own where its squares are no numbers."""
+    """Return (Σ tₖ²)^½, computed in a wider dtype if squares overflow or underflow."""
     found = float(torch.linalg.vector_norm(precise(t)))
-    if 0 < found < math.inf:  # else squares may not be numbers of its own dtype
+    if 0 < found < math.inf:  # otherwise squares may have overflowed or underflowed
         return found
     return float(torch.linalg.vector_norm(doubled(on_host(t))))
 
 
 def require_consistent(backend: str, gradients: Gradients, chosen: Tensor) -> None:
-    """Compare what blocks compute of samples at positions `chosen` with sums of single samples."""
+    """Compare the shortcuts of blocks with sums of single samples, for the samples `chosen`.
+
+    Raises:
+        CertificateError: A shortcut differs.
+    """
     for name, block in gradients.items():
         row = max(1, prod(block.shape) * block.dtype.itemsize)
         few = chosen[: max(1, min(_FEW, PIECE_BYTES // row))].to(block.device)
         if not len(few):
             return
         for what in _contradictions(block.select(few), gradients.squared_norms[name][few]):
-            said = f"contradicts itself: the {what} of its gradients are those of others"
+            said = f"is inconsistent: the {what} of its gradients do not match the gradients"
             raise contradiction(backend, said, f"parameter {name!r}")
 
 
 def require_norms(backend: str, rows: Mapping[str, Tensor], gradients: Gradients) -> None:
-    """Compare the norms of rows (n, *shape) with the norms that the gradients know."""
+    """Compare the norms of rows (n, *shape) with the norms of the gradients.
+
+    Raises:
+        CertificateError: A norm differs.
+    """
     for name, values in rows.items():
         found = torch.linalg.vector_norm(as_rows(precise(values)), dim=1).square()
         claimed = gradients.squared_norms[name].to(found)
@@ -371,7 +379,7 @@ def require_norms(backend: str, rows: Mapping[str, Tensor], gradients: Gradients
         lost = _rounding_loss(values, bound**2, values.dtype)
         most = 2 * _slip(values) * torch.maximum(found, claimed) + lost
         if bool(((found - claimed).abs() > most).any()):
-            what = "contradicts itself: rows have other norms than it has told"
+            what = "is inconsistent: the norms of its rows differ from its reported norms"
             raise contradiction(backend, what, f"parameter {name!r}")
 
 
@@ -381,14 +389,14 @@ def _contradictions(few: Block, squared_norms: Tensor) -> Iterator[str]:
     right = as_rows(torch.stack(alone))  # (k, p)
     first, second = right[0], right[min(few.n, 2) - 1]
     weights = torch.arange(1, min(few.n, 2) + 1, device=right.device).to(right.real.dtype) - 0.5
-    both = few.select(slice(0, 2))  # two show what a sum over samples makes of them
+    both = few.select(slice(0, 2))  # two samples test sums over samples
     squared = squared_sizes(right)
     size = squared.sum().sqrt()
     bound = _norm_bound(few, size)
     lost = _rounding_loss(right, bound**2, few.dtype)
 
     def differs(found: Tensor, wanted: Tensor, most: Tensor) -> bool:
-        gap = torch.linalg.vector_norm(wanted.sub_(found.to(wanted)))  # nothing else reads it
+        gap = torch.linalg.vector_norm(wanted.sub_(found.to(wanted)))  # `wanted` is not used again
         return not bool(gap <= few.n * most)
 
     most = 2 * _slip(few) * size**2 + lost
@@ -407,13 +415,13 @@ def _contradictions(few: Block, squared_norms: Tensor) -> Iterator[str]:
 
 
 def contradiction(backend: str, what: str, where: str) -> CertificateError:
-    """Return the error for a backend whose answer is refuted."""
-    remedy = "Use another backend (auto tries all); loop is the reference."
+    """Return the error for a backend whose result is wrong."""
+    remedy = "Use another backend (auto tries all backends; loop is the reference)."
     return CertificateError(f"the {backend} backend {what}", where=where, remedy=remedy)
 
 
 def _norm_bound(block: Block, otherwise: Tensor) -> Tensor:
-    """Return the bound on a block's norms (0-d), and `otherwise` where it knows none."""
+    """Return the bound on a block's norms (0-d), or `otherwise` if the block has no bound."""
     found = block.norm_bound().to(otherwise)
     return torch.where(found.isfinite(), found, otherwise)
 
@@ -423,6 +431,6 @@ def _slip(of: Tensor | Block) -> float:
 
 
 def _rounding_loss(rows: Tensor, squared: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what sums of squares of rows (n, ...) lose by rounding, where terms are as large."""
+    """Return the rounding error of sums of squares of rows (n, ...) with terms up to `squared`."""
     few = _ROUNDINGS * torch.finfo(dtype).eps * squared
     return few + torch.finfo(rows.dtype).tiny * rows[0].numel()

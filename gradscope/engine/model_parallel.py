@@ -1,10 +1,10 @@
-"""A model that fully_shard has sharded over processes, evaluated by all of them in step.
+"""Evaluation of a model sharded over processes by fully_shard; all processes take part.
 
-Each process has its own samples, whose gradients it keeps as blocks: activations, and no gradient
-of a whole model. Results are sharded as the parameters are. Every process makes the same passes,
-whatever its samples: a check that one process needs is made by all, and a process with fewer
-samples repeats some and drops their results. All processes audit a later batch as soon as one of
-them is to audit it.
+Each process has different samples and keeps their gradients as blocks. Blocks hold activations, and
+no gradient of the whole model. Results are sharded as the parameters are. Every process makes the
+same passes. If one process needs a check, all processes make it. A process with fewer samples
+repeats some samples and drops their results. If one process audits a batch, all processes audit
+their batches.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,7 @@ from gradscope.stages.reducers.accumulator import Accumulator
 from gradscope.stages.reducers.base import State, carried_state, joined, parts
 from gradscope.stages.transforms.base import TransformScope, transforms
 
-_EACH = 512  # samples of a process at a time
+_EACH = 512  # samples of a process per evaluation
 _SINGLES = 2  # samples that a first proof compares with a batch of one
 _REFUTED = (CertificateError, CoupledSamplesError, UnsupportedError)
 _SAMPLES = (TransformScope.ELEMENTWISE, TransformScope.FACTOR)
@@ -49,7 +49,7 @@ class ModelParallelEvaluator:
 
     Attributes:
         certificate: The proof of the first batch (the last proof, if every batch has one), or None.
-        uneven_inputs: A process without further samples joins the others (`join`).
+        uneven_inputs: A process without further samples calls `join`.
     """
 
     problem: Problem
@@ -65,8 +65,8 @@ class ModelParallelEvaluator:
         self.processes: ModelParallel = processes
         self._stack = ExitStack()
         self._evaluate: Evaluate | None = None
-        self._proof_due = True  # a proof is
-        self._proves_every_batch = False  # this process has refused a batch: every other is proved
+        self._proof_due = True  # whether the next batch must be proved
+        self._proves_every_batch = False  # whether all batches are proved, after a refusal
 
     def needs_proof(self) -> bool:
         """Return whether the next batch is proved, on all processes."""
@@ -91,7 +91,7 @@ class ModelParallelEvaluator:
         `Session.evaluate`.
 
         Raises:
-            RefusedError: There is no exact, proved answer, on this process or on another.
+            RefusedError: There is no exact, proved result on this or another process.
         """
         if self.uneven_inputs:
             self.processes.any(True)
@@ -99,14 +99,14 @@ class ModelParallelEvaluator:
         return self._evaluate_on_all(batch, request, number, last=last)
 
     def join(self, batch: Batch) -> None:
-        """Join the evaluations that other processes still make, with any samples of one's own."""
+        """Take part in the remaining evaluations of other processes, with any batch."""
         while self.processes.any(False):
             self._evaluate_on_all(batch, ROWS, None)
 
     def _evaluate_on_all(
         self, batch: Batch, request: Request, number: int | None, *, last: bool = False
     ) -> Evaluation:
-        """Evaluate a batch, the process's own one of this number or one for others' sake (None)."""
+        """Evaluate a batch of this process; without a `number`, only to take part."""
         processes, n = self.processes, len(batch)
         counts, due = zip(
             *processes.all_gather((n, self._proof_due or self._proves_every_batch)), strict=True
@@ -122,13 +122,13 @@ class ModelParallelEvaluator:
                 found = self._run_backend(whole, request)
                 with processes.exchange():
                     proof = self._proof(whole, found, n, number, last=last)
-        except Exception as error:  # all processes have one
+        except Exception as error:  # all processes have an error
             if isinstance(error, CertificateError):
                 error.remedy = "Evaluate the model in float64, or on one process."
             self._proof_due = True
             self._proves_every_batch |= isinstance(error, _REFUTED)
             raise
-        finally:  # a layer that stays whole would be used as it is now, whatever is trained
+        finally:  # an unsharded layer would keep its current values during training
             processes.reshard()
         if number is not None:
             self.record(batch, proof)
@@ -141,16 +141,16 @@ class ModelParallelEvaluator:
         try:
             return self._evaluate(batch, replace(request, proved=True))
         except UnsupportedError as error:
-            error.remedy = "A sharded model is evaluated by hooks alone: use one process."
+            error.remedy = "Use one process: only hooks supports sharded models."
             raise
 
     def _proof(
         self, batch: Batch, found: Evaluation, n: int, number: int | None, *, last: bool
     ) -> Certificate | None:
-        """Prove an answer if that is due, or audit it where any process is to.
+        """Prove an evaluation if a proof is due, or audit it if any process audits.
 
         The first n samples of the batch are the process's own, and further samples repeat them.
-        Returns the proof, if all of the batch was proved.
+        Returns the proof if the whole batch was proved.
         """
         proof, plan = None, AuditPlan()
         answer = Answer(self.problem, "hooks", batch, found, singles=1)
@@ -187,9 +187,9 @@ class ModelParallelEvaluator:
         self.processes.rounds_to = max(every, key=lambda dtype: torch.finfo(dtype).eps)
 
     def evaluations(self, batch: Batch) -> Iterator[tuple[Batch, Evaluation, bool]]:
-        """Yield a batch in parts, with their evaluations, and whether they are this process's turn.
+        """Yield (part of the batch, its evaluation, whether the part counts).
 
-        It is not where other processes have more samples than this one.
+        Parts that do not count are repeated, because other processes have more samples.
         """
         cut = [batch.select(slice(k, k + _EACH)) for k in range(0, len(batch), _EACH)]
         count = max(self.processes.all_gather(len(cut)))
@@ -210,7 +210,7 @@ class ModelParallelEvaluator:
         return found
 
     def _cast_as_sharded(self, name: str, values: Tensor) -> Tensor:
-        """Cast to the dtype of the parameter as the optimiser knows it."""
+        """Cast to the dtype of the sharded parameter, which the optimiser updates."""
         p = self.processes.sharded.get(name)
         return values if p is None else values.to(p.dtype)
 
@@ -219,7 +219,7 @@ class ModelParallelEvaluator:
     ) -> tuple[list[dict[str, Tensor]], int]:
         """Return each chain's result over all processes' samples, sharded as the parameters are.
 
-        And how many samples of this process were left out, which have no finite gradient.
+        Also returns the number of this process's samples without a finite gradient.
         """
         total = Accumulator({k: reducer_of(chain) for k, chain in enumerate(chains)})
         skipped = 0
@@ -240,12 +240,12 @@ class ModelParallelEvaluator:
     def _states(self, chain: Chain, gradients: Gradients, count: int) -> list[State]:
         """Return the states of all processes' samples, each sharded as the parameters are.
 
-        What a reducer makes of a parameter is exchanged before the next one's turn comes.
+        The state of one parameter is exchanged before the next parameter is reduced.
 
         Args:
-            chain: With a reducer.
-            gradients: This process's, of at least one sample.
-            count: How many of them count: none if only other processes still have samples.
+            chain: A chain with a reducer.
+            gradients: This process's gradients, of at least one sample.
+            count: The number of samples that count; 0 if only other processes have samples.
         """
         reducer = reducer_of(chain)
         counts = self.processes.all_gather(count)
@@ -259,8 +259,9 @@ class ModelParallelEvaluator:
             for kind, value in made.items():
                 if value.shape != block.shape:
                     raise SpecError(
-                        f"{chain.text!r} makes {tuple(value.shape)} of a parameter "
-                        f"{tuple(block.shape)}, which cannot be sharded as the parameter is",
+                        f"the result of {chain.text!r} has the shape {tuple(value.shape)} for a "
+                        f"parameter of shape {tuple(block.shape)}, so it cannot be sharded as the "
+                        "parameter is",
                         where="chain",
                         remedy="Use mean, sum, second_moment, moment, var or std, or one process.",
                     )
@@ -273,7 +274,7 @@ class ModelParallelEvaluator:
 
     def _result(self, chain: Chain, total: Accumulator[int], k: int) -> dict[str, Tensor]:
         if k not in total.states:
-            raise SpecError("no sample has a finite gradient, so there is no expectation")
+            raise SpecError("no sample has a finite gradient, so the expectation is not defined")
         found = {}
         for key, value in chain.finish(total.result(k)).items():
             name = key if key in self.problem.parameters else key.rpartition(".")[0]
@@ -282,7 +283,7 @@ class ModelParallelEvaluator:
 
 
 def require_for_model_parallel(chain: Chain) -> None:
-    """Refuse a chain that needs whole gradients, which no process has."""
+    """Raise if a chain needs whole gradients, which no process has."""
     reducer = chain.reducer
     assert reducer is not None
     at = len(chain.before)
@@ -296,7 +297,7 @@ def require_for_model_parallel(chain: Chain) -> None:
             refused = not (scope in _SAMPLES if k < at else elementwise)
         if refused:
             raise stage.error(
-                f"{stage.name!r} needs whole gradients, and each process has a part of every one",
-                "Before the reducer use transforms that are elementwise or one factor a sample, "
-                "after it elementwise ones; or one process.",
+                f"{stage.name!r} needs whole gradients, but each process has only parts of them",
+                "Before the reducer, use transforms that are elementwise or multiply by one factor "
+                "per sample; after it, use elementwise transforms. Or use one process.",
             )

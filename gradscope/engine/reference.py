@@ -26,7 +26,7 @@ def gradients(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the losses (n,) and {name: ∇ Σ wᵢ Lᵢ}, each gradient `compressed`.
 
-    Gradients of a sharded model are compressed one by one, as they pass by in the backward pass.
+    Gradients of a sharded model are compressed one by one during the backward pass.
     """
     if problem.model_parallel is None:
         losses = problem.losses(batch)
@@ -54,15 +54,15 @@ def gradients(
 
 
 def compressed(problem: Problem, gradient: Tensor) -> Tensor:
-    """Return the form in which a proof keeps a gradient: a sketch if the model is sharded."""
+    """Return the gradient, or its sketch if the model is sharded."""
     return gradient if problem.model_parallel is None else sketch(gradient)
 
 
 def sketch(t: Tensor) -> Tensor:
-    """Return sums of entries with random signs, always the same, (4093,): linear, of the same norm.
+    """Return sums of entries with fixed random signs, (4093,): a linear map that keeps the norm.
 
     The norm is right on average, to 2 % (Alon, Matias and Szegedy, 1999; in buckets: Charikar, Chen
-    and Farach-Colton, 2002). A tensor with fewer entries is returned as it is, flattened.
+    and Farach-Colton, 2002). A tensor with at most 4093 entries is only flattened.
     """
     real = torch.view_as_real(t) if t.is_complex() else t
     flat = doubled(real).flatten()
@@ -76,8 +76,8 @@ def sketch(t: Tensor) -> Tensor:
 
 
 def tolerated(problem: Problem) -> tuple[type[Exception], ...]:
-    """Return the errors that skip a cross-check: some models take no copy, or few samples.
+    """Return the errors that only skip a cross-check, as a model may not support a copy or split.
 
-    Every error of a sharded model ends the proof, on all processes.
+    With a sharded model, every error ends the proof on all processes.
     """
     return (ModelError, RefusedError) if problem.model_parallel is None else ()

@@ -1,4 +1,4 @@
-"""A session: model, loss and settings, bound once; batches in, proved evaluations out."""
+"""A session binds model, loss and settings once, and returns proved evaluations of batches."""
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
@@ -58,10 +58,10 @@ Randomness = Literal["refuse", "fixed"]
 
 @dataclass(frozen=True, kw_only=True)
 class SessionSettings:
-    """What a session is asked to do; each field is described at `gradscope.Scope`.
+    """The settings of a session; each field is described at `gradscope.Scope`.
 
     Raises:
-        SpecError: A word is unknown.
+        SpecError: A value is unknown, or values cannot be combined.
     """
 
     parameters: str | list[str] | None = None
@@ -82,17 +82,17 @@ class SessionSettings:
         for word, kind in (*words, *more):
             known = list(get_args(kind))
             if word not in known:
-                raise SpecError(f"unknown word {word!r}", remedy=suggestion(str(word), known))
+                raise SpecError(f"unknown value {word!r}", remedy=suggestion(str(word), known))
         if self.rows == "token" and (self.labels != "data" or self.coupling == "own-loss"):
             other = "coupling own-loss" if self.labels == "data" else f"labels {self.labels}"
             raise SpecError(
-                f"rows of tokens do not go with {other}: that is of whole samples",
+                f"rows token cannot be combined with {other}, which needs whole samples",
                 where="rows token",
-                remedy="Use labels data and coupling refuse or frozen; or rows sample.",
+                remedy="Use labels data and coupling refuse or frozen; or use rows sample.",
             )
 
     def require_for_model_parallel(self) -> None:
-        """Refuse settings that do not support a sharded model."""
+        """Raise if a setting does not support a sharded model."""
         only = {
             "backend": (self.backend, (AUTO, "hooks")),
             "coupling": (self.coupling, ("refuse", "frozen")),
@@ -105,38 +105,38 @@ class SessionSettings:
             if word not in accepted:
                 raise SpecError(
                     f"{name} {word!r} does not support models sharded by fully_shard",
-                    remedy=f"Accepted: {', '.join(map(str, accepted))}; or use one process.",
+                    remedy=f"Use {' or '.join(map(str, accepted))}; or use one process.",
                 )
 
     @property
     def own_loss(self) -> bool:
-        """Whether coupled samples get the gradients of their own losses."""
+        """Whether a coupled sample's row is the gradient of the sample's own loss."""
         return self.coupling == "own-loss"
 
 
 class Session:
-    """Owns the backend in use, the proof of its answers, compiled programs, and what was chosen.
+    """Owns the backend in use, the proof of its results, compiled programs, and notes on choices.
 
     Args:
-        model: Any module, in the mode it is in.
+        model: Any module; its mode is not changed.
         loss: A name, `(outputs, targets) -> (n,)`, or a `model_loss`.
-        settings: What is asked.
+        settings: The settings.
 
     Attributes:
-        settings: What was asked.
-        problem: The model as it was when it was bound last.
-        labels: What the losses are held against.
-        backend: The name of the backend in use; `auto` until the first batch has been seen.
+        settings: The settings.
+        problem: The model as last bound.
+        labels: The labels of the losses: from the data, or by the model's predictions.
+        backend: The name of the backend in use; `auto` before the first batch.
         certificate: The proof of the first batch (the last proof, if every batch has one), or None.
-        auditor: Says what was audited, `auditor.audits`.
-        notes: What was chosen and why.
-        warnings: The notes about a loss that gets the wrong kind of numbers.
-        warn: Is called with each of them.
-        zeros: Those of the notes about gradients that are all zero.
-        tried: Chains whose reducers were tried before they are used.
-        tuner: Chooses kernel variants, and remembers them.
-        model_parallel: Evaluates a sharded model; None if the model is whole in this process.
-        predictions: What the model predicts of the samples of the last batch, if it is asked for.
+        auditor: Chooses the audits; `auditor.audits` records them.
+        notes: Notes on choices and their reasons.
+        warnings: Notes about a loss that gets the wrong kind of numbers.
+        warn: Called with each warning.
+        zeros: The notes about gradients that are all zero.
+        checked_chains: Texts of the chains whose reducers were checked.
+        tuner: Chooses kernel variants, and stores the choices.
+        model_parallel: Evaluates a sharded model, or None if the model is not sharded.
+        predictions: The model's predictions for the last batch, if requested.
 
     Raises:
         SpecError: A name is unknown, or no parameter is selected.
@@ -154,7 +154,7 @@ class Session:
         self.warn: Callable[[str], None] = lambda text: None
         self.zeros: list[str] = []
         self.checked_chains: set[str] = set()
-        self.rehearses = False  # its answers tell time and memory, and are forgotten
+        self.rehearses = False  # whether the session only measures time and memory
         self.tuner = Tuner.remembering()
         self.predictions = Predictions() if settings.predictions else None
         self._model, self._loss = model, resolve(loss)
@@ -164,22 +164,22 @@ class Session:
             self._randomness = FixedRandomness(settings.seed)
         if settings.rows == "token":
             self._loss = of_tokens(self._loss)
-        self.factored_tokens = False  # the last answer about tokens had none in its dense form
-        self._positions: dict[Any, int] = {}  # t by shapes, where all positions count
+        self.factored_tokens = False  # whether no token row of the last batch was dense
+        self._positions: dict[Any, int] = {}  # {shapes: t} if all positions count
         self._stack = ExitStack()
         self._compiled: Compiled | None = None
         self._evaluate: Evaluate | None = None
         self._fallbacks: list[str] = []
-        self._proof_due = True  # a proof is
-        self._had_gradients = False  # some gradient was not zero
-        self._proves_every_batch = False  # one batch was refused: every other is proved
-        self._batches_since_proof = 0  # batches since the last one that was proved
-        self._unaudited_batch: Batch | None = None  # the last one, unless it was proved
+        self._proof_due = True  # whether the next batch must be proved
+        self._had_gradients = False  # whether a gradient was not zero
+        self._proves_every_batch = False  # whether all batches are proved, after a refusal
+        self._batches_since_proof = 0  # batches since the last proved batch
+        self._unaudited_batch: Batch | None = None  # the last batch, unless it was proved
         self._facts: list[Any] | None = None
         self._bind()
 
     def _bind(self) -> None:
-        """Bind the model as it is now; the next batch is proved."""
+        """Bind the model in its current state; the next batch is proved."""
         asked = self.settings
         self.model_parallel: ModelParallelEvaluator | None = None
         self._stack.close()
@@ -188,8 +188,8 @@ class Session:
         )
         if double(problem.device) != torch.float64:
             self.notes.append(
-                f"the device {problem.device} has no float64: sums are taken in float32, and what "
-                "a proof needs float64 for on the CPU"
+                f"the device {problem.device} has no float64: sums are computed in float32, and "
+                "proofs compute in float64 on the CPU"
             )
         self.problem = replace(
             problem,
@@ -212,8 +212,8 @@ class Session:
         part = compiled_part(self._model)
         if part is not None:
             self.notes.append(
-                f"{part} runs as it is written, which may take longer: compiled, it records one "
-                "operation, in which samples cannot be told apart"
+                f"{part} runs uncompiled, which may take longer: autograd records a compiled part "
+                "as a single operation, in which samples cannot be separated"
             )
         self._had_gradients, self._proves_every_batch, self._batches_since_proof = False, False, 0
         self._facts = None if self.problem.model_parallel else facts(self._model)
@@ -226,7 +226,7 @@ class Session:
             )
 
     def rehearsal(self, verify: Verify | None) -> "Session":
-        """Return a session of the same kind that leaves this one as it is; it compiles nothing."""
+        """Return a new session with the same settings, which compiles nothing."""
         verify = verify or self.settings.verify
         settings = replace(self.settings, compile=False, verify=verify)
         made = Session(self._model, self._loss, settings)
@@ -235,29 +235,29 @@ class Session:
 
     @property
     def last_is_proved(self) -> bool:
-        """Whether the last answer was proved whole."""
+        """Whether the last batch was proved whole."""
         return self._batches_since_proof == 0
 
     def needs_proof(self) -> bool:
-        """Return whether the next batch is proved, as the first is, and what follows a change."""
+        """Return whether the next batch will be proved, as the first, or after a change."""
         self.rebind_if_changed()
         due = self._proof_due if self.model_parallel is None else self.model_parallel.needs_proof()
         return due and self.settings.verify != "never"
 
     @property
     def has_fallback(self) -> bool:
-        """Whether another backend waits for its turn, now that the last one was found wrong."""
+        """Whether a further backend can be tried after the last backend failed."""
         return 0 < len(self._fallbacks) < len(self._candidates())
 
     @property
     def compiles(self) -> bool:
-        """Whether some batches are answered by a compiled program."""
+        """Whether a compiled program is in use."""
         return self._compiled is not None and self._compiled.in_use
 
     def rows_of(self, batch: Batch) -> Batch:
-        """Return samples as the rows that are asked for: themselves, or their tokens that count.
+        """Return the rows of samples: the samples, or with rows="token" the tokens that count.
 
-        That takes a forward pass, unless the loss lets every position count, or there is no sample.
+        Tokens need a forward pass, unless all positions count or the batch is empty.
         """
         if self.settings.rows == "sample" or isinstance(batch, Tokens) or is_empty(batch):
             return batch
@@ -279,22 +279,22 @@ class Session:
         ordinal: int | None = None,
         last: bool = False,
     ) -> Evaluation:
-        """Return the losses (n,) and the gradients of a batch as blocks, one a sample and label.
+        """Return the losses (n,) of a batch and the gradients as blocks, for each sample and label.
 
         Args:
             batch: The samples.
-            request: What the gradients will be asked for.
-            ordinal: The number of the batch in its run, from 0; counted when not given.
-            last: Whether it is known to be the last: it is then audited.
+            request: The results that will be computed from the gradients.
+            ordinal: The number of the batch in its run, from 0; counted if not given.
+            last: Whether the batch is known to be the last; it is then audited.
 
         Raises:
-            RefusedError: No candidate backend has an exact, proved answer.
+            RefusedError: No candidate backend gives an exact, proved result.
         """
         with locating_lost_axis(self.problem, batch):
             batch = self.rows_of(batch)
         now = self.rebind_if_changed()
         if is_empty(batch) and self.model_parallel is None:
-            return no_samples(self.problem)  # which proves nothing
+            return no_samples(self.problem)
         require_positions(len(batch))
         if self.model_parallel is not None:
             return self.model_parallel.evaluate(
@@ -313,7 +313,7 @@ class Session:
             self._proof_due = self._proves_every_batch = True
             raise
         except BaseException as error:
-            self._proof_due = True  # until a proof has passed, nothing more is answered
+            self._proof_due = True  # the next batch must pass a proof
             gone = device_error(error, batch.description)
             if gone is None:
                 raise
@@ -322,8 +322,9 @@ class Session:
         self._note(evaluation.note)
         if self.problem.state.untrained:
             self._note(
-                "a part is checkpointed (use_reentrant=True) whose inputs require no gradient: "
-                "training gives its parameters none, these are what use_reentrant=False gives"
+                "the inputs of a part checkpointed with use_reentrant=True require no gradient: in "
+                "training its parameters get no gradient. These gradients are those of "
+                "use_reentrant=False"
             )
         if self.problem.state.mistaken:
             self._note(MISTAKEN)
@@ -339,7 +340,7 @@ class Session:
     def _evaluate_batch(
         self, batch: Batch, request: Request, number: int, *, last: bool
     ) -> tuple[Evaluation, Certificate | None]:
-        """Return an answer, audited if it is to be, and its proof if all of it was proved."""
+        """Return an evaluation, audited if chosen, and its proof if the whole batch was proved."""
         before, drew = self.certificate, self.problem.state.drew
         answer: Evaluate = self._evaluate_uncompiled if self._compiled is None else self._compiled
         if self._randomness is not None:
@@ -355,48 +356,48 @@ class Session:
         return evaluation, proof
 
     def rebind_if_changed(self) -> list[Any]:
-        """Bind the model again if it was changed; return what a proof takes for granted of it."""
+        """Bind the model again if it was changed; return the facts that a proof relies on."""
         if self.problem.model_parallel is not None:
             self.problem.model_parallel.reshard()
         now = facts(self.problem.model)
         changed = self._facts is not None and self._facts != now
         if (
             self.model_parallel is None or not self.model_parallel.uneven_inputs
-        ):  # else others may attend to it
+        ):  # with uneven inputs, some processes may not call this
             changed = self.problem.any(changed)
         if changed:
             if self.auditor.audits.batches:
                 self.notes.append(
-                    "the model was changed between two calls: it is bound and proved anew"
+                    "the model was changed between two calls: it is bound and proved again"
                 )
             self._bind()
         self._facts = now if self.model_parallel is not None else self._facts
         return now
 
     def _record(self, batch: Batch, proof: Certificate | None) -> None:
-        """Take note of a batch that was answered, and of its proof if all of it was proved."""
+        """Record an evaluated batch, and its proof if the whole batch was proved."""
         if self.model_parallel is not None:
             self.certificate = self.model_parallel.certificate
             self._note_precision(self.problem.precision, self.problem.dtype.to_real())
         waits = self.settings.verify == "audit" and proof is None
-        self._unaudited_batch = batch if waits else None  # else nobody's data are held
+        self._unaudited_batch = batch if waits else None  # no data are kept without need
         self._batches_since_proof = 0 if proof is not None else self._batches_since_proof + 1
 
     def predictions_of(self, batch: Batch, evaluation: Evaluation) -> Columns:
-        """Return what the model predicts of the batch that was evaluated last, if that is kept."""
+        """Return the model's predictions for the last evaluated batch, if they are requested."""
         if self.predictions is None:
             return {}
         with torch.inference_mode(False):
             return self.predictions.of(self.problem, self.labels, batch, evaluation)
 
     def _evaluate_uncompiled(self, batch: Batch, request: Request = ROWS, /) -> Evaluation:
-        """Answer by the first candidate that does not refuse, proved where a proof is due."""
+        """Evaluate with the first candidate that does not refuse; prove the result if due."""
         while True:
             try:
                 found = self._evaluate_and_certify(batch, request)
                 return replace(found, gradients=Gradients(found.gradients, batch.index))
             except CoupledSamplesError:
-                raise  # true for every backend
+                raise  # no backend can help
             except RefusedError as error:
                 if not self.drop_backend(error):
                     raise
@@ -415,8 +416,8 @@ class Session:
         def evaluate(batch: Batch, own: Request = ROWS, /) -> Evaluation:
             return bound(batch, replace(own, factors=request.factors))
 
-        # what its blocks raise, too, is for the next backend
-        with refusing(self.backend, self.problem.model, "Use another backend, as auto does."):
+        # after an error in the backend or its blocks, the next backend is tried
+        with refusing(self.backend, self.problem.model, "Use another backend (auto does)."):
             evaluation, proof = certify(
                 self.problem,
                 self.backend,
@@ -427,12 +428,12 @@ class Session:
                 trains=self._had_gradients,
             )
         first, self.certificate = self.certificate is None, proof
-        # what was said before held no proof
+        # earlier notes were of batches with zero gradients
         if first or (proof.proves and not self._had_gradients):
             before, self.zeros = self.zeros, zero_notes(self.problem, batch, proof)
             self.notes[:] = [*(note for note in self.notes if note not in before), *self.zeros]
         self._proof_due, self._had_gradients = not proof.proves, self._had_gradients or proof.proves
-        with suppress(ModelError):  # not every model takes one sample of them
+        with suppress(ModelError):  # a model may not run with a batch of one
             if first and not self.rehearses:
                 with watching_loss_inputs(self.problem, self.warnings) as watched:
                     narrow = computed_in(watched, batch, WATCHED)
@@ -446,12 +447,12 @@ class Session:
         return evaluation
 
     def _note_precision(self, narrow: torch.dtype, own: torch.dtype) -> None:
-        """Say that a model computes in less than its parameters' `own` precision, if it does."""
+        """Add a note if the model computes in a lower precision than its parameters' `own`."""
         eps = torch.finfo(narrow).eps
         if eps > torch.finfo(own).eps:
             self._note(
-                f"part of the model computes in {str(narrow).removeprefix('torch.')}: between "
-                f"backends and batches gradients differ by its rounding, some {eps:.0e}"
+                f"part of the model computes in {str(narrow).removeprefix('torch.')}: gradients "
+                f"differ between backends and batches by its rounding, about {eps:.0e}"
             )
 
     def _note(self, note: str) -> None:
@@ -459,7 +460,7 @@ class Session:
             self.notes.append(note)
 
     def drop_backend(self, error: RefusedError) -> bool:
-        """Let go of a backend that has no right answer; return whether there is another."""
+        """Release a backend that failed; return whether there is a further candidate."""
         self._proof_due = True
         self.notes.append(f"{self.backend} refused: {error.what}")
         self._stack.close()
@@ -475,7 +476,7 @@ class Session:
     def _audit(
         self, batch: Batch, request: Request, number: int, plan: AuditPlan, evaluation: Evaluation
     ) -> tuple[Evaluation, Certificate | None]:
-        """Look at an answer once more; return it, and its proof if all of it was proved."""
+        """Audit an evaluation; return it, and its proof if the whole batch was proved."""
         state, uncompiled = self.problem.state, evaluation
         known = state.change_count
         try:
@@ -500,27 +501,28 @@ class Session:
                     prove_samples(answer)
             if state.change_count == known:
                 return evaluation, proof
-            # what the forward pass changes here is put back from now on: does it matter?
+            # a new change of state by the forward pass was found: does it affect the losses?
             again = self._evaluate_uncompiled(batch)
             if same(again.losses, evaluation.losses, precision=self.problem.precision):
                 return self._audit(batch, request, number, plan, again)
             raise CertificateError(
-                f"the forward pass changes {state.latest}, and with it the losses",
+                f"the forward pass changes {state.latest}, which changes the losses of later calls",
                 where=batch.description,
-                remedy="It is put back from now on: begin again with the first batch.",
+                remedy="Start again with the first batch: the change is now undone after every "
+                "call.",
             )
         except CertificateError as error:
             self.drop_backend(error)
             raise
 
     def retry(self, run: Callable[[], T], *, again: bool = True) -> T:
-        """Return what `run` returns, with another backend where an audit found the first wrong.
+        """Return `run()`; if an audit fails, try the next backend.
 
-        That is, where all answers that were given before have been proved.
+        Another backend is tried only if all earlier results were proved.
 
         Args:
-            run: What there is to do.
-            again: Whether it can be begun again: not where other processes are in the middle of it.
+            run: The computation.
+            again: Whether it can be repeated, which is impossible if other processes take part.
         """
         doubtful = self._batches_since_proof
         while True:
@@ -530,14 +532,14 @@ class Session:
             except CertificateError as error:
                 if doubtful:
                     error.remedy = (
-                        f"The answers to {doubtful} batches since the last that was proved may be "
-                        f"wrong as well.\n{error.remedy}"
+                        f"The results of the {doubtful} batches since the last proof may also be "
+                        f"wrong.\n{error.remedy}"
                     )
                 if doubtful or self._evaluate is not None or not (again and self.has_fallback):
                     raise
 
     def close(self) -> None:
-        """Let go of what the backend holds; the session can be used again afterwards."""
+        """Release the backend; the session can be used again afterwards."""
         self._stack.close()
         self._evaluate, self._proof_due, self._unaudited_batch = None, True, None
         self._fallbacks = self._candidates()
@@ -550,7 +552,7 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Audit the last batch, unless that was done or an error is under way, and close."""
+        """Audit the last batch if it was not proved and there is no exception; then close."""
         try:
             if kind is None and self._unaudited_batch is not None:
                 self.evaluate(self._unaudited_batch, last=True)

@@ -1,4 +1,4 @@
-"""Notes about gradients that are zero: parameters that no loss reaches, and those that one does."""
+"""Notes about zero gradients, of parameters that are in the graph of a loss or not."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ NOTHING = "nothing is proved: every gradient is zero"
 
 
 def unreached(problem: Problem, batch: Batch, names: Sequence[str]) -> tuple[str, ...]:
-    """Return which parameters of these names no loss of a batch has a graph to."""
+    """Return the parameters, among `names`, that are not in the graph of a batch's losses."""
     losses = problem.losses(batch)
     if not names or not losses.requires_grad:
         return tuple(names)
@@ -27,8 +27,8 @@ def zero_notes(problem: Problem, batch: Batch, proof: Certificate) -> list[str]:
 
     Args:
         problem: The model and its loss.
-        batch: The samples (or tokens) that were proved.
-        proof: Its certificate, which names these parameters.
+        batch: The proved samples (or tokens).
+        proof: The certificate of the batch.
     """
     lost = unreached(problem, batch, proof.unused) if proof.unused else ()
     still = [name for name in proof.unused if name not in lost]
@@ -36,12 +36,12 @@ def zero_notes(problem: Problem, batch: Batch, proof: Certificate) -> list[str]:
     notes = [] if proof.proves else [f"{NOTHING} ({which})"]
     if lost:
         notes.append(
-            f"no loss of {which} reaches {listed(lost)}: the gradient is zero. If it is to be "
-            "trained, look for detach, for a value that is kept from a forward pass under "
-            "torch.no_grad, and for a branch that none of these samples takes"
+            f"no loss of {which} depends on {listed(lost)}: the gradient is zero. If it should be "
+            "trained, look for detach, for a value cached under torch.no_grad, and for a branch "
+            "that none of these samples uses"
         )
     if still and proof.proves:
         notes.append(
-            f"the losses of {which} reach {listed(still)}, and each gradient there is exactly zero"
+            f"the losses of {which} depend on {listed(still)}, but each gradient is exactly zero"
         )
     return notes

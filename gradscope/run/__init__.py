@@ -1,4 +1,4 @@
-"""From a run spec to a result file: prepare a job, plan its cost, run it, merge files."""
+"""Run a spec: prepare a job, plan its cost, compute the result file, merge files."""
 
 from gradscope.run.budget import MemoryPlan, plan
 from gradscope.run.execute import Run

@@ -1,15 +1,16 @@
-"""The memory budget: how many samples are computed at a time, and how much memory that takes.
+"""The memory budget: the batch size of a run, and the memory that it takes.
 
-The sizes of one sample are counted: what its forward pass records, its rows and the reducers'
-states. A batch is no larger than keeps the kernels busy, nor than a generous sum of these sizes
-that fits into half of the memory. If memory runs out all the same, `BatchSize` halves the batch.
+The default batch size follows from the sizes of one sample: the tensors that its forward pass
+records, its rows and the reducers' states. The batch is large enough to keep the kernels busy, if a
+generous sum of these sizes fits into half of the free memory. If memory still runs out, `BatchSize`
+halves the batch.
 
-Counted sizes are no estimate of the peak: a convolution takes eight times what autograd records on
-a CPU, a linear layer three times, since kernels allocate workspace that torch does not show. So for
-`--memory`, and where the peak is shown, it is measured: small batches are computed and proved as a
-run does it, without a file. The batch is doubled until the difference between two peaks exceeds
-what libraries and the allocator keep, and what tiles that are not full yet hide. Larger batches lie
-on the line through the last two.
+Counted sizes do not predict the peak. On a CPU, a convolution needs eight times the memory that
+autograd records, and a linear layer three times: kernels allocate workspace that torch does not
+report. So for `--memory`, and if the peak is reported to the user, it is measured: small batches
+are computed and proved as in a run, without a file. The batch size is doubled until the difference
+between two peaks exceeds the memory that libraries, the allocator and partly filled tiles keep. The
+peaks of larger batches are extrapolated linearly from the last two.
 """
 
 import gc
@@ -48,15 +49,15 @@ from gradscope.run.overlap import BatchSize
 from gradscope.stages.reducers.base import carried_bytes
 from gradscope.storage import KEEP_BYTES, PART_BYTES, FinishedBatch, Scratch, States
 
-_LARGEST = 4096  # larger batches gain nothing
-_BUSY = 2**28  # nor, on a processor, such whose graph has more bytes a thread,
-_THREADS = 2  # of which there are as many at least
-_GRAPHS = 8  # times what the forward pass records: with gradients, factors and workspace
-_SPARE = 2**28  # tiles, libraries
-_MARGIN = 0.8  # of a budget is planned with
-_SHARE = 0.5  # of what there is, when no budget is given
-_CLEAR = 48 * 2**20  # bytes: a difference of two peaks that is due to the samples
-_WRITER = 16 * 2**20  # HDF5, the checks of the finished file, pieces on their way to the disk
+_LARGEST = 4096  # larger batches are not faster
+_BUSY = 2**28  # on a CPU, more bytes of autograd graph per thread are not faster
+_THREADS = 2  # the minimum number of threads for this
+_GRAPHS = 8  # the assumed peak in multiples of the graph: gradients, factors and workspace
+_SPARE = 2**28  # bytes for tiles and libraries
+_MARGIN = 0.8  # the share of --memory to plan with
+_SHARE = 0.5  # the share of free memory to plan with, without --memory
+_CLEAR = 48 * 2**20  # a larger difference of two peaks, in bytes, comes from the samples
+_WRITER = 16 * 2**20  # bytes for HDF5, checks of the finished file, and write buffers
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,12 @@ class MemoryPlan:
 
     batch_size: int
     notes: tuple[str, ...] = ()  # the reason, if the batch size is smaller than usual
-    peak: int | None = None  # bytes in addition to model and data; None if not measured
-    available: int | None = None  # free bytes; None if the system does not report them
+    peak: int | None = None  # bytes in addition to model and data, if measured
+    available: int | None = None  # free bytes, if the system reports them
 
 
 def plan(job: Job, *, measured: bool = False, free: int | None = None) -> MemoryPlan:
-    """Return the batch size that was asked for, or one that fits into memory.
+    """Return the requested batch size, or a batch size that fits into memory.
 
     Args:
         job: The run.
@@ -87,7 +88,7 @@ def plan(job: Job, *, measured: bool = False, free: int | None = None) -> Memory
         found = _choose_plan(job, free, measured=measured)
     except ModelError:
         if proved:
-            _require_independent(job)  # one sample alone may be too few, which is to be said
+            _require_independent(job)  # its error is more precise if samples are coupled
         raise
     if proved and job.spec.compute.batch_size is None and found.batch_size == 1:
         _require_independent(job)
@@ -109,7 +110,7 @@ def _choose_plan(job: Job, free: int | None, *, measured: bool) -> MemoryPlan:
 
 
 def _require_independent(job: Job) -> None:
-    """Compare two samples' losses with those alone: batches of one will not show coupling."""
+    """Raise if two samples are coupled, which batches of one cannot show."""
 
     def compared(problem: Problem, batch: Batch) -> None:
         with problem.state.watching(), locating_lost_axis(problem, batch):
@@ -124,10 +125,10 @@ def _require_independent(job: Job) -> None:
             compared(problem, two)
         except Exception as error:
             if is_shortage(error):
-                return  # there is no room for two
+                return  # two samples do not fit into memory
             if problem.state.change_count == known:
                 raise
-            compared(problem, two)  # now that what the forward pass changes is put back
+            compared(problem, two)  # the state that the forward pass changes is now restored
 
 
 def _plan_within(job: Job, memory: int, free: int | None) -> MemoryPlan:
@@ -135,43 +136,41 @@ def _plan_within(job: Job, memory: int, free: int | None) -> MemoryPlan:
     most, budget = min(len(job.rows), _LARGEST), _MARGIN * memory
     found = Rehearsals(job).curve(most, budget)
     if found is None:
-        return MemoryPlan(
-            job.batch_size, ("how much memory is taken is not known here",), None, free
-        )
+        return MemoryPlan(job.batch_size, ("this system does not report memory use",), None, free)
     batch_size = found.most(budget, most)
     if not batch_size:
         least = memory_text(int(found.peak(1) / _MARGIN))
         raise SpecError(
-            f"a single sample at a time takes about {memory_text(found.peak(1))}",
+            f"a batch of one sample takes about {memory_text(found.peak(1))}",
             where=f"memory {job.spec.compute.memory}",
-            remedy=f"Give more than {least}, of which it is {_MARGIN:.0%}, or compute fewer "
+            remedy=f"Give more than {least} ({_MARGIN:.0%} of it is used), or compute fewer "
             "`parameters` at a time.",
         )
     peak = found.peak(batch_size)
-    note = f"batches of {count(batch_size, 'sample')} are to take {memory_text(peak)}"
-    note += f" of the {memory_text(memory)} that they may"
+    note = f"batches of {count(batch_size, 'sample')} should take {memory_text(peak)}"
+    note += f" of the allowed {memory_text(memory)}"
     return MemoryPlan(batch_size, (note,), max(found.largest, peak), free)
 
 
 def _plan_by_sizes(job: Job, free: int | None, *, fixed: bool, measured: bool) -> MemoryPlan:
-    """Keep to the batch size of the job, unless it is not `fixed` and memory is short."""
-    rehearsals = Rehearsals(job) if measured else None  # first: loaded code is a part of the peak
+    """Return the job's batch size, or a smaller one if memory is short and it is not `fixed`."""
+    rehearsals = Rehearsals(job) if measured else None  # first, so the peak includes loaded code
     batch_size, sizes, notes = job.batch_size, Sizes.of(job), list[str]()
     limit = inf if free is None else free
     if sizes is not None and not fixed:
         raw = any(c.reducer is not None and c.reducer.raw for c in job.chains)
-        least = 2 if raw or job.spec.compute.layout != "dense" else 1  # structure shows in two
+        least = 2 if raw or job.spec.compute.layout != "dense" else 1  # one hides structure
         batch_size = min(batch_size, max(least, sizes.busy(job.session.problem.device)))
         wanted = min(batch_size, len(job.rows))
         fitting = sizes.fitting(wanted, _SHARE * limit)
         if fitting < wanted:
             batch_size, half = fitting, memory_text(_SHARE * limit)
-            note = f"batches of {count(fitting, 'sample')}: larger ones may take more than {half}"
-            notes.append(f"{note}, half of the memory there is")
+            note = f"batches of {count(fitting, 'sample')}: larger batches may take over {half}"
+            notes.append(f"{note}, half of the free memory")
     most = min(batch_size, len(job.rows))
     takes = inf if sizes is None else sizes.most(most)
     if inf > takes > limit and not fixed:
-        note = f"any batch may take up to {memory_text(takes)}: there is {memory_text(limit)}"
+        note = f"a batch may take up to {memory_text(takes)}; {memory_text(limit)} are free"
         notes.append(note)
     if rehearsals is None:
         return MemoryPlan(batch_size, tuple(notes), available=free)
@@ -181,26 +180,26 @@ def _plan_by_sizes(job: Job, free: int | None, *, fixed: bool, measured: bool) -
         return MemoryPlan(batch_size, tuple(notes), rehearsals.peak(most), free)
     peak, fits = found.peak(most), found.most(limit, most)
     if peak > limit:
-        note = f"batches of {count(most, 'sample')} take about {memory_text(peak)}, and there is"
-        notes.append(f"{note} {memory_text(limit)}: {fits:,} would fit")
+        note = f"batches of {count(most, 'sample')} take about {memory_text(peak)}"
+        notes.append(f"{note}; {memory_text(limit)} are free, enough for {fits:,}")
     return MemoryPlan(batch_size, tuple(notes), peak, free)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What one sample tells of memory, in bytes."""
+    """The memory of one sample, in bytes."""
 
-    graph: int  # what its forward pass records
-    rows: int  # its chains' rows
-    states: int  # of all reducers after it, as they are carried
-    gradient: int  # of all parameters together
+    graph: int  # tensors that its forward pass records
+    rows: int  # the rows of all chains
+    states: int  # the states of all reducers after the sample
+    gradient: int  # the gradient of all parameters
 
     @classmethod
     def of(cls, job: Job) -> "Sizes | None":
-        """Count what one sample takes, evaluated but not proved; None where that raises."""
+        """Return the sizes of one sample, evaluated without proof, or None if it raises."""
         try:
             with rehearsal(job, verify="never") as one:
-                n = 1 if one.tokens is None else min(2, len(one.rows))  # do positions meet?
+                n = 1 if one.tokens is None else min(2, len(one.rows))  # to detect shared positions
                 sample = one.load(0, n)
                 graph = graph_bytes(one.session.problem, one.session.labels.of(sample))
                 chains = prepare_chains(one.session, one.chains, lambda: [sample])
@@ -208,8 +207,8 @@ class Sizes:
                     sample, samples_left=n
                 )
                 if one.tokens is not None and one.session.factored_tokens:
-                    graph //= one.tokens.positions  # one pass for all of them
-        except Exception:  # whatever it is, the run will tell
+                    graph //= one.tokens.positions  # one pass for all tokens
+        except Exception:  # the run will report the error
             return None
         blocks = [block for made in rows.chains for block in (made or {}).values()]
         return cls(
@@ -220,37 +219,37 @@ class Sizes:
         )
 
     def busy(self, device: torch.device) -> int:
-        """Return the samples of a batch that is large enough: on a processor, a power of two."""
+        """Return a batch size that keeps the device busy; on a CPU, a power of two."""
         if device.type != "cpu":
             return _LARGEST
         found = _BUSY * max(_THREADS, torch.get_num_threads()) // max(1, self.graph)
         return 1 << max(1, found).bit_length() - 1
 
     def most(self, n: int) -> int:
-        """Return more bytes than batches of n samples take."""
+        """Return an upper bound in bytes for batches of n samples."""
         return _SPARE + n * self.each + self.fixed
 
     def fitting(self, most: int, budget: float) -> int:
-        """Return the largest of `most` and the powers of two below that fits `budget`, at least 1.
+        """Return the largest of `most` and lower powers of two that fits `budget`, at least 1.
 
-        Samples may take as much as states and gradients, since fewer would save little.
+        Samples may always take as much as states and gradients: a smaller batch saves little.
         """
         room = max(budget - _SPARE - self.fixed, self.fixed)
         return next((n for n in _powers(most) if n * self.each <= room), 1)
 
     @property
     def each(self) -> int:
-        """More bytes than a sample takes: one batch is computed, one is written."""
+        """An upper bound in bytes for a sample: one batch is computed while one is written."""
         return _GRAPHS * self.graph + 2 * self.rows
 
     @property
     def fixed(self) -> int:
-        """More bytes than states and gradients of any batch take."""
+        """An upper bound in bytes for the states and gradients of any batch."""
         return 2 * self.states + 4 * self.gradient
 
 
 def _powers(limit: int) -> list[int]:
-    """Return `limit` and the powers of two up to it, the largest first."""
+    """Return `limit` and the powers of two up to it, in descending order."""
     return [limit, *(1 << k for k in reversed(range(limit.bit_length())))]
 
 
@@ -258,12 +257,12 @@ def _powers(limit: int) -> list[int]:
 class PeakCurve:
     """Measured peak memory by batch size."""
 
-    points: tuple[tuple[int, int], ...]  # (samples, bytes), with growing sizes, at least one
-    complete: bool  # larger batches lie on the line through the last two points
+    points: tuple[tuple[int, int], ...]  # (samples, bytes), ascending, at least one
+    complete: bool  # whether larger batches can be extrapolated from the last two points
 
     @property
     def largest(self) -> int:
-        """The most bytes that were measured."""
+        """The largest measured peak, in bytes."""
         return max(size for _, size in self.points)
 
     def peak(self, n: int) -> int:
@@ -276,9 +275,9 @@ class PeakCurve:
         return round(low + (n - left) * max(0, high - low) / (right - left))
 
     def most(self, budget: float, limit: int) -> int:
-        """Return the largest of `limit` and the powers of two below whose peak fits, or 0.
+        """Return the largest of `limit` and lower powers of two whose peak fits, or 0.
 
-        Powers of two, since what is measured differs a little from run to run.
+        Powers of two do not change with small differences between measurements.
         """
         known = [n for n in _powers(limit) if self.complete or n <= self.points[-1][0]]
         return next((n for n in known if self.peak(n) <= budget), 0)
@@ -287,21 +286,21 @@ class PeakCurve:
 class Rehearsals:
     """Measures a job's peak memory above the memory in use when the object is made.
 
-    Code that the first rehearsal loads stays loaded. So it counts in every later rehearsal, as it
-    counts in a run.
+    Code that the first rehearsal loads remains in memory. So every later rehearsal includes it, as
+    a run does.
     """
 
     def __init__(self, job: Job) -> None:
         self._job, self._device = job, job.session.problem.device
-        job.load(0, min(2, len(job.rows)))  # data that do not fit together are the data's fault
-        gc.collect()  # a peak is above what is in use
+        job.load(0, min(2, len(job.rows)))  # raises errors in the data first
+        gc.collect()  # a peak is relative to the memory in use
         release_freed_memory()
         self._base = used_memory(self._device)
 
     def peak(self, n: int) -> int | None:
-        """Return the peak bytes with batches of n samples, or None.
+        """Return the peak bytes with batches of n samples.
 
-        It is None if the system does not report memory, or if memory runs out.
+        Returns None if the system does not report memory, or if memory runs out.
         """
         with peak_memory(self._device) as above:
             start = used_memory(self._device)
@@ -315,7 +314,7 @@ class Rehearsals:
 
         Returns None if the system does not report memory.
         """
-        self.peak(1)  # loads code, whose memory is not due to the samples
+        self.peak(1)  # loads code, so later differences come from the samples
         first = self.peak(1)
         if first is None:
             return None
@@ -332,13 +331,13 @@ class Rehearsals:
 
 
 def graph_bytes(problem: Problem, batch: Batch) -> int:
-    """Return the bytes that the graph of a batch's losses holds, beside parameters and buffers."""
+    """Return the bytes in the graph of a batch's losses, without parameters and buffers."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def keep(t: Tensor) -> Tensor:
         if t.layout == torch.strided:
             storages[t.untyped_storage().data_ptr()] = t.untyped_storage()
-        return t.detach()  # an output would hold its own node, and that it: for good
+        return t.detach()  # without detach, an output and its node would form a reference cycle
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         problem.losses(batch.detached())
@@ -348,9 +347,9 @@ def graph_bytes(problem: Problem, batch: Batch) -> int:
 
 
 class NullWriter:
-    """A writer without a file; it keeps the rows of a batch until the next one is appended.
+    """A writer without a file; it keeps the rows of a batch until the next batch is appended.
 
-    A slow writer keeps them as long, so that the peak of a run cannot be higher.
+    A slow writer keeps rows for the same time, so the peak of a run is not higher.
     """
 
     completed = 0
@@ -362,10 +361,7 @@ class NullWriter:
     def append(
         self, rows: FinishedBatch, states: States | None = None, *, proved: bool = False
     ) -> None:
-        """Release the last rows and make these dense, a part at a time.
-
-        States are copied where a writer copies them.
-        """
+        """Release the last rows, copy small states, and form dense rows in parts, as a writer."""
         self._last_rows = None
         own = [t for state in (states or {}).values() for t in state.values()]
         copies = [t.clone() for t in own] if sum(t.nbytes for t in own) <= KEEP_BYTES else []
@@ -378,25 +374,25 @@ class NullWriter:
                 part.dense(self._scratch.take((part.n, *block.shape), block.dtype, block.device))
 
     def wait(self) -> None:
-        """Return at once: nothing is being written."""
+        """Return at once."""
 
     def go_back(self) -> tuple[int, dict[str, dict[str, Tensor]]]:
-        """Return no rows and no states: a rehearsal begins again."""
+        """Return no rows and no states."""
         return 0, {}
 
     def finish(self, **results: Any) -> None:
-        """Complete nothing."""
+        """Do nothing."""
 
 
 def rehearse(job: Job, n: int) -> bool:
-    """Compute n samples twice, as a run does; return whether memory sufficed for all n."""
-    job.session.close()  # so that the first batch is proved, as a run's is
+    """Compute n samples twice, as a run does; return whether the memory was enough for n."""
+    job.session.close()  # so that the first batch is proved, as in a run
     size = BatchSize(n)
-    batches = [job.load(0, n) for _ in range(2)]  # while one is computed, the next is loaded
+    batches = [job.load(0, n) for _ in range(2)]  # a run also holds two loaded batches
     chains = prepare_chains(job.session, job.chains, lambda: batches[:1])
     run = Run(job, chains, Path(), NullWriter(), size)
     for done, batch in zip((0, len(job.rows) - n), batches, strict=True):
-        run.done = done  # the first batch is proved, the last one audited
+        run.done = done  # the first batch is proved, the last batch is audited
         run.add(batch)
     return size.samples == n
 
@@ -405,8 +401,8 @@ def rehearse(job: Job, n: int) -> bool:
 def rehearsal(job: Job, verify: Verify | None = None) -> Iterator[Job]:
     """Yield the job with a separate session, which compiles nothing and is closed afterwards.
 
-    The session verifies its answers as the job's does, or by `verify`. Kernels are not timed in the
-    body, since the run has other batch sizes.
+    The session verifies its results as the job's session does, or by `verify`. Kernels are not
+    timed in the body, because the run has different batch sizes.
     """
     session = job.session.rehearsal(verify)
     try:
@@ -414,4 +410,4 @@ def rehearsal(job: Job, verify: Verify | None = None) -> Iterator[Job]:
             yield replace(job, session=session)
     finally:
         session.close()
-        release_freed_memory()  # or the run would come on top of it
+        release_freed_memory()  # or it would add to the peak of the run

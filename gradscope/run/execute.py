@@ -1,4 +1,4 @@
-"""A run under way: batches in, a result file out."""
+"""Execution of a run: it computes batches and writes them to a result file."""
 
 import json
 import time
@@ -50,34 +50,34 @@ from gradscope.stages.reducers.base import State
 from gradscope.stats import parameter_rows, require_consistent
 from gradscope.storage import FinishedBatch, GradientFile, open_file, writing
 
-PROGRESS = "progress"  # beside the reducers' states of an unfinished file: see `Progress`
-REPRODUCED = {  # relative difference of a sample's numbers when it is computed again
+PROGRESS = "progress"  # key of `Progress` among the reducers' states of an unfinished file
+REPRODUCED = {  # allowed relative difference of a sample's recomputed numbers
     torch.float64: 1e-6,
     torch.float32: 1e-3,
     torch.bfloat16: 5e-2,
     torch.float16: 5e-2,
 }
 _NOT_VERIFIED = {"verified": False, "verdict": "not asked for (verify = never)"}
-_FEW = 64  # samples of the first batch that a run going on has to find again
-_SMALL_STATES = 2**24  # bytes of reducers' states that a dense file keeps, to be merged with others
+_FEW = 64  # samples of the first batch that a resumed run must reproduce
+_SMALL_STATES = 2**24  # a dense file stores reducers' states up to this size, for merging
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a stopped run that goes on keeps to, besides its rows and its reducers' states."""
+    """The data of a stopped run that a resumed run needs, without rows and reducers' states."""
 
     batch_size: int | None = None
     certificate: Mapping[str, Any] | None = None  # the proof so far, with its audits
     first: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # see `first_of`
-    choices: Mapping[str, str] | None = None  # of kernel variants; None before the first batch
+    choices: Mapping[str, str] | None = None  # chosen kernel variants, after the first batch
 
     def to_state(self) -> State:
-        """Return the whole as a tensor of bytes."""
+        """Return the progress as a tensor of bytes."""
         text = json.dumps(asdict(self)).encode()
         return {"json": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
     def audits(self, done: int) -> Audits:
-        """Return what was audited of the samples so far, of which there are `done`."""
+        """Return the audits of the first `done` samples."""
         kept = (self.certificate or {}).get("audit")
         if kept is not None:
             return Audits.of_json(kept)
@@ -85,28 +85,28 @@ class Progress:
 
     @classmethod
     def of(cls, states: Mapping[str, State]) -> "Progress":
-        """Return what `to_state` gave, from among the states of an unfinished file."""
+        """Return the progress stored by `to_state` in the states of an unfinished file."""
         kept = states.get(PROGRESS)
         return cls() if kept is None else cls(**json.loads(bytes(kept["json"].tolist())))
 
 
 @dataclass
 class Run:
-    """A run under way; leaving it before `finish` keeps what is written."""
+    """A run in progress; leaving it before `finish` keeps the written rows."""
 
     job: Job
-    chains: tuple[Chain, ...]  # after the earlier passes that some of them need
+    chains: tuple[Chain, ...]  # the chains, after their earlier passes
     path: Path
     writer: RowWriter
     size: BatchSize
     start_time: float = 0.0  # on the performance counter
-    notes: tuple[str, ...] = ()  # before it began
-    before: InitVar[Mapping[str, State] | None] = None  # states of reducers, of a stopped run
+    notes: tuple[str, ...] = ()  # notes from before the start
+    before: InitVar[Mapping[str, State] | None] = None  # the reducers' states of a stopped run
     progress: Progress = Progress()
     tuner: Tuner = field(default_factory=lambda: Tuner(measures=False))
-    record: dict[str, Any] = field(default_factory=dict)  # what the file will say of the run
+    record: dict[str, Any] = field(default_factory=dict)  # the description of the run in the file
     done: int = 0  # samples computed
-    returns: int = 0  # how often it went back to what was proved, to go on with another backend
+    returns: int = 0  # how often the run returned to the last proved batch to change the backend
 
     def __post_init__(self, before: Mapping[str, State] | None) -> None:
         self.total = self._accumulator(before or {})
@@ -126,10 +126,10 @@ class Run:
                     break
 
     def add(self, batch: Batch) -> None:
-        """Compute one batch and append it, in parts where memory does not suffice for it.
+        """Compute one batch and append it, in parts if memory runs out.
 
-        Where an audit finds the backend wrong, and `auto` has another, the run goes back to what
-        was proved: `remaining` goes on from there.
+        If an audit fails and `auto` has a further backend, the run returns to the last proved
+        batch, and `remaining` yields the batches after it.
         """
         done, returns = 0, self.returns
         while done < len(batch) and self.returns == returns:
@@ -137,12 +137,12 @@ class Run:
             try:
                 done += self.size.fitting(part, len(batch) - done)
             except RefusedError as error:
-                if isinstance(error, OtherProcessError):  # nothing was found wrong here
+                if isinstance(error, OtherProcessError):  # the error is in another process
                     raise
                 self._go_back(error)
 
     def _go_back(self, error: RefusedError) -> None:
-        """Go back to the last batch that was proved whole; raise unless there is another way."""
+        """Return to the last proved batch; raise `error` unless a further backend can continue."""
         if not self.done:
             raise error
         stopped = self.done
@@ -152,18 +152,19 @@ class Run:
         self.job.session.auditor.audits = self.progress.audits(self.done)
         self.returns += 1
         if not (isinstance(error, CertificateError) and self.job.session.has_fallback):
-            proved = f"The first {self.done:,} samples are kept" if self.done else "Nothing is kept"
-            error.remedy = f"{error.remedy}\n{proved}: what was proved before."
+            proved = f"The first {self.done:,} samples were" if self.done else "No sample was"
+            error.remedy = f"{error.remedy}\n{proved} proved before; only proved samples are kept."
             raise error
         self.job.session.notes.append(
             f"{error}".partition("\n")[0]
-            + f"; from sample {self.done:,} on (of {stopped:,}) computed by another backend"
+            + f"; a different backend computed all samples from {self.done:,} on (the audit failed "
+            f"after sample {stopped:,})"
         )
 
     def finish(self) -> RunReport:
-        """Write the aggregates, verify the file and put it in its place."""
+        """Write the aggregates, verify the file and rename it to its final path."""
         seen: list[RunReport] = []
-        self.writer.wait()  # it may still write what is let go of now
+        self.writer.wait()  # it may still use the states, which are released here
         states = self.states
         size = sum(t.nbytes for state in states.values() for t in state.values())
         kept = keeps_states(self.job, size)
@@ -180,7 +181,7 @@ class Run:
             states=self.states if kept else {},
             look=lambda file: seen.append(self._check_file(file)),
         )
-        if not seen:  # it was complete before
+        if not seen:  # the file was complete before
             with open_file(self.path) as file:
                 seen.append(self._report(file, aggregates=True))
         with writing(self.path):
@@ -189,17 +190,17 @@ class Run:
         return seen[0].model_copy(update=more)
 
     def _check_file(self, file: GradientFile) -> RunReport:
-        """Hold the file against itself before it gets to its place."""
+        """Raise if the finished file's numbers are inconsistent; return its report."""
         chains, nonfinite = dict(enumerate(self.chains)), self.job.session.settings.nonfinite
         require_written(file, self.job.rows, chains, self.states, nonfinite=nonfinite)
         try:
             require_consistent(file, self.job.session.settings.seed)
         except ResultFileError as error:
             raise OutputError(
-                f"the file just written contradicts itself: {error.what}",
+                f"the numbers in the written file are inconsistent: {error.what}",
                 where=str(self.path),
-                remedy="Run gradscope compute again with --overwrite. If that does not help, "
-                "please report this: it is a bug in gradscope.",
+                remedy="Run gradscope compute again with --overwrite. If the error occurs again, "
+                "it is a bug in gradscope: please report it.",
             ) from error
         return self._report(file, aggregates=False)
 
@@ -225,14 +226,14 @@ class Run:
         )
 
     def _add(self, batch: Batch, start: int, n: int) -> int:
-        """Compute and append n samples of a batch, or leave everything as it was."""
+        """Compute and append n samples of a batch; an error leaves the run unchanged."""
         part = batch if n == len(batch) else batch.select(slice(start, start + n))
         rows, states = self.reduce_batch(part, samples_left=len(self.job.rows) - self.done)
-        self.writer.wait()  # it may still write what changes now
+        self.writer.wait()  # it may still use the states, which change here
         self.total.add(states)
         if self._sum_owner in self.states:
             self.states[MEAN_GRADIENT] = self.states[self._sum_owner]
-        choices = self.tuner.freeze()  # of the first batch: it is known when a run goes on
+        choices = self.tuner.freeze()  # after the first batch; stored for a resumed run
         self.record["kernels"] = choices
         self.progress = Progress(
             batch_size=self.size.samples,
@@ -248,11 +249,11 @@ class Run:
     def reduce_batch(
         self, batch: Batch, samples_left: int
     ) -> tuple[FinishedBatch, dict[str, State]]:
-        """Compute a batch; return its rows and, by owner, its states.
+        """Compute a batch; return its rows, and its states by owner.
 
         Args:
             batch: Any samples.
-            samples_left: How many there are to come, these included.
+            samples_left: The number of remaining samples, including the batch.
         """
         made: list[tuple[FinishedBatch, State]] = []
 
@@ -275,28 +276,28 @@ class Run:
 
     @property
     def _reducing_chains(self) -> dict[str, Chain]:
-        """The chains with a reducer, by owner of a state."""
+        """{owner of a state: chain} for the chains with a reducer."""
         found = {str(k): chain for k, chain in enumerate(self.chains) if chain.reducer is not None}
         return found | {self._sum_owner: self.job.session.labels.chain(bind("mean"))}
 
     @property
     def _sum_owner(self) -> str:
-        """Who owns the sum of the raw gradients: a chain that is their mean has it anyway."""
+        """The owner of the raw gradients' sum: the chain `mean`, if given, or the run."""
         chains = enumerate(self.chains)
         return next((str(k) for k, c in chains if c.text == "mean" and c.lasting), MEAN_GRADIENT)
 
     def _accumulator(self, states: Mapping[str, State]) -> Accumulator[str]:
-        """Return what adds batches to the states of the batches before, by owner."""
+        """Return an accumulator that adds batches to `states`, by owner."""
         reducers = {key: reducer_of(chain) for key, chain in self._reducing_chains.items()}
         return Accumulator({**reducers, NONFINITE: COUNTS}, states)
 
     @property
     def states(self) -> dict[str, State]:
-        """The states of reducers over all batches so far, by number and owner."""
+        """{owner: state} of the reducers over all batches so far."""
         return self.total.states
 
     def _count_nonfinite(self, rows: FinishedBatch) -> State:
-        """Return, by chain, how many numbers of rows a stage has made infinite or NaN."""
+        """Return the count of numbers, by chain, that a stage has made infinite or NaN."""
         found: State = {}
         for k, (chain, made) in enumerate(zip(self.chains, rows.chains, strict=True)):
             if made is not None and chain.before and chain.text != "identity":
@@ -307,24 +308,25 @@ class Run:
         return found
 
     def _judge(self, counts: Mapping[int, int]) -> None:
-        """Refuse numbers by chain that a stage has made infinite or NaN, if that is asked for."""
+        """Raise if a count by chain of infinite or NaN numbers is positive and nonfinite="fail"."""
         if self.job.spec.compute.nonfinite != "fail":
             return
         for k, chain in enumerate(self.chains):
             if counts.get(k, 0):
                 raise NonFiniteError(
-                    f"{counts[k]:,} of its numbers are not finite, though the gradients are",
+                    f"{counts[k]:,} numbers of the result are infinite or NaN, although the "
+                    "gradients are finite",
                     where=f"chain {chain.text!r}",
-                    remedy='Scale the gradients first, or use nonfinite="skip" to have them told.',
+                    remedy='Scale the gradients first, or use nonfinite="skip" to only count them.',
                 )
 
     def _proof(self) -> Mapping[str, Any] | None:
-        """Return the proof of the first batch that has a gradient, with the audits since."""
+        """Return the proof of the first batch with a gradient, with all later audits."""
         session, before = self.job.session, dict(self.progress.certificate or {})
         proof, found = dict(before), session.certificate
         if found is not None and not before.get("proves"):
             proof = found.to_json()
-            del proof["seconds"], proof["phases"]  # the same run gives the same file
+            del proof["seconds"], proof["phases"]  # no times, so the same run writes the same file
         if not proof:
             return None
         used = dict.fromkeys((*before.get("backend", session.backend).split(", "), session.backend))
@@ -333,12 +335,12 @@ class Run:
 
 
 def without_progress(states: Mapping[str, State]) -> dict[str, State]:
-    """Return the reducers' states alone, by number."""
+    """Return the states without `Progress`."""
     return {k: state for k, state in states.items() if k != PROGRESS}
 
 
 def batches(job: Job, size: BatchSize, done: int = 0) -> Iterator[Batch]:
-    """Yield the batches after the first `done` samples; the next is loaded in the meantime."""
+    """Yield the batches after the first `done` samples; a thread loads the next batch."""
 
     def loaded() -> Iterator[Batch]:
         start = done
@@ -353,7 +355,7 @@ def batches(job: Job, size: BatchSize, done: int = 0) -> Iterator[Batch]:
 def rows_of(
     job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluation
 ) -> FinishedBatch:
-    """Return what is stored of a batch, not computed where a block can do it later."""
+    """Return the rows to store for a batch; dense rows are formed when they are written."""
     gradients, shown = evaluation.gradients, job.session.labels.of(batch)
     rows = (
         None if chain.reducer is not None else chain.rows(gradients, job.session.problem, shown)
@@ -366,19 +368,19 @@ def rows_of(
 
 
 def samples_of(job: Job, batch: Batch, evaluation: Evaluation) -> dict[str, Tensor]:
-    """Return what the sample table keeps of a batch: `table_of`, names and previews."""
+    """Return the columns of the sample table for a batch: `table_of`, ids and previews."""
     table = table_of(job.session, batch, evaluation)
     ids = job.dataset.ids(batch.samples if isinstance(batch, Tokens) else batch.index)
     if ids is not None:
         table["id"] = ids
-    if job.previews is not None:  # never of tokens
+    if job.previews is not None:  # tokens have no previews
         table["preview"] = job.previews.of(batch.index.tolist())
     return table
 
 
 def table_of(session: Session, batch: Batch, evaluation: Evaluation) -> dict[str, Tensor]:
-    """Return what a batch tells of its samples by itself, a column each (n,)."""
-    shown = session.labels.of(batch)  # the table keeps the data's own targets
+    """Return columns (n,) of the sample table that need only the batch and its gradients."""
+    shown = session.labels.of(batch)  # the table stores the targets of the data
     table = {
         "index": batch.index,
         "loss": mean_loss(evaluation.losses, shown),
@@ -389,14 +391,14 @@ def table_of(session: Session, batch: Batch, evaluation: Evaluation) -> dict[str
     if isinstance(batch, Tokens):
         table |= {"sample": batch.samples, "position": batch.position}
     elif isinstance(targets, Tensor) and targets.dim() > 0 and targets[0].numel() == 1:
-        table["target"] = targets.flatten()  # any other kind is not stored
+        table["target"] = targets.flatten()  # targets of more than one number are not stored
     return table | session.predictions_of(batch, evaluation)
 
 
 def keeps_states(job: Job, size: int) -> bool:
-    """Whether a file keeps its reducers' states, of `size` bytes.
+    """Whether a file stores its reducers' states, of `size` bytes.
 
-    A shard does, and others where they are small; not where factors were chosen to save space.
+    A shard does. A whole run does if they are small and the layout is dense.
     """
     return job.shard is not None or (job.spec.compute.layout == "dense" and size <= _SMALL_STATES)
 
@@ -407,14 +409,13 @@ def require_reproduced(
     precision: torch.dtype,
     error: Callable[[str, str, str, str], GradscopeError],
 ) -> None:
-    """Raise an error if a number of a sample is not computed again as it was stored.
+    """Raise if a recomputed number of a sample differs from the stored number.
 
     Args:
         sample: A batch of one.
-        numbers: What each number is, as stored, as computed, and the difference that is allowed in
-            addition to `REPRODUCED`.
-        precision: That of the model.
-        error: Makes the error from sample and number in words, as stored, and as computed.
+        numbers: (name, stored, recomputed, allowed difference in addition to `REPRODUCED`).
+        precision: The dtype of the model.
+        error: Returns the error for (sample, name, stored, recomputed), all texts.
     """
     for what, stored, found, slack in numbers:
         most = REPRODUCED[precision] * max(abs(stored), abs(found)) + slack
@@ -424,6 +425,6 @@ def require_reproduced(
 
 
 def first_of(rows: FinishedBatch) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return losses and norms of a few samples of a run's first batch."""
+    """Return losses and norms of up to 64 samples of a run's first batch."""
     losses, norms = (rows.samples[k][:_FEW].tolist() for k in ("loss", "norm"))
     return tuple(losses), tuple(norms)

@@ -1,4 +1,4 @@
-"""What a run would compute, from what, and what it would cost: the first batch, and no file."""
+"""Inspection of a run without a result file: inputs, first batch, proof, cost."""
 
 import os
 import shutil
@@ -38,8 +38,8 @@ from gradscope.storage import Layout, file_bytes
 if sys.platform != "win32":
     import resource
 
-LARGE = 10**9  # bytes of a file worth a word beforehand
-_FEW = 32  # samples that tell the structure of all, where they are small
+LARGE = 10**9  # the size of a larger file is reported before the run, in bytes
+_FEW = 32  # the number of samples from which a file's size is estimated, at most
 _PROJECTED = 256
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -47,20 +47,20 @@ Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class DiskSpace:
-    """What a result file takes, and what there is for it."""
+    """The disk space that a result file needs, and the space available."""
 
-    layout: str  # the one asked for
-    layouts: dict[str, int]  # bytes of the file in each layout
-    smaller: dict[str, int]  # bytes of the file by options that would make it smaller
-    kept: int  # bytes of an unfinished file, which are on the disk already
-    free: int  # bytes on the disk, or within the quota where the file system tells it
-    limit: int | None  # bytes that the system lets a file have
-    seconds: float  # of computing, without waiting for the disk
-    compressed: bool  # whether rows are: the bytes are then the most it may take
+    layout: str  # the requested layout
+    layouts: dict[str, int]  # {layout: bytes of the file}
+    smaller: dict[str, int]  # {option: bytes of the file} for options that make it smaller
+    kept: int  # bytes of an unfinished file on the disk
+    free: int  # free bytes on the disk, within the quota if the file system reports it
+    limit: int | None  # the system's limit for the size of a file, in bytes
+    seconds: float  # computing time, without the disk
+    compressed: bool  # whether rows are compressed; sizes are then upper bounds
 
     @property
     def bytes(self) -> int:
-        """The bytes of the file."""
+        """The size of the file in bytes."""
         return self.layouts[self.layout]
 
     def holds(self, size: int) -> bool:
@@ -68,18 +68,18 @@ class DiskSpace:
         return size <= self.free + self.kept and (self.limit is None or size <= self.limit)
 
     def require(self, path: Path) -> None:
-        """Refuse a file that does not fit, and say what would; a compressed one may fit."""
+        """Raise if the file does not fit, unless it is compressed and may be smaller."""
         if self.compressed or self.holds(self.bytes):
             return
         if self.limit is not None and self.bytes > self.limit:
-            there = f"a file may have {memory_text(self.limit)} here (ulimit -f)"
+            there = f"the limit for a file is {memory_text(self.limit)} (ulimit -f)"
         else:
             there = f"the disk has {memory_text(self.free)} free"
             if self.kept:
-                there += f", besides {memory_text(self.kept)} of the unfinished file"
+                there += f" (and {memory_text(self.kept)} are used by the unfinished file)"
         found = [f"{k} ({memory_text(v)})" for k, v in self.smaller.items() if self.holds(v)]
         raise OutputError(
-            f"the file would take {memory_text(self.bytes)}, and {there}",
+            f"the file needs {memory_text(self.bytes)}, but {there}",
             where=str(path),
             remedy=f"Store less: {', '.join(found)}; or choose another disk."
             if found
@@ -93,18 +93,18 @@ class DiskSpace:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The plan of a run: what it would cost, found on its first batch."""
+    """The estimated cost of a run, measured on its first batch."""
 
     samples: int
     batch_size: int
     backend: str  # chosen on the first batch
     notes: tuple[str, ...]
     chains: tuple[str, ...]  # in canonical spelling
-    room: DiskSpace  # on the disk; and seconds, from the second evaluation of the first batch
-    memory: int | None  # bytes at the peak, above the loaded model and data; None if unknown
-    available: int | None  # bytes that there are for it; None if unknown
+    room: DiskSpace  # disk space; and seconds, from the second evaluation of the first batch
+    memory: int | None  # peak bytes in addition to model and data, if known
+    available: int | None  # free bytes of memory, if known
     ways: tuple[ChosenVariant, ...]  # kernel variants
-    noun: str = "sample"  # what has a row: sample or token
+    noun: str = "sample"  # the word for a row: sample or token
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data under a versioned schema."""
@@ -116,27 +116,27 @@ class Estimate:
 
 @dataclass(frozen=True)
 class FirstBatch:
-    """What the first batch gave: the smallest, the median and the largest of what is finite."""
+    """Losses and norms of the first batch: (min, median, max) over finite samples."""
 
     samples: int
     loss: tuple[float, float, float]
     norm: tuple[float, float, float]
     nonfinite: int  # samples without a finite gradient
-    wrong: float | None  # share that is predicted as another class; None where there are none
+    wrong: float | None  # share of wrong predictions, if targets are classes
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the first batch's answer and proof."""
+    """One phase of the evaluation and proof of the first batch."""
 
     phase: str
     seconds: float
-    passes: float  # the same in plain forward and backward passes of the batch
+    passes: float  # the time in units of a plain forward and backward pass
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a run would compute, from what, and at what cost."""
+    """The inputs, the first batch and the estimated cost of a run."""
 
     model: dict[str, Any]
     checkpoint: dict[str, Any]
@@ -144,7 +144,7 @@ class Inspection:
     loss: dict[str, Any]
     first: FirstBatch
     certificate: dict[str, Any]  # the proof of the first batch
-    phases: tuple[Phase, ...]  # what that took
+    phases: tuple[Phase, ...]  # the times of evaluation and proof
     plan: Estimate
 
     def to_json(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class Inspection:
 
 
 def inspect(job: Job) -> Inspection:
-    """Evaluate and prove the first batch of a job whose `verify` is not "never"; say what it is."""
+    """Evaluate and prove the first batch of a job, whose `verify` must not be "never"."""
     cost = estimate(job, None)
     problem, loaded = job.session.problem, job.checkpoint
     certificate = job.session.certificate
@@ -208,7 +208,7 @@ def inspect(job: Job) -> Inspection:
 
 
 def _phases(job: Job, batch: Batch, took: Mapping[str, float]) -> tuple[Phase, ...]:
-    """Hold what the first batch took against a plain pass of it, the faster one of two."""
+    """Return the phases of the first batch, relative to the faster of two plain passes."""
     problem, labelled = job.session.problem, job.session.labels.of(batch)
 
     def plain() -> tuple[Tensor, ...]:
@@ -220,7 +220,7 @@ def _phases(job: Job, batch: Batch, took: Mapping[str, float]) -> tuple[Phase, .
 
 
 def estimate(job: Job, path: Path | None) -> Estimate:
-    """Plan the batch size, and evaluate, prove and time the first batch; nothing is written."""
+    """Plan the batch size; evaluate, prove and time the first batch; write no file."""
     budget = plan(job, measured=True)
     size = BatchSize(budget.batch_size, fixed=job.session.settings.own_loss)
     with job.tuner().active() as tuner:
@@ -243,9 +243,12 @@ def estimate(job: Job, path: Path | None) -> Estimate:
 def preflight(
     job: Job, path: Path, *, overwrite: bool = False, large: int | None = None
 ) -> DiskSpace | None:
-    """Return what a run needs whose file may have more than `large` bytes, None for any other.
+    """Return the disk space of a run, or None if its file has at most `large` bytes.
 
-    A few samples are computed, and forgotten again.
+    A few samples are computed and discarded.
+
+    Raises:
+        OutputError: The file does not fit on the disk.
     """
     folder, there = os.path.isdir(path.absolute().parent), os.path.exists(path)  # noqa: PTH110, PTH112
     refused = not folder or (there and not overwrite)
@@ -253,11 +256,11 @@ def preflight(
     others = sum(8 * n * n for chain in job.chains if chain.reducer is not None)
     rows = sum(n * row for chain in job.chains if chain.reducer is None)
     large = LARGE if large is None else large
-    if refused or rows + others <= large:  # unless a chain makes rows larger
-        return None  # opening the file says why, or that nothing is left to do
+    if refused or rows + others <= large:  # ignores chains that make rows larger
+        return None  # opening the file raises the error, or finds it complete
     sizes = Sizes.of(job)
     if sizes is not None and n * sizes.rows + others <= large:
-        return None  # a chain makes rows smaller
+        return None  # the chains make rows smaller
     few = min(_FEW, job.batch_size, max(2, max_dense_samples(job.session)))
     size = BatchSize(few, fixed=job.session.settings.own_loss)
     with rehearsal(job, verify="never") as rehearsed:
@@ -267,7 +270,7 @@ def preflight(
 
 
 def _tried(job: Job, path: Path | None, n: int) -> DiskSpace:
-    """Evaluate the first n samples twice: the second time tells how long it takes."""
+    """Evaluate the first n samples twice, and time the second evaluation."""
     batch = job.load(0, n)
     passes = 1
 
@@ -297,9 +300,9 @@ def _room(
     evaluation: Evaluation,
     seconds: float,
 ) -> DiskSpace:
-    """Return what the result file takes, by how one batch is structured.
+    """Return the disk space for the result file, estimated from the blocks of one batch.
 
-    Of a file in the working directory where `path` is None; the chains have had earlier passes.
+    Without `path`, the working directory is used. Earlier passes of the chains must be done.
     """
     plan, rows = file_plan(job), rows_of(job, chains, batch, evaluation)
     more = _aggregate_shapes(job, chains, batch, evaluation)
@@ -320,7 +323,7 @@ def _room(
     smaller['a reducer (such as -t "mean")'] = table + mean
     folder = Path.cwd() if path is None else path.absolute().parent
     kept, limit = 0, None
-    with suppress(OSError):  # mostly, there is no unfinished file
+    with suppress(OSError):  # usually there is no unfinished file
         kept = 0 if path is None else 512 * getattr(Path(f"{path}.part").stat(), "st_blocks", 0)
     if sys.platform != "win32":
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
@@ -340,9 +343,9 @@ def _room(
 def _aggregate_shapes(
     job: Job, chains: Sequence[Chain], batch: Batch, evaluation: Evaluation
 ) -> tuple[list[Shapes], list[Shapes]]:
-    """Return the shapes of what the file holds besides rows: results, and the states it keeps.
+    """Return the shapes of the results and of the stored states.
 
-    Some grow with the number of samples: it is told by the difference that half of these makes.
+    If states grow with the number of samples, their growth is extrapolated from half a batch.
     """
     kept = usable(job.session, batch, evaluation)
     if kept is None:
@@ -352,7 +355,7 @@ def _aggregate_shapes(
     every = [job.session.labels.chain(bind("mean"))]
     every += [chain for chain in chains if chain.reducer is not None]
     states = before = [carried_state(chain.start(gradients, problem, samples)) for chain in every]
-    if few and job.session.labels.mode != "exact":  # which goes with sums only
+    if few and job.session.labels.mode != "exact":  # exact expectations only support sums
         part, times = slice(0, few), (len(job.rows) - n) / (n - few)
         given = gradients.select(part), problem, samples.select(part)
         before = [carried_state(chain.start(*given)) for chain in every]
@@ -366,7 +369,7 @@ def _aggregate_shapes(
 
 
 def _scale_shapes(found: Mapping[str, Tensor], half: Mapping[str, Tensor], times: float) -> Shapes:
-    """Return shapes that have grown by their difference to those of `half`, so many times."""
+    """Return the shapes of `found` plus `times` their difference from the shapes of `half`."""
 
     def shape(key: str) -> tuple[int, ...]:
         pairs = zip(found[key].shape, half[key].shape, strict=True)

@@ -1,7 +1,7 @@
-"""A job: everything a run needs, resolved and loaded.
+"""A job: the inputs of a run, resolved and loaded.
 
-Names come first (chains, backend, loss), then the user's code, then weights and data, so that a
-misspelt word costs nothing.
+Names (chains, backend, loss) are resolved first, then the user's code, then weights and data, so
+that a misspelled name fails early.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -57,24 +57,24 @@ _SAME = {
     *("backend", "coupling", "labels", "nonfinite", "layout", "seed", "predictions"),
     *("previews", "randomness", "rows"),
 }
-_BATCH_SAMPLES = 256  # when the batch size is left to us
-_BATCH_TOKENS = 2048  # at least, and whole samples
-_AT_A_TIME = 256  # samples of which it is looked at together which tokens count
-_DENSE_BYTES = 2**28  # of a batch's gradients, where they are all held in their dense form
+_BATCH_SAMPLES = 256  # the default batch size
+_BATCH_TOKENS = 2048  # the default batch size with rows of tokens, rounded up to whole samples
+_AT_A_TIME = 256  # samples per batch when the positions that count are collected
+_DENSE_BYTES = 2**28  # the size of a batch's gradients if all of them are dense
 
 
 @dataclass(frozen=True)
 class TokenRows:
-    """The positions that count of some samples, in order: the rows 0, 1, ... of a run."""
+    """The token rows of a run: the positions of some samples that count towards the loss."""
 
-    samples: range  # of the data set
-    positions: int  # t, of each sample
-    # (m,) int64, row by row: the sample's place · t + position; None: all
+    samples: range  # positions of the samples in the data set
+    positions: int  # t, the number of positions of each sample
+    # (m,) int64, for each row: sample's index in `samples` · t + position, or None if all count
     row_numbers: Tensor | None
 
     @classmethod
     def of(cls, session: Session, load: Callable[[range], Batch], samples: range) -> "TokenRows":
-        """Find out which positions count: by the first sample, or where a loss says so, by each.
+        """Find the positions that count; a loss with a position mask is called for each sample.
 
         Raises:
             SpecError: The loss does not return (n, t), t differs, or no position counts.
@@ -88,9 +88,11 @@ class TokenRows:
             mask, _ = session.problem.position_mask(load(samples[start : start + _AT_A_TIME]))
             if mask.shape[1] != t:
                 raise SpecError(
-                    f"the loss has {mask.shape[1]} positions of some samples, {t} of others",
+                    f"the loss has {t} positions for the first sample, but {mask.shape[1]} for "
+                    "later samples",
                     where="rows token",
-                    remedy="Pad all samples to one length, and let the loss say what counts.",
+                    remedy="Pad all samples to the same length, and mark padding as ignored in "
+                    "the loss.",
                 )
             found.append(mask.cpu().flatten().nonzero().flatten() + start * t)
         counted = torch.cat(found)
@@ -102,7 +104,7 @@ class TokenRows:
         return len(self.samples) * self.positions if rows is None else len(rows)
 
     def batch(self, load: Callable[[range], Batch], rows: range) -> Tokens:
-        """Return some rows, which are next to each other, with the samples that they are of."""
+        """Return a range of rows, with their samples."""
         places = torch.arange(rows.start, rows.stop)
         places = places if self.row_numbers is None else self.row_numbers[places]
         sample, position = places // self.positions, places % self.positions
@@ -114,7 +116,7 @@ class TokenRows:
         return Tokens(*data, self.positions)
 
     def some(self, rows: Tensor) -> tuple["TokenRows", Tensor]:
-        """Return some rows (m,) as the only ones, and the samples (n,) that they are of."""
+        """Return a `TokenRows` of only these rows (m,), and their samples (n,)."""
         places = rows if self.row_numbers is None else self.row_numbers[rows]
         used, own = torch.unique(places // self.positions, return_inverse=True)
         counted = own * self.positions + places % self.positions
@@ -122,7 +124,7 @@ class TokenRows:
         return part, used + self.samples.start
 
     def record(self) -> dict[str, Any]:
-        """Return what tells these rows from others, as plain data."""
+        """Return plain data that identify these rows."""
         counted = (
             None if self.row_numbers is None else int(self.row_numbers.double().square().sum())
         )
@@ -132,25 +134,25 @@ class TokenRows:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be computed."""
+    """The resolved and loaded inputs of a run."""
 
-    spec: RunSpec  # resolved
-    chains: tuple[Chain, ...]  # bound, in the order given
-    session: Session  # model, loss and backend, with the proof of its answers
-    checkpoint: CheckpointReport  # what was loaded into the model
+    spec: RunSpec  # the resolved spec
+    chains: tuple[Chain, ...]  # the bound chains, in the order given
+    session: Session  # model, loss and backend, with the proof of its results
+    checkpoint: CheckpointReport  # the checkpoint loaded into the model
     dataset: Dataset
-    rows: range  # the positions of the selected samples in it; of tokens, rows of all of them
-    run_rows: range  # those of the run that this is a shard of; `rows` if it is none
-    batch_size: int  # samples a batch, if memory allows it
-    shard: Shard | None  # which part of a run this is, if it is not the whole
-    compression: Compression | None  # of rows in the result file
+    rows: range  # indices of the selected rows (samples, or tokens with rows="token")
+    run_rows: range  # the rows of the whole run, which differ from `rows` in a shard
+    batch_size: int  # the batch size, if memory allows it
+    shard: Shard | None  # the part of the run, or None for the whole run
+    compression: Compression | None  # the compression of rows in the result file
     digests: dict[str, str | dict[str, str]]  # SHA-256 of checkpoint, data, code, stored vectors
-    notes: tuple[str, ...]  # what was noticed while loading
-    previews: Previews | None = None  # what is kept of the samples themselves
-    tokens: TokenRows | None = None  # what the rows are, if they are of tokens
+    notes: tuple[str, ...]  # notes from loading
+    previews: Previews | None = None  # previews of samples to store
+    tokens: TokenRows | None = None  # the token rows, with rows="token"
 
     def place(self, output: Path) -> Path:
-        """Return where the result goes: a shard's next to the file of the whole run."""
+        """Return the path of the result; a shard's file is in the same folder as `output`."""
         return output if self.shard is None else self.shard.place(output)
 
     @property
@@ -159,7 +161,7 @@ class Job:
         return {name: tuple(p.shape) for name, p in self.session.problem.parameters.items()}
 
     def load(self, start: int, n: int) -> Batch:
-        """Return the n samples from the selected sample `start` on, on the model's device."""
+        """Return n rows from the selected row `start` on, on the model's device."""
         rows = self.rows[start : start + n]
         load = partial(read, self.dataset, self.session.problem)
         return load(rows) if self.tokens is None else self.tokens.batch(load, rows)
@@ -170,22 +172,22 @@ class Job:
         return self.rows if self.tokens is None else self.tokens.samples
 
     def request(self, batches_left: int | None = None) -> Request:
-        """Return what is asked of every batch: the chains, and the mean gradient."""
+        """Return the request for every batch: the chains and the mean gradient."""
         asked = map(self.session.labels.chain, (bind("mean"), *self.chains))
         return request_of(
             asked, batches_left=batches_left, stored=_keeps_gradients(self.spec, self.chains)
         )
 
     def tuner(self, choices: Mapping[str, str] | None = None) -> Tuner:
-        """Return what chooses kernels: by measuring, or by the `choices` of an earlier part."""
+        """Return a tuner that measures kernels, or uses the `choices` of the stopped run."""
         cached = self.spec.compute.cache and known_of(self.session.problem.device) is not None
         if choices is not None or not cached:
-            # or the same run would not give the same bits
+            # measuring could change the bits of the result
             return Tuner(measures=False, kept=choices)
         return Tuner.remembering()
 
     def record(self) -> dict[str, Any]:
-        """Return the whole run as plain data, for the result file."""
+        """Return a description of the run as plain data, for the result file."""
         problem = self.session.problem
         record = {
             "spec": self.spec.model_dump(mode="json"),
@@ -211,7 +213,7 @@ class Job:
         return record
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what must be the same for a stopped run to go on."""
+        """Return the values that must be equal to resume a stopped run."""
         compute = self.spec.compute.model_dump(mode="json", include=_SAME)
         model = self.spec.model.model_dump(mode="json", include={"kwargs", "argv", "mode"})
         data = self.spec.dataset.model_dump(
@@ -219,7 +221,7 @@ class Job:
         )
         parts = ["chains", "loss", "samples", "digests", "versions", "dtype"]
         if self.session.settings.own_loss:
-            parts.append("batch_size")  # else a row is the same in any
+            parts.append("batch_size")  # otherwise rows do not depend on it
         if self.tokens is not None:
             parts.append("tokens")
         if self.shard is not None:
@@ -227,28 +229,28 @@ class Job:
         record = self.record()
         return {
             **{key: record[key] for key in parts},
-            "device": self.session.problem.device.type,  # workers have one each
+            "device": self.session.problem.device.type,  # the index differs between workers
             **compute,
             **model,
-            "dataset": data,  # its files are told by their digest
+            "dataset": data,  # without files, which the digest identifies
             "parameters": list(self.shapes),
         }
 
 
 def read(dataset: Dataset, problem: Problem, rows: range) -> Batch:
-    """Return some samples of a data set as a model takes them: on its device, in its dtype.
+    """Return samples of a data set on the model's device and in its dtype.
 
-    Those of a complex model have the dtype of its real parts, but where they are complex.
+    For a complex model, real data get the dtype of the model's real part.
     """
     return to_device(dataset.batch(rows).to(None, problem.dtype.to_real()), problem.device)
 
 
 def prepare(spec: RunSpec) -> Job:
-    """Resolve every name of `spec`, then load what it names.
+    """Resolve all names in `spec`, then load model, weights and data.
 
     Raises:
-        SpecError: A name or an argument does not fit.
-        InputError: Something cannot be read, or does not fit together.
+        SpecError: A name or an argument is invalid.
+        InputError: An input cannot be read, or inputs do not match each other.
     """
     code.give_arguments(spec.model.factory, spec.model.argv)
     asked, (chains, loss) = spec.compute, resolve_names(spec)
@@ -256,10 +258,10 @@ def prepare(spec: RunSpec) -> Job:
     shard = _shard(asked.shard, chains)
     if asked.memory is not None and asked.coupling == "own-loss":
         raise SpecError(
-            "with own-loss coupling the answer depends on which samples share a batch, so memory "
-            "is not to choose the batch size",
+            '`memory` cannot be combined with coupling="own-loss": gradients then depend on which '
+            "samples share a batch, so the batch size must be fixed",
             where="memory",
-            remedy="Give `batch_size` instead.",
+            remedy="Give `batch_size` instead of `memory`.",
         )
     compression = None if asked.compression is None else parse_compression(asked.compression)
     require_compression(compression)
@@ -267,25 +269,25 @@ def prepare(spec: RunSpec) -> Job:
     together = asked.sharded and dist.is_available() and dist.is_initialized()
     loaded, model = _in_turn(spec) if together else _built(spec)
     dataset = open_dataset(spec.dataset)
-    if not is_model_loss(loss):  # which calls the model itself
+    if not is_model_loss(loss):  # a model loss calls the model with its own order of inputs
         require_order(loaded.model, spec.dataset.inputs)
     run_rows = dataset.rows(asked.samples)
     settings = asked.model_dump(
         mode="json", include={field.name for field in fields(SessionSettings)}
     )
     if asked.rows == "token":
-        settings["predictions"] = False  # there is one of each sample
+        settings["predictions"] = False  # predictions belong to samples, not tokens
     session = Session(model, loss, SessionSettings(**settings))
     tokens = None
     if asked.rows == "token":
         tokens = TokenRows.of(session, partial(read, dataset, session.problem), run_rows)
         run_rows = range(len(tokens))
-    size = asked.previews if tokens is None else 0  # a sample's would stand in each of its rows
+    size = asked.previews if tokens is None else 0  # previews belong to samples, not tokens
     each = 1 if tokens is None else tokens.positions
     asked_size = (asked.batch_size or 0) * each
     batch_size = asked_size or _usual_batch(spec, chains, session, dataset, run_rows, each)
     if asked.sharded and shard is not None and not asked.batch_size:
-        batch_size = min(batch_size, max(1, len(run_rows) // shard.count))  # none is left out
+        batch_size = min(batch_size, max(1, len(run_rows) // shard.count))  # no empty shard
     return Job(
         spec=spec,
         chains=chains,
@@ -305,7 +307,7 @@ def prepare(spec: RunSpec) -> Job:
 
 
 def _shard(text: str | None, chains: tuple[Chain, ...]) -> Shard | None:
-    """Return the part of the run that is asked for, None for the whole, which 0/1 is, too."""
+    """Return the requested shard, or None for the whole run (no shard, or shard 0/1)."""
     shard = None if text is None else parse_shard(text)
     if shard is None or shard.count == 1:
         return None
@@ -316,7 +318,7 @@ def _shard(text: str | None, chains: tuple[Chain, ...]) -> Shard | None:
 def _digests(
     spec: RunSpec, loaded: LoadedModel, dataset: Dataset, chains: tuple[Chain, ...]
 ) -> dict[str, Any]:
-    """Return the SHA-256 of all that a run computes with: files, and code of the user's."""
+    """Return the SHA-256 of the run's inputs: files and the user's code."""
     name = spec.loss.stage.name
     return {
         "checkpoint": loaded.checkpoint.sha256,
@@ -329,19 +331,19 @@ def _digests(
 
 
 def _built(spec: RunSpec) -> tuple[LoadedModel, nn.Module]:
-    """Return a model with its weights, where the run is to be."""
+    """Return the model with its weights, on the run's device."""
     loaded = load_model(spec.model, spec.checkpoint, dtype=_dtype(spec))
     return loaded, _placed(loaded.model, spec.compute.device, _dtype(spec))
 
 
 def _dtype(spec: RunSpec) -> torch.dtype | None:
-    """Return what the model is to compute in, None for what it is built in."""
+    """Return the dtype given by the spec, or None to keep the model's dtype."""
     found = spec.compute.dtype
     return None if found is None else getattr(torch, found)
 
 
 def _in_turn(spec: RunSpec) -> tuple[LoadedModel, nn.Module]:
-    """Let one process after the other load the model and keep its part: one is whole at a time."""
+    """Load the model in one process after the other; each keeps its part of the parameters."""
     device = torch.device(spec.compute.device or "cpu")
     ranks = Ranks(dist.group.WORLD, device)
     mine: list[tuple[LoadedModel, nn.Module]] = []
@@ -355,13 +357,13 @@ def _in_turn(spec: RunSpec) -> tuple[LoadedModel, nn.Module]:
 
 
 def resolve_names(spec: RunSpec) -> tuple[tuple[Chain, ...], Loss]:
-    """Return the chains and the loss, bound."""
+    """Return the bound chains and the bound loss; raise one error for all invalid names."""
     problems: list[SpecError] = []
     chains: list[Chain] = []
 
     @contextmanager
     def collected(section: str, key: str, index: str = "") -> Iterator[None]:
-        """Keep a `SpecError`, with the file and key that it is about if a file says so."""
+        """Collect a `SpecError`, with the run file and key that set the value, if any."""
         try:
             yield
         except SpecError as error:
@@ -396,22 +398,22 @@ def resolve_names(spec: RunSpec) -> tuple[tuple[Chain, ...], Loss]:
 
 
 def require_one_pass(chains: Iterable[Chain]) -> None:
-    """Refuse chains that need a result over all samples first: a part of a run has only its own."""
+    """Raise if a chain first needs a result over all samples, which a shard cannot compute."""
     for chain in chains:
         first = chain.first_pass
         if first is not None:
             raise RefusedError(
-                f"{chain.text!r} needs the result of {first.text!r} over all samples first, and a "
-                "part of them has only its own",
+                f"the chain {chain.text!r} first needs the result of {first.text!r} over all "
+                "samples, but a shard has only some samples",
                 where="shard",
                 remedy=f"Compute it without `shard`. Or compute {first.text!r} in shards, merge "
-                "them, and give what is stored: cosine:with=FILE.h5:0 for cosine:to=mean, "
+                "them, and use the stored result: cosine:with=FILE.h5:0 for cosine:to=mean, "
                 "ekfac:with=FILE.h5:0 for ekfac.",
             )
 
 
 def file_plan(job: Job) -> FilePlan:
-    """Return what the result file will hold."""
+    """Return the plan of the result file."""
     return FilePlan(
         run=job.record(),
         fingerprint=job.fingerprint(),
@@ -426,7 +428,7 @@ def file_plan(job: Job) -> FilePlan:
 
 
 def stages_digests(chains: Iterable[Chain]) -> dict[str, str]:
-    """Return the SHA-256 of the files that stages stand for: the user's code, stored vectors."""
+    """Return the SHA-256 of the files that stages use: the user's code and stored vectors."""
     stages = [stage for chain in chains for stage in parse(chain.text)]
     own = dict.fromkeys(s.name for s in stages if ".py:" in s.name)
     stored = dict.fromkeys(path for stage in stages for path in stage.files.values())
@@ -437,28 +439,29 @@ def stages_digests(chains: Iterable[Chain]) -> dict[str, str]:
     ):
         for name, digest in digests.items():
             place, k = name, 2
-            while found.get(place, digest) != digest:  # a file of another folder
+            while found.get(place, digest) != digest:  # a file with the same name in another folder
                 place, k = f"{name} ({k})", k + 1
             found[place] = digest
     return found
 
 
 def _placed(model: nn.Module, device: str | None, dtype: torch.dtype | None) -> nn.Module:
-    """Move and cast the model."""
+    """Move the model to the device and cast it."""
     require_usable(torch.device(device or "cpu"))
     model = model.to(device=device)
     return model if dtype is None else cast(model, dtype)
 
 
 def require_usable(device: torch.device) -> None:
-    """Refuse a GPU that is not there, or on which nothing runs: with another driver, or lost."""
+    """Raise if a CUDA device does not exist or cannot compute because of its driver."""
     if device.type != "cuda":
         return
     if (device.index or 0) >= torch.cuda.device_count():
         raise SpecError(
-            f"there is no device '{device}'; {torch.cuda.device_count()} CUDA devices are here",
+            f"there is no device '{device}'; the number of CUDA devices is "
+            f"{torch.cuda.device_count()}",
             where="device",
-            remedy='Use device="cpu", or leave it out.',
+            remedy='Use device="cpu", or remove `device`.',
         )
     try:
         torch.ones(2, device=device).sum().item()
@@ -466,9 +469,9 @@ def require_usable(device: torch.device) -> None:
         if is_shortage(error):
             raise
         raise SpecError(
-            f"{device} does not compute: {first_line(error)}",
+            f"a test computation on {device} failed: {first_line(error)}",
             where="device",
-            remedy='Use device="cpu", or leave it out; or install a torch for this GPU and driver.',
+            remedy='Use device="cpu", or install a torch version for this GPU and driver.',
         ) from error
 
 
@@ -484,9 +487,9 @@ def _usual_batch(
     rows: range,
     each: int,
 ) -> int:
-    """Return a batch size by what is asked for alone: shards are cut by it, on any machine.
+    """Return a batch size that does not depend on the machine, because shards are cut by it.
 
-    A sample has `each` rows, if these are of tokens.
+    `each` is the number of rows per sample: 1, or t with rows of tokens.
     """
     samples = min(_BATCH_SAMPLES if each == 1 else -(-_BATCH_TOKENS // each) * each, len(rows))
     if _keeps_gradients(spec, chains) or spec.compute.backend not in ("auto", "hooks"):
@@ -497,6 +500,6 @@ def _usual_batch(
 
 
 def max_dense_samples(session: Session) -> int:
-    """Return how many samples' gradients may be held in their dense form at a time."""
+    """Return the largest number of samples whose dense gradients are held in memory."""
     row = sum(p.nbytes for p in session.problem.parameters.values())
     return max(1, _DENSE_BYTES // max(1, row))

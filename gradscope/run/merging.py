@@ -1,12 +1,12 @@
-"""Merging: the files of one run become the file that one process would have written.
+"""Merge the partial files of a run into the file that a single process would have written.
 
     with merging(paths, output) as under_way:
         for part in under_way.parts.files:
             under_way.add(part)
         report = under_way.finish()
 
-The caller may wrap the iterator of files, as for a run. A few samples of each file are looked at
-before, and computed anew from model and data where these are given.
+To show progress, the caller wraps the iterator of files. A few samples of each file are checked
+first. If model and data are given, these samples are recomputed and compared.
 """
 
 import time
@@ -61,53 +61,53 @@ from gradscope.storage import (
 )
 
 _FACTS = ("loss", "dtype", "kwargs", "mode", "dataset", "digests")
-_ROUNDINGS = 32.0  # of the largest number of its kind, that a sample's may have
+_ROUNDINGS = 32.0  # allowed rounding errors of a sample's number, relative to the largest in a file
 _USUAL_BATCH = 256
 
 
 class MergeReport(Record):
-    """What one `gradscope merge` did, for its last words and its `--json`."""
+    """The report of `gradscope merge`, for its output and its `--json`."""
 
     schema_: Literal["gradscope.merge"] = "gradscope.merge"
     version: Literal[1] = 1
-    path: str  # of the file that was written
+    path: str  # the path of the merged file
     bytes: int
-    files: int  # that it was made from
-    virtual: bool  # whether the rows stay in them
-    noun: str = "sample"  # what has a row: sample or token
+    files: int  # the number of partial files
+    virtual: bool  # whether the rows remain in the partial files
+    noun: str = "sample"  # the word for a row: sample or token
     samples: int
     nonfinite: int  # samples that are not finite
-    chains_nonfinite: tuple[int, ...] = ()  # numbers by chain, of samples that are finite
+    chains_nonfinite: tuple[int, ...] = ()  # per chain: nonfinite numbers of finite samples
     chains: tuple[str, ...]
-    certificate: Json  # what was proved of the files, together
-    recomputed: int = 0  # samples that were computed anew and gave the same numbers
-    notes: tuple[str, ...] = ()  # why no more of them were
+    certificate: Json  # the combined certificate of the files
+    recomputed: int = 0  # samples that were recomputed with the same numbers
+    notes: tuple[str, ...] = ()  # the reason if no sample was recomputed
     seconds: float
 
 
 @dataclass
 class Merge:
-    """A merge under way."""
+    """A merge in progress."""
 
-    parts: RunFiles  # the files, checked
-    chains: Mapping[int, Chain]  # the reduced ones
+    parts: RunFiles  # the checked files
+    chains: Mapping[int, Chain]  # the reduced chains
     path: Path
-    joiner: Joiner  # the file that is written, open
+    joiner: Joiner  # writes the merged file
     start_time: float  # on the performance counter
     virtual: bool = False
-    recomputed: int = 0  # samples
-    notes: tuple[str, ...] = ()  # why no more of them were
+    recomputed: int = 0  # the number of recomputed samples
+    notes: tuple[str, ...] = ()  # the reason if no sample was recomputed
 
     def __post_init__(self) -> None:
         own = {str(k): reducer_of(chain) for k, chain in self.chains.items()}
         self.total = Accumulator({**own, MEAN_GRADIENT: reducers.get("mean")(), NONFINITE: COUNTS})
 
     def add(self, part: PartialFile) -> None:
-        """Copy the rows of the next file, and add its reducers' states to those so far."""
+        """Copy the rows of the next file, and add its reducers' states."""
         self.total.add(self.joiner.add(part))
 
     def finish(self) -> MergeReport:
-        """Write the aggregates, verify the file and put it in its place."""
+        """Write the aggregates, verify the file and rename it to its final path."""
         results, _, states = results_of(self.chains, self.total.states, keep_states=True)
         certificate = combine_certificates(self.parts.files, self.parts.noun)
         index = range(self.parts.start, self.parts.stop)
@@ -145,22 +145,22 @@ class Merge:
 
 @contextmanager
 def merging(
-    paths: Iterable[Path],  # in any order
-    output: Path,  # the file of the whole run
+    paths: Iterable[Path],  # the partial files, in any order
+    output: Path,  # the merged file
     *,
-    overwrite: bool = False,  # a file that is there
-    virtual: bool = False,  # leave the rows where they are, and refer to them
-    code: Iterable[Path] = (),  # Python files that chains name and that may be run
-    recompute: RunSpec | None = None,  # the run, to compute a few samples of each file anew
+    overwrite: bool = False,  # replace an existing file
+    virtual: bool = False,  # leave the rows in the partial files, and refer to them
+    code: Iterable[Path] = (),  # trusted Python files that chains name
+    recompute: RunSpec | None = None,  # the run, to recompute a few samples of each file
 ) -> Iterator[Merge]:
     """Check that files are the parts of one run, and yield their merge.
 
-    Leaving the block early leaves nothing behind.
+    Leaving the block early removes the unfinished file.
 
     Raises:
-        ResultFileError: A file cannot be read or is of another run; samples are missing or twice;
-            numbers contradict each other, or are not what is found anew.
-        RefusedError: The parts cannot be merged exactly, or only with code that may not be run.
+        ResultFileError: A file cannot be read or is of another run; samples are missing or in two
+            files; numbers are inconsistent, or differ when they are recomputed.
+        RefusedError: The parts cannot be merged exactly, or need code that is not in `code`.
         OutputError: The file exists or cannot be written.
     """
     begun = time.perf_counter()
@@ -184,7 +184,7 @@ def merge(paths: Iterable[Path], output: Path, **how: Any) -> MergeReport:
 
 
 def _plan(parts: RunFiles) -> FilePlan:
-    """Return what one process would have planned to write."""
+    """Return the plan of the same run in a single process."""
     samples = [parts.start, parts.stop]
     facts = {k: v for k, v in parts.identity.items() if k not in ("stored", "shard")}
     stored = parts.identity["stored"]
@@ -193,7 +193,7 @@ def _plan(parts: RunFiles) -> FilePlan:
     compute = run.get("spec", {}).get("compute", {})
     if (
         run.pop("shard", None) is None and compute.get("rows") != "token"
-    ):  # these have numbers of their own
+    ):  # token rows are not numbered by sample
         compute["samples"] = f"{parts.start}:{parts.stop}"
     compute["shard"] = None
     return FilePlan(
@@ -210,31 +210,30 @@ def _plan(parts: RunFiles) -> FilePlan:
 
 
 def _reduced_chains(parts: RunFiles, code: Iterable[Path]) -> dict[int, Chain]:
-    """Return the reduced chains by number, from their reducers on.
+    """Return {number: chain from the reducer on} of the reduced chains.
 
-    A file says which code its chains run, and a file comes from somewhere else: nothing is run
-    unless it is among `code`.
+    The files name the code of their stages, but files are not trusted. Only code in `code` is run.
     """
     try:
         stages = [parse(text) for text, _ in parts.chains]
-        if not parts.identity["shard"]:  # of a shard this is known
+        if not parts.identity["shard"]:  # shards were checked when they were computed
             known = [[s for s in chain if ".py:" not in s.name] for chain in stages]
             require_one_pass([_bind(chain) for chain in known if chain])
         ends = {}
         for k, chain in enumerate(stages):
             if parts.chains[k][1]:
-                # where the reducer is the user's own, all stages count
+                # if the reducer is the user's code, keep all stages
                 first = next((i for i, stage in enumerate(chain) if stage.name in reducers), 0)
                 ends[k] = chain[first:]
         if any(".py:" in stage.name for end in ends.values() for stage in end):
             _require_known_code(parts, stages, code)
         return {k: _bind(end) for k, end in ends.items()}
-    except SpecError as error:  # the chain is the files' own, not what the user wrote
+    except SpecError as error:  # the chain is from the files, not from the user
         raise ResultFileError(
-            f"the files hold a chain that is none here: {error.what}",
+            f"a chain in the files is not valid in this installation: {error.what}",
             where=str(parts.files[0].path),
-            remedy=f"{error.remedy or ''}\nMerge them with what computed them: the same version, "
-            "and the packages that its stages are from.".lstrip(),
+            remedy=f"{error.remedy or ''}\nMerge with the same version of gradscope that computed "
+            "the files, and install the packages that define the stages.".lstrip(),
         ) from error
 
 
@@ -245,41 +244,41 @@ def _bind(stages: Sequence[Stage]) -> Chain:
 def _require_known_code(
     parts: RunFiles, stages: Iterable[tuple[Stage, ...]], code: Iterable[Path]
 ) -> None:
-    """Check that the user's own stages may be run, and are those of the run."""
+    """Raise if a stage's code is not in `code`, or has changed since the run."""
     own = [stage.name for chain in stages for stage in chain if ".py:" in stage.name]
     named = {Path(name.rpartition(":")[0]).resolve() for name in own}
     missing = sorted(map(str, named - {path.resolve() for path in code}))
     if missing:
         raise RefusedError(
-            f"merging needs code that the files name: {', '.join(missing)}",
+            f"merging runs code that the files name: {', '.join(missing)}",
             where="chains",
-            remedy="Give gradscope merge --code FILE.py for each of them, if you trust it.",
+            remedy="If you trust this code, give gradscope merge --code FILE.py for each file.",
         )
     found = stages_digests([bind(text) for text, _ in parts.chains])
     recorded = (parts.identity.get("digests") or {}).get("stages")
     changed = list(differences(recorded, found, "digests.stages"))
     if changed:
         raise RefusedError(
-            f"this is not the code that the run had: {'; '.join(changed)}",
+            f"the code has changed since the run: {'; '.join(changed)}",
             where="chains",
-            remedy="Take the files as they were, or compute the shards again.",
+            remedy="Restore the code files, or compute the shards again.",
         )
 
 
 @dataclass(frozen=True)
 class _StoredSample:
-    """What a file says of one sample: loss and gradient norms, and the file's largest of each."""
+    """The stored loss and gradient norms of one sample."""
 
     path: Path
-    index: int  # in the data set
+    index: int  # position in the data set
     loss: float
     norm: float
     norms: Mapping[str, float]
-    largest: tuple[float, float]
+    largest: tuple[float, float]  # the largest loss and norm in the file
 
 
 def _spot_check(part: PartialFile) -> list[_StoredSample]:
-    """Return what a file says of a few samples; refuse one whose numbers contradict each other."""
+    """Return the stored numbers of a few samples; raise if the file is inconsistent."""
     seed = derive_seed(part.start)
     with open_file(part.path) as file:
         require_consistent(file, seed)
@@ -304,24 +303,24 @@ def _spot_check(part: PartialFile) -> list[_StoredSample]:
 def _recompute(
     parts: RunFiles, samples: Sequence[_StoredSample], spec: RunSpec
 ) -> tuple[int, tuple[str, ...]]:
-    """Compute samples anew by the backend `loop`, each as a batch of its own, and compare.
+    """Recompute samples with the backend `loop`, each as a batch of one, and compare.
 
-    `spec` says where model, weights, data and loss are; what else the numbers depend on is taken
-    from the files. Returns how many were, and why others were not.
+    `spec` names model, weights, data and loss. The files give the remaining settings. Returns the
+    number of recomputed samples, and a note if no sample could be recomputed.
     """
-    reason = None  # why samples computed one by one need not give the numbers of the files
+    reason = None  # why recomputing single samples may give different numbers
     if parts.identity.get("coupling") == "own-loss":
-        reason = "with own-loss coupling the numbers depend on which samples share a batch"
+        reason = "with own-loss coupling, the numbers depend on which samples share a batch"
     elif parts.identity.get("mode") == "train" and not all(
         part.certificate.get("verified") for part in parts.files
     ):
         reason = (
-            "numbers of a model in train mode may depend on which samples share a batch, and on "
-            "chance, and nothing was proved of some (verify = never)"
+            "the model is in train mode and some files were not verified (verify = never), so "
+            "the numbers may depend on the batch and on random numbers"
         )
     if reason is not None:
-        return 0, (f"no sample was computed anew: {reason}",)
-    with chdir(Path.cwd()):  # to which it goes back, wherever the user's code may go
+        return 0, (f"no sample was recomputed: {reason}",)
+    with chdir(Path.cwd()):  # restores the working directory if the user's code changes it
         job = prepare(_single_sample_spec(parts, spec))
         _require_same_run(parts, job)
         for sample in samples:
@@ -332,18 +331,18 @@ def _recompute(
 
 
 def _single_sample_spec(parts: RunFiles, spec: RunSpec) -> RunSpec:
-    """Return a run of single samples on what `spec` names, with the files' own settings."""
+    """Return a spec with the inputs of `spec` and the files' settings, for batches of one."""
     kept: Any = parts.run.get("spec", {}).get("compute", {})
     settings = ("parameters", "dtype", "seed", "labels", "coupling", "randomness")
     own = {key: kept[key] for key in settings if key in kept}
-    if kept.get("rows") == "token":  # whose rows are counted from the first sample on
+    if kept.get("rows") == "token":  # token rows are numbered from the first sample
         own |= {"rows": "token", "samples": kept.get("samples")}
     more = {"backend": "loop", "transform": ["mean"], "batch_size": 1, "verify": "never"}
     try:
         compute = ComputeSpec.model_validate(own | more | {"device": spec.compute.device})
     except ValidationError as error:
         raise ResultFileError(
-            "its attribute 'run' is none of a run",
+            "the attribute 'run' does not describe a run",
             where=str(parts.files[0].path),
             remedy="Give files that gradscope compute wrote.",
         ) from error
@@ -353,36 +352,36 @@ def _single_sample_spec(parts: RunFiles, spec: RunSpec) -> RunSpec:
 
 
 def _require_same_run(parts: RunFiles, job: Job) -> None:
-    """Check that checkpoint, data, loss and code are those of the files."""
+    """Raise if checkpoint, data, loss or code differ from the run of the files."""
     there, here = ({k: f.get(k) for k in _FACTS} for f in (parts.identity, file_plan(job).identity))
     for facts in (there, here):  # chains are not run
         facts["digests"] = {k: v for k, v in (facts["digests"] or {}).items() if k != "stages"}
     different = list(differences(there, here, ""))
     if list(job.shapes.items()) != list(parts.parameters.items()):
-        different.append("its parameters have other names or shapes")
+        different.append("the names or shapes of its parameters differ")
     if different:
         raise ResultFileError(
-            f"the run file is of another run: {'; '.join(different)}",
+            f"the run file does not match this result: {'; '.join(different)}",
             where=str(parts.files[0].path),
-            remedy="Give the run file that they were computed with, and its code and data as they "
-            "were; or merge without it.",
+            remedy="Give the run file with which the results were computed, with the same code "
+            "and data; or merge without a run file.",
         )
 
 
 def _not_reproduced(path: Path, sample: str, what: str, stored: str, now: str) -> ResultFileError:
     return ResultFileError(
-        f"{sample} has the {what} {stored} in this file, and {now} when it is computed anew: "
-        "model, loss, data or what they use have changed",
+        f"the {what} of {sample} is {stored} in this file and {now} when it is recomputed: "
+        "model, loss, data or their dependencies have changed",
         where=str(path),
-        remedy="Compute the file again with the code and the data of today, or merge where they "
-        "are as they were.",
+        remedy="Compute the file again with the current code and data, or merge with the code and "
+        "data of the run.",
     )
 
 
 def _numbers(
     job: Job, sample: _StoredSample, batch: Batch
 ) -> Iterator[tuple[str, float, float, float]]:
-    """Yield a sample's numbers: which, as stored, as computed, their slack."""
+    """Yield (name, stored, recomputed, allowed difference) for each number of a sample."""
     made = rows_of(job, (), batch, job.session.evaluate(batch))
     precision = job.session.problem.precision
     most = min(_ROUNDINGS * torch.finfo(precision).eps, REPRODUCED[precision])

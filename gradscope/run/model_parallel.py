@@ -1,7 +1,7 @@
-"""`compute --sharded`: one run of several processes, the model divided over them by fully_shard.
+"""`compute --sharded`: one run in several processes, with a model sharded by fully_shard.
 
-Each process computes its own samples into a file of its own, in step with the others; the first one
-then merges them, and the files of the parts are removed.
+Each process computes different samples and writes them to a separate file. All processes evaluate
+batches at the same time. Afterwards, the first process merges the files and removes them.
 """
 
 import os
@@ -28,24 +28,24 @@ from gradscope.storage import require_free
 
 @contextmanager
 def processes(device: str | None) -> Iterator[Ranks]:
-    """Yield the processes that torchrun has started, each on its device.
+    """Yield the ranks of the processes that torchrun has started, each on its device.
 
     Raises:
-        SpecError: It has started none.
+        SpecError: There is only one process, or its GPU is unknown.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         raise SpecError(
-            "a model is divided over processes, and this is the only one",
+            "--sharded needs several processes, but only one is running",
             where="sharded",
-            remedy="Start several with torchrun --nproc-per-node N -m gradscope compute --sharded; "
-            "or leave --sharded out.",
+            remedy="Start them with torchrun --nproc-per-node N -m gradscope compute --sharded, "
+            "or remove --sharded.",
         )
     place = torch.device(device or "cpu")
     require_usable(place)
     if place.type == "cuda":
         if place.index is None:
             raise SpecError(
-                "which GPU is this process's own is not known: LOCAL_RANK is not set",
+                "the GPU of this process is unknown: LOCAL_RANK is not set",
                 where="device",
                 remedy="Start the processes with torchrun, or give each its own --device cuda:N.",
             )
@@ -56,9 +56,9 @@ def processes(device: str | None) -> Iterator[Ranks]:
         )
     except (RuntimeError, ValueError) as error:
         raise OutOfStepError(
-            f"the processes do not find each other: {first_line(error)}",
-            remedy="Start all of them again. For torchrun --max-restarts on several machines set "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: else it keeps addresses of ended ones.",
+            f"the processes cannot connect to each other: {first_line(error)}",
+            remedy="Start all processes again. For torchrun --max-restarts on several machines set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or it keeps addresses of old processes.",
         ) from error
     stops.without_shutdown()
     try:
@@ -68,14 +68,14 @@ def processes(device: str | None) -> Iterator[Ranks]:
 
 
 def _of_this_start() -> dict[str, Any]:
-    """Return a store without the addresses of processes that torchrun has started before.
+    """Return a store without the addresses of earlier processes, if torchrun restarted on one host.
 
-    On several machines its count of restarts may differ between them.
+    On several machines, the counts of restarts may differ, so the default store is used.
     """
     restarts, local = map(os.environ.get, ("TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE"))
     if restarts in (None, "0") or local != os.environ["WORLD_SIZE"]:
         return {}
-    named: Any = dist  # torch's types leave these two out
+    named: Any = dist  # torch's type stubs lack two names
     store, rank, size = next(named.rendezvous("env://"))
     own = named.PrefixStore(f"restart {restarts}", store)
     return {"store": own, "rank": rank, "world_size": size}
@@ -84,16 +84,16 @@ def _of_this_start() -> dict[str, Any]:
 def compute_model_parallel(
     spec: RunSpec, output: Path, *, overwrite: bool = False, restarted: bool = False
 ) -> MergeReport | None:
-    """Compute a run by all processes together; only the first has a report.
+    """Compute a run in all processes; return the report in the first process, None in the others.
 
     Args:
         spec: The run.
-        output: The file of the whole.
-        overwrite: Replace it, and begin anew.
-        restarted: The processes were started again, since one was lost: they go on in any case.
+        output: The merged file.
+        overwrite: Replace an existing file, and do not resume.
+        restarted: Resume in any case, because torchrun restarted the processes.
 
     Raises:
-        RefusedError: Another process could not go on, or has ended.
+        RefusedError: Another process failed or has ended.
     """
     place, report = None, None
     with stops.stop_message(lambda: _stopped(place, output, overwrite=overwrite, complete=report)):
@@ -102,32 +102,32 @@ def compute_model_parallel(
             for chain in job.chains:
                 if any(isinstance(step, NeedsProblem) for step in chain.before):
                     raise RefusedError(
-                        f"{chain.text!r} evaluates the model again, which the other processes of "
-                        "a divided one would have to do as well",
-                        remedy="Compute it on one process.",
+                        f"the chain {chain.text!r} evaluates the model again, which --sharded does "
+                        "not support",
+                        remedy="Compute this chain in one process, without --sharded.",
                     )
             place = job.place(output)
             require_free(output, overwrite=overwrite)
             _part(job, place, overwrite=overwrite, resume=restarted)
             every = ranks.all_gather(str(place))
-        if ranks.rank == 0:  # nobody waits for it: that may take long
+        if ranks.rank == 0:  # the other processes do not wait, because merging may take long
             report = _merged(job, every, output, overwrite=overwrite)
             report = _without(every, output, report)
     return report
 
 
 def _without(parts: list[str], output: Path, report: MergeReport) -> MergeReport:
-    """Remove the parts, and note which others are left."""
+    """Remove the partial files, and add a note on files of other runs."""
     for part in parts:
         Path(part).unlink()
     pattern = f"{escape(output.stem)}.shard-*-of-*{escape(output.suffix)}"
     left = sorted(k.name for end in ("", ".part") for k in output.parent.glob(pattern + end))
-    note = f"parts of runs by other numbers of processes are left: {', '.join(left)}"
+    note = f"partial files of runs with other numbers of processes remain: {', '.join(left)}"
     return report.model_copy(update={"notes": (*report.notes, note)}) if left else report
 
 
 def _stopped(place: Path | None, output: Path, *, overwrite: bool, complete: Any) -> str:
-    """Say what is left of a run that a signal has stopped; one process does."""
+    """Return the message after a signal; only the first process reports details."""
     if os.environ.get("RANK", "0") != "0":
         return "stopped"
     if complete:
@@ -135,16 +135,16 @@ def _stopped(place: Path | None, output: Path, *, overwrite: bool, complete: Any
     if place is None or not (place.exists() or place.with_name(f"{place.name}.part").exists()):
         return "stopped; nothing was written"
     if not overwrite:
-        return "stopped; what is finished is kept, and the same command goes on with it"
-    away = f", once {output} is out of the way" if output.exists() else ""
+        return "stopped; finished rows are kept, and the same command continues the run"
+    away = f" after you have moved {output} away" if output.exists() else ""
     return (
-        "stopped; what is finished is kept: the same command without --overwrite goes on with it"
-        f"{away}"
+        "stopped; finished rows are kept, and the same command without --overwrite continues "
+        f"the run{away}"
     )
 
 
 def _part(job: Job, place: Path, **how: bool) -> None:
-    """Compute this process's samples, and then wait upon the others."""
+    """Compute this process's samples, then take part in the others' batches until they finish."""
     sharded = job.session.model_parallel
     assert sharded is not None
     sharded.uneven_inputs = True

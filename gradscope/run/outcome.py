@@ -1,8 +1,8 @@
-"""What a finished file says of its run: which numbers are finite, and what of them is proved.
+"""The outcome of a run: its report, counts of nonfinite numbers, and combined certificates.
 
-Numbers of a chain that are not finite although the gradients are come from a stage. They are
-counted in rows as they are written, and in aggregates when these are taken, before the stages that
-follow the reducer as well as after them (a sign hides what has overflowed).
+If gradients are finite and a chain's numbers are not, a stage of the chain caused it. The run
+counts these numbers in rows when they are written. It counts them in aggregates before and after
+the stages that follow the reducer, because a stage such as `sign` hides infinite numbers.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,9 +24,9 @@ from gradscope.stages.reducers.base import Reducer, State, taken_result
 from gradscope.stats import Json, ParameterRow, Proof, Record
 from gradscope.storage import GradientFile, PartialFile
 
-NONFINITE = "nonfinite"  # the counts by chain, among the reducers' states
-MEAN_GRADIENT = "mean_gradient"  # kept in every run, for signal-to-noise
-_REPORT = "This is a mistake in gradscope: please report it."
+NONFINITE = "nonfinite"  # key of the counts by chain, among the reducers' states
+MEAN_GRADIENT = "mean_gradient"  # computed in every run, for the signal-to-noise ratio
+_REPORT = "This is a bug in gradscope: please report it."
 
 
 def _with_counts(a: State, b: State) -> State:
@@ -34,33 +34,33 @@ def _with_counts(a: State, b: State) -> State:
     return {key: a.get(key, zero) + b.get(key, zero) for key in a | b}
 
 
-COUNTS = Reducer(start=lambda _: {}, merge=_with_counts, result=dict)  # adds up NONFINITE's counts
+COUNTS = Reducer(start=lambda _: {}, merge=_with_counts, result=dict)  # adds the counts by chain
 
 
 class RunReport(Record):
-    """What one `gradscope compute` did, for its last words and its `--json`."""
+    """The report of `gradscope compute`, for its output and its `--json`."""
 
     schema_: Literal["gradscope.compute"] = "gradscope.compute"
     version: Literal[1] = 1
-    parameters: tuple[ParameterRow, ...]  # one row each, in the model's order
-    certificate: Json  # the proof of the first batch, and what was audited
-    backend: str  # which one ran
-    notes: tuple[str, ...] = ()  # why that backend, unused parameters, what else is worth a line
-    noun: str = "sample"  # what has a row: sample or token
+    parameters: tuple[ParameterRow, ...]  # one row for each, in the model's order
+    certificate: Json  # the proof of the first batch, and the audits
+    backend: str  # the backend that ran
+    notes: tuple[str, ...] = ()  # for example the reason for the backend, unused parameters
+    noun: str = "sample"  # the word for a row: sample or token
     samples: int
     nonfinite: int  # samples that are not finite
-    chains_nonfinite: tuple[int, ...] = ()  # numbers by chain, of samples that are finite
+    chains_nonfinite: tuple[int, ...] = ()  # per chain: nonfinite numbers of finite samples
     seconds: float  # wall time
-    path: str | None = None  # of what was written
+    path: str | None = None  # the path of the result file
     bytes: int | None = None
     chains: tuple[str, ...] = ()  # in canonical spelling
-    audits: str | None = None  # what was audited, in a line
+    audits: str | None = None  # a summary of the audits
 
 
 def nonfinite_of_rows(rows: Gradients, finite: Tensor) -> Tensor:
-    """Return how many numbers (0-d) of a chain's rows (n, ...) are not finite.
+    """Return the count (0-d) of numbers in a chain's rows (n, ...) that are not finite.
 
-    Of samples only that are themselves: `finite` is (n,) bool.
+    Only samples with finite gradients count: `finite` is (n,) bool.
     """
     found = torch.zeros((), dtype=torch.int64, device=finite.device)
     if rows.has_finite_bounds():
@@ -75,11 +75,11 @@ def nonfinite_of_rows(rows: Gradients, finite: Tensor) -> Tensor:
 def results_of(
     chains: Mapping[int, Chain], states: Mapping[str, State], *, keep_states: bool
 ) -> tuple[dict[int, dict[str, Tensor]], dict[int, int], dict[str, State]]:
-    """Return the results of reduced chains, how many numbers of each are not finite, and states.
+    """Return the results of reduced chains, their counts of nonfinite numbers, and the states.
 
-    Where all are, but some were not before the last stages, how many these were. The states have
-    the counts, too, where there is anything to count. Unless `keep_states`, what results are made
-    of is removed from them.
+    If all numbers of a result are finite, the count is from before the stages after the reducer.
+    Positive counts are also stored in the returned states. Without `keep_states`, the states that
+    results are computed from are emptied to save memory.
     """
     results, counts = {}, {}
     for k, chain in chains.items():
@@ -98,12 +98,12 @@ def results_of(
 
 
 def _nonfinite(values: Tensor) -> int:
-    """Return how many numbers are not finite: none where their sum is, which takes no memory."""
+    """Return the count of numbers that are not finite; a finite sum shows that it is 0."""
     return 0 if bool(values.sum().isfinite()) else int((~values.isfinite()).sum())
 
 
 def nonfinite_of_file(file: GradientFile, *, aggregates: bool) -> tuple[int, ...]:
-    """Return the counts by chain that a file shows; of `aggregates`, not only what is recorded."""
+    """Return a file's nonfinite counts by chain; `aggregates` also counts in stored results."""
     noted = file.states.get(NONFINITE, {})
     found = []
     for k, chain in enumerate(file.chains):
@@ -121,7 +121,7 @@ def mean_gradient_norms(
 ) -> dict[str, dict[str, float]]:
     """Return ‖mean gᵢ‖ of each parameter, for /norms."""
     state = states.get(MEAN_GRADIENT)
-    if state is None:  # no sample is finite
+    if state is None:  # no sample has a finite gradient
         return {name: {"mean_gradient_norm": nan} for name in names}
     n = float(state["n"])
     sums = {key.removeprefix("sum:"): value for key, value in state.items() if key != "n"}
@@ -136,16 +136,15 @@ def require_written(
     *,
     nonfinite: NonFinite,
 ) -> None:
-    """Hold a file that has just been written against itself before it takes its place.
+    """Raise if a written file has wrong samples, or aggregates of a wrong number of samples.
 
-    The checksums tell that the bytes are those that were handed over; this tells whether these were
-    the right ones: rows of the samples `index`, and states of reducers that have counted as many
-    samples as there are (with `nonfinite` "keep" all of them, else the finite ones). What a reducer
-    of the user's own has in its state is not known.
+    Checksums only show that the bytes were written correctly. The rows must belong to the samples
+    `index`. Each reducer must have counted all samples with `nonfinite` "keep", else all finite
+    samples. Reducers from the user's code are not checked.
     """
     if not np.array_equal(file.samples["index"], np.asarray(index)):
         raise OutputError(
-            "its rows are of other samples than were asked for",
+            "the rows in the file belong to other samples than the selected ones",
             where="/samples/index",
             remedy=_REPORT,
         )
@@ -155,7 +154,7 @@ def require_written(
         n = None if owner in own else state.get("n")
         if isinstance(n, Tensor) and n.numel() == 1 and float(n) != right:
             raise OutputError(
-                f"its aggregates are of {float(n):,.0f} samples, of {right:,} that there are",
+                f"the aggregate has {float(n):,.0f} samples instead of {right:,}",
                 where=owner,
                 remedy=_REPORT,
             )
@@ -168,12 +167,12 @@ class _Check(BaseModel, extra="allow"):
 
     @property
     def rank(self) -> float:
-        """How near it was to failing."""
+        """The error relative to the tolerance."""
         return self.error / self.tolerance if self.tolerance else self.error
 
 
 class _FirstBatch(BaseModel):
-    """What a file's certificate says of its first batch; nothing, where that is malformed."""
+    """The first batch in a file's certificate; empty if the certificate is malformed."""
 
     verdict: str = ""
     backend: str = ""
@@ -194,11 +193,11 @@ class _FirstBatch(BaseModel):
 
 
 def combine_certificates(parts: Sequence[PartialFile], noun: str = "sample") -> dict[str, Any]:
-    """Return the certificate of files that become one, given in the order of their rows.
+    """Return the combined certificate of partial files, given in the order of their rows.
 
-    The proofs of their first batches stand together: counts are sums, errors the largest. It is
-    verified if all of them are; `merged` says of which samples nothing was proved. `noun` is what
-    has a row, sample or token.
+    The proofs of the first batches are combined: counts are added, and errors are the largest. The
+    result is verified if all files are. `merged` lists the samples without a proof. `noun` is the
+    word for a row, sample or token.
     """
     if len(parts) == 1:
         return dict(parts[0].certificate)
@@ -206,7 +205,7 @@ def combine_certificates(parts: Sequence[PartialFile], noun: str = "sample") -> 
     proved = [(part, proof) for part, proof in proofs if proof.verified]
     first_only = [
         (part.start, part.stop - 1)
-        for part, proof in proved  # with batches after the first, none of which was audited
+        for part, proof in proved  # files with several batches, of which only the first is proved
         if proof.verify in ("first", None) and (proof.batches is None or proof.batches > 1)
     ]
     unverified = [(part.start, part.stop - 1) for part, proof in proofs if not proof.verified]
@@ -247,7 +246,7 @@ def _audit(proofs: Sequence[tuple[PartialFile, Proof]]) -> dict[str, Any]:
 
 
 def _first_batches(found: Sequence[_FirstBatch], noun: str) -> dict[str, Any]:
-    """Return what the proofs of several batches are together."""
+    """Return the combined proof of several first batches."""
     completeness = max((one.completeness for one in found), key=lambda check: check.rank)
     agreement = max((one.agreement for one in found), key=lambda check: check.rank)
     counts = {key: sum(getattr(one, key) for one in found) for key in ("samples", "nonfinite")}
@@ -258,7 +257,7 @@ def _first_batches(found: Sequence[_FirstBatch], noun: str) -> dict[str, Any]:
         f"{completeness.error:.0e}, {len(compared)} of them alone to {agreement.error:.0e} "
         f"({found[0].dtype})"
     )
-    scaled = (one.verdict for one in found if one.completeness.rank > 1)  # sums do not add up
+    scaled = (one.verdict for one in found if one.completeness.rank > 1)  # sums do not agree
     return {
         "verdict": next(scaled, passed),
         "backend": ", ".join(name for name in names if name),
@@ -272,7 +271,7 @@ def _first_batches(found: Sequence[_FirstBatch], noun: str) -> dict[str, Any]:
 
 
 def _merge_spans(spans: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Return first and last positions, neighbours as one."""
+    """Return spans [first, last], with adjacent spans joined."""
     found: list[list[int]] = []
     for first, last in spans:
         if found and found[-1][1] + 1 == first:

@@ -1,8 +1,8 @@
-"""Loading, computing and writing at the same time: one thread loads ahead, one writes behind.
+"""Loading, computing and writing at the same time: threads load the next and write the last batch.
 
-Each of them is at most one batch away from it, and whatever goes wrong in it is raised where its
-result is asked for. Signals reach the main thread only, which waits for the others before it goes.
-To and from a GPU, each thread copies by pinned memory, on a stream of its own.
+An error in a thread is raised when the main thread needs its result. Signals reach only the main
+thread, which waits for the other threads before it ends. To and from a GPU, each thread copies
+through pinned memory on a separate stream.
 """
 
 import gc
@@ -27,21 +27,21 @@ from gradscope.storage import FinishedBatch, States, Writer, deferring_signals
 
 T = TypeVar("T")
 
-_ONE = "does not suffice for a single sample"
+_ONE = "ran out with a single sample"
 _FREE = (
-    "Free memory and run the command again; or compute fewer `parameters` at a time, or in another "
-    "`dtype`. A stopped gradscope compute continues with --resume."
+    "Free memory and run the command again. Or compute fewer `parameters` at a time, or use a "
+    "smaller `dtype`. A stopped gradscope compute continues with --resume."
 )
 _COUPLED = (
-    "With own-loss coupling the answer depends on which samples share a batch, so it is not split. "
-    "Give a smaller `batch_size`."
+    "Give a smaller `batch_size`. With own-loss coupling, gradients depend on which samples share a "
+    "batch, so the batch cannot be split automatically."
 )
 
 
 class BatchSize:
-    """The number of samples computed at a time; halved for good whenever memory runs out.
+    """The batch size of a run; it is halved permanently when memory runs out.
 
-    It cannot be where it is `fixed`: where the answer depends on who shares a batch.
+    A `fixed` size is not halved, because gradients depend on which samples share a batch.
     """
 
     def __init__(self, samples: int, *, fixed: bool = False) -> None:
@@ -50,18 +50,19 @@ class BatchSize:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What there is to say about it."""
+        """A note if the batch size was reduced."""
         if self.samples == self._first:
             return ()
         return (
-            f"memory ran out with {self._first:,} samples at a time: "
-            f"{self.samples:,} from there on",
+            f"memory ran out with batches of {self._first:,} samples; later batches have "
+            f"{self.samples:,}",
         )
 
     def fitting(self, action: Callable[[int], T], most: int) -> T:
-        """Return `action(n)` for the largest n up to `most` that memory suffices for.
+        """Return `action(n)` for the largest n up to `most` that fits into memory.
 
-        An action may be called again with a smaller n, so it keeps nothing unless it succeeds.
+        If memory runs out, the action is called again with a smaller n, so a failed call must have
+        no effect.
         """
         while True:
             n = min(self.samples, most)
@@ -78,7 +79,7 @@ class BatchSize:
                         remedy=_COUPLED if self._fixed else _FREE,
                     ) from error
             self.samples = n // 2
-            gc.collect()  # a traceback may hold on to what the attempt had computed
+            gc.collect()  # a traceback may reference tensors of the failed attempt
             release_freed_memory()
             module = accelerator_module(torch.accelerator.current_accelerator())
             if hasattr(module, "empty_cache"):
@@ -86,7 +87,7 @@ class BatchSize:
 
 
 def prefetch(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """Yield the batches; while one is in use, the next one is loaded in another thread."""
+    """Yield the batches; a thread loads the next batch while the caller uses the current one."""
     stream = CopyStream(device)
 
     def load() -> Batch | None:
@@ -102,7 +103,7 @@ def prefetch(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
 
 
 class RowWriter(Protocol):
-    """Takes the batches of a run, in order: writes them to a file, or nowhere in a rehearsal."""
+    """Receives the batches of a run in order, and writes them to a file except in a rehearsal."""
 
     @property
     def completed(self) -> int:
@@ -111,23 +112,23 @@ class RowWriter(Protocol):
     def append(
         self, rows: FinishedBatch, states: States | None = None, *, proved: bool = False
     ) -> None:
-        """Take one batch and the reducers' states after it; `go_back` goes to one `proved`."""
+        """Add one batch and the reducers' states after it; `go_back` keeps `proved` batches."""
 
     def wait(self) -> None:
-        """Wait until the last batch is taken: then its states may be changed."""
+        """Wait until the last batch is written; after that, its states may be changed."""
 
     def go_back(self) -> tuple[int, dict[str, dict[str, Tensor]]]:
-        """Drop the batches after the last proved one; return how many rows and states are left."""
+        """Drop the batches after the last proved batch; return the remaining rows and states."""
 
     def finish(self, **results: Any) -> None:
         """Complete the file; see `Writer.finish`."""
 
 
 class BackgroundWriter:
-    """A writer that writes in a thread of its own: in order, one batch while the next is computed.
+    """Writes batches in a thread, one batch while the next is computed.
 
-    Leaving the context waits for what is being written. A batch that could not be written is
-    raised by the next call, or on leaving. From a GPU, `dense` rows are brought in dense form.
+    Leaving the context waits for the thread. An error in the thread is raised by the next call, or
+    when the context is left. With `dense`, rows are copied from a GPU in dense form.
     """
 
     def __init__(self, writer: Writer, device: torch.device, *, dense: bool) -> None:
@@ -138,23 +139,23 @@ class BackgroundWriter:
 
     @property
     def completed(self) -> int:
-        """The number of rows in the file by now."""
+        """The number of rows in the file."""
         return self._writer.completed
 
     def append(
         self, rows: FinishedBatch, states: States | None = None, *, proved: bool = False
     ) -> None:
-        """Wait for the batch before, and begin to write this one; `go_back` goes to one `proved`.
+        """Wait for the previous batch, and start writing this batch; `go_back` keeps `proved` ones.
 
-        Its rows may be made dense only now; the reducers' states do not change until it is written.
+        The thread may form dense rows. The states must not change until the batch is written.
         """
         self.wait()
-        alike = copy_context().run  # a thread has no context of its own caller's
+        alike = copy_context().run  # gives the thread the caller's context variables
         mark = self._stream.mark()
         self._last = self._thread.submit(alike, self._write, rows, states, mark, proved)
 
     def go_back(self) -> tuple[int, dict[str, dict[str, Tensor]]]:
-        """Wait for the last batch, and go back to the last one that was proved."""
+        """Wait for the last batch; see `Writer.go_back`."""
         self.wait()
         return self._writer.go_back()
 
@@ -169,18 +170,18 @@ class BackgroundWriter:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         with (
             deferring_signals()
-        ):  # a second Ctrl-C waits, too: nobody else may touch the file meanwhile
+        ):  # a second Ctrl-C must wait until the thread no longer uses the file
             self._thread.shutdown()
         if kind is None:
             self.wait()
 
     def _write(self, rows: FinishedBatch, states: States | None, mark: Any, proved: bool) -> None:
-        with torch.no_grad(), self._stream.use(mark):  # grad mode is a thread's own
+        with torch.no_grad(), self._stream.use(mark):  # grad mode is local to a thread
             taken = rows if self._pinned is None else dense_on_host(rows, self._pinned)
             self._writer.append(taken, states, proved=proved)
 
     def wait(self) -> None:
-        """Wait until what was appended last is written: then its states may be changed."""
+        """Wait until the last batch is written; after that, its states may be changed."""
         if self._last is None:
             return
         try:
@@ -197,21 +198,21 @@ class BackgroundWriter:
 
 
 class CopyStream:
-    """A stream for a thread's work on a GPU, beside the computation's; no effect on a CPU."""
+    """A separate GPU stream for the work of a thread; no effect on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._module = streaming(device)
         self._stream = self._module and self._module.Stream(device)
 
     def mark(self) -> Any:
-        """Return what `entered` is to wait for: the calling thread's work so far."""
+        """Return an event for `use` to wait for: the end of the calling thread's work so far."""
         if self._stream is None:
             return None
         return self._module.current_stream(self._stream.device).record_event()
 
     @contextmanager
     def use(self, mark: Any = None) -> Iterator[None]:
-        """Work on the stream in the body; when that is left, the work is done."""
+        """Use the stream in the body, and wait for its work at the end."""
         if self._stream is None:
             yield
             return
@@ -222,7 +223,7 @@ class CopyStream:
             self._stream.synchronize()
 
     def hand_over(self, batch: Batch) -> None:
-        """Let the calling thread's stream use what was made on this one, and free it."""
+        """Record the batch's tensors as used by the calling thread's stream."""
         if self._stream is not None:
             shared = [w.value for w in wholes(batch.inputs)]
             for t in tensors((batch.inputs, batch.targets, shared)):
@@ -230,15 +231,15 @@ class CopyStream:
 
 
 def streaming(device: torch.device) -> Any:
-    """Return torch's module of a device with streams of work, as CUDA and XPU have; else None."""
+    """Return torch's module of the device if it has streams (CUDA, XPU), else None."""
     module = accelerator_module(device)
     return module if hasattr(module, "Stream") else None
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move a batch; from the host to a GPU by pinned memory, without waiting for it there.
+    """Move a batch; from the host to a GPU through pinned memory, asynchronously.
 
-    Pinned memory is as large as what a tensor spans, and cannot hold one number for several places.
+    Tensors are made contiguous first, because pinned memory cannot hold expanded tensors.
     """
     if streaming(device) is None:
         return batch.to(device, None)
@@ -254,14 +255,14 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 class PinnedBuffers:
-    """Two host buffers for each dtype, handed out in turn: one is filled, one is written."""
+    """Two alternating host buffers for each dtype: one is filled while one is written."""
 
     def __init__(self, *, pin: bool) -> None:
-        self._pin = pin  # without a GPU, pages cannot be pinned
+        self._pin = pin  # pinning needs a GPU
         self._buffers: dict[torch.dtype, list[Tensor]] = {}
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return memory of any content, which stays untouched until the next but one is taken."""
+        """Return uninitialized memory; the second next call with the same dtype reuses it."""
         buffers = self._buffers.setdefault(dtype, [torch.empty(0, dtype=dtype)] * 2)
         buffer, size = buffers.pop(0), prod(shape)
         if buffer.numel() < size:
@@ -272,17 +273,17 @@ class PinnedBuffers:
 
 @dataclass(frozen=True, eq=False)
 class HostBlock(DerivedBlock):
-    """Gradients on a GPU, whose dense form (n, *shape) goes to buffers in the host's memory."""
+    """Gradients on a GPU whose dense form (n, *shape) is copied to host buffers."""
 
     pinned: PinnedBuffers
 
     @property
     def device(self) -> torch.device:
-        """The host."""
+        """The CPU."""
         return torch.device("cpu")
 
     def dense(self, out: Tensor | None = None) -> Tensor:
-        """Return the gradients (n, *shape), in `pinned` rather than in `out`."""
+        """Return the gradients (n, *shape) in a buffer of `pinned`; `out` is ignored."""
         return self._values(self.base.dense())
 
     def _values(self, base: Tensor) -> Tensor:
@@ -294,7 +295,7 @@ class HostBlock(DerivedBlock):
 
 
 def dense_on_host(rows: FinishedBatch, pinned: PinnedBuffers) -> FinishedBatch:
-    """Return rows of which a writer takes the dense form by way of `pinned`."""
+    """Return rows whose dense form is copied to the host through `pinned`."""
 
     def moved(gradients: Gradients | None) -> Gradients | None:
         return gradients and gradients.map(lambda block: HostBlock(block, pinned))

@@ -1,11 +1,11 @@
-"""Starting a run: the result file is opened, and what has to come first is done.
+"""Start a run: open the result file, choose the batch size, and compute earlier passes.
 
     with start(job, path) as run:
         for batch in run.remaining():
             run.add(batch)
         report = run.finish()
 
-The caller may wrap the iterator of batches; progress is no parameter of any computation.
+To show progress, the caller wraps the iterator of batches.
 """
 
 import time
@@ -35,18 +35,18 @@ from gradscope.run.overlap import BackgroundWriter, BatchSize
 from gradscope.stages.chain import Chain
 from gradscope.storage import open_writer, require_distinct, writing
 
-_SLACK = 1e-8  # absolute difference of numbers that are computed again
+_SLACK = 1e-8  # allowed absolute difference of recomputed numbers
 
 
 @contextmanager
 def start(
     job: Job, path: Path, *, overwrite: bool = False, resume: bool = False
 ) -> Iterator["Run"]:
-    """Open the result file and yield the run; leaving the block early keeps what is finished.
+    """Open the result file and yield the run; leaving the block early keeps finished rows.
 
-    A shard that is there is gone on with, or found to be finished, unless it is to be overwritten:
-    when a worker is lost, all of them are started again. Which kernels are fastest is measured on
-    the first batch, unless an earlier process did so, and recorded: a run that goes on keeps to it.
+    Without `overwrite`, an unfinished shard is always resumed, because lost workers are restarted
+    with the same command. The first batch chooses the kernels, by time measurements or from the
+    cache. The choice is recorded, and a resumed run uses the same kernels.
 
     Raises:
         OutputError: The file exists, cannot be written, or belongs to another run.
@@ -54,12 +54,12 @@ def start(
     begun = time.perf_counter()
     resume = resume or (job.shard is not None and not overwrite)
     refuse_inputs(job, path)
-    job.session.close()  # a job that was run before begins as a new one does
+    job.session.close()  # discard the state of an earlier run of this job
     layout = file_plan(job)
     with open_writer(path, layout, overwrite=overwrite, resume=resume) as writer:
         before = Progress.of(writer.states)
         done, budget = writer.completed, _budget(job, before, writer.completed)
-        layout.run["batch_size"] = budget.batch_size  # the file is laid out with the first batch
+        layout.run["batch_size"] = budget.batch_size  # the first batch lays out the file
         size = BatchSize(budget.batch_size, fixed=job.session.settings.own_loss)
         batches_left = -(-len(job.rows) // size.samples)
         tuner = job.tuner(before.choices)
@@ -80,7 +80,7 @@ def start(
                 _recheck(job, chains, size, before, path)
             audits, proof = progress.audits(done), job.session.certificate
             if proof and not audits.proved and (done or job.session.settings.verify == "first"):
-                audits = audits.with_proof(proof)  # else it is audited when its turn comes
+                audits = audits.with_proof(proof)  # else the batch is audited later
             job.session.auditor.audits = audits
             yield Run(
                 job,
@@ -99,13 +99,13 @@ def start(
 
 
 def _budget(job: Job, before: Progress, done: int) -> MemoryPlan:
-    """Return how many samples are computed at a time, of a run of which so many are `done`."""
+    """Return the batch size of a run with `done` finished rows."""
     asked = job.spec.compute
     if done == len(job.rows):
         return MemoryPlan(1)
     if before.batch_size and not (asked.batch_size or asked.memory):
-        return MemoryPlan(before.batch_size)  # that of the stopped run
-    if asked.sharded:  # no process tries anything without the others
+        return MemoryPlan(before.batch_size)  # the stopped run's batch size
+    if asked.sharded:  # a trial needs all processes
         return MemoryPlan(job.batch_size)
     return plan(job)
 
@@ -113,7 +113,7 @@ def _budget(job: Job, before: Progress, done: int) -> MemoryPlan:
 def _recheck(
     job: Job, chains: tuple[Chain, ...], size: BatchSize, before: Progress, path: Path
 ) -> None:
-    """Prove the first batch of a stopped run again, and compare it with what was stored."""
+    """Prove the first batch of a stopped run again, and compare it with the stored numbers."""
     if before.first is None:
         return
     batch = size.fitting(partial(job.load, 0), len(job.rows))
@@ -122,11 +122,11 @@ def _recheck(
 
     def error(sample: str, what: str, began: str, now: str) -> OutputError:
         return OutputError(
-            f"{sample} had the {what} {began} when the run began, and has {now} now: model, loss "
-            "or data have changed",
+            f"the {what} of {sample} was {began} when the run started and is {now} now: model, "
+            "loss or data have changed",
             where=str(path),
-            remedy="Go on with the code and the data that the run began with, or start again with "
-            "overwrite=True.",
+            remedy="Resume with the code and data with which the run was started, or start again "
+            "with overwrite=True.",
         )
 
     for k, (loss, norm, loss_now, norm_now) in enumerate(zip(*before.first, *found, strict=False)):
@@ -143,7 +143,7 @@ def compute(job: Job, path: Path, **how: bool) -> RunReport:
 
 
 def refuse_inputs(job: Job, path: Path) -> None:
-    """Refuse to write over what the run reads."""
+    """Raise if `path` is an input of the run."""
     spec = job.spec
     named = (spec.model.factory, function_of(spec.loss.name) or "")
     code = (ref.rpartition(":")[0] for ref in named if ":" in ref)

@@ -339,7 +339,7 @@ class Joiner:
                 what = (
                     "the file does not store the reducers' states, which merging aggregates needs"
                 )
-                remedy = "Compute the file with gradscope compute --shard I/N: it stores the states."
+                remedy = "Compute the file again with gradscope compute --shard I/N."
                 raise ResultFileError(what, where=str(part.path), remedy=remedy)
             states = {
                 owner: {key: torch.from_numpy(v) for key, v in stored_states(group, checks).items()}

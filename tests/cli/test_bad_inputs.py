@@ -163,7 +163,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str, int, str]] = {
     ),
     "a model that is cut off": (
         model(FORWARD.format("return nn.Linear.forward(self, x).detach()")), "data.npz", 3,
-        "are cut off from",
+        "are detached from",
     ),
     "a model that would be waited for": (waited_for, "data.npz", 3, "no regular file"),
 }  # fmt: skip
@@ -248,7 +248,7 @@ def test_a_gpu_on_which_nothing_runs_is_refused(forked: Forked, folder: Path) ->
     """One that torch counts: of another generation, say, or with a driver that is too old."""
     (folder / "model.py").write_text(f"{CODE}\ntorch.cuda.device_count = lambda: 99\n")
     found = compute(forked, folder, "--device", "cuda:98")
-    assert_clear(found, 2, "cuda:98 does not compute", folder)
+    assert_clear(found, 2, "computation on cuda:98 failed", folder)
 
 
 def test_the_same_file_is_loaded_when_it_is_trusted(forked: Forked, folder: Path) -> None:

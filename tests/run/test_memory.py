@@ -256,7 +256,7 @@ def test_a_run_stays_within_its_budget(folder: Path, tmp_path: Path) -> None:
 def test_a_budget_for_nothing(tmp_path: Path) -> None:
     job = prepare(spec(write(tmp_path), memory="1MB"))
     for use in (estimate, compute):
-        with pytest.raises(SpecError, match="single sample") as refusal:
+        with pytest.raises(SpecError, match="batch of one sample") as refusal:
             use(job, tmp_path / "out.h5")
         assert refusal.value.exit_code == 2
         takes, enough = re.findall(r"(?:about|than) ([\d.]+ .?B)", str(refusal.value))
@@ -314,7 +314,7 @@ def test_a_batch_that_would_not_fit_is_not_tried(
     found = plan(job, measured=True, free=60 * 10**6)
     assert found.batch_size == 60 and found.peak == 100 * 10**6
     assert max(tried) == 16
-    assert found.notes[-1].endswith("16 would fit")
+    assert found.notes[-1].endswith("enough for 16")
 
 
 def test_a_rehearsal_leaves_no_trace(tmp_path: Path) -> None:

@@ -272,7 +272,7 @@ def test_a_sample_that_is_another_now_is_named(
         import_module("gradscope.run.start"), "first_of", lambda rows: (losses, found[1])
     )
     with (
-        pytest.raises(OutputError, match=r"sample 2 had the loss .* and has nan now"),
+        pytest.raises(OutputError, match=r"loss of sample 2 was .* and is nan now"),
         start(prepare(spec(batch_size=9)), path, resume=True),
     ):
         pass
