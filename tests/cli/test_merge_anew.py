@@ -74,7 +74,7 @@ def test_samples_are_computed_anew(
         (
             "norm",
             ["samples/norm", *(f"norms/{name}" for name in NAMES)],
-            "the gradient norm of sample ",
+            "gradient norm of sample ",
         ),
         (None, ["samples/norm"], "and those of its parameters make"),
         (None, ["norms/first.bias"], "by 'first.bias' is recorded"),

@@ -54,7 +54,7 @@ def test_smaller_batches_give_the_same_numbers(
     assert report.certificate["verified"] is True
     assert report.certificate["samples"] <= limit
     (note,) = (note for note in report.notes if "memory ran out" in note)
-    assert f"with {batch_size} samples" in note
+    assert f"batches of {batch_size} samples" in note
 
 
 def test_a_run_goes_on_where_smaller_batches_stopped(folder: Path, tmp_path: Path) -> None:
@@ -172,7 +172,9 @@ def test_a_real_limit_of_the_system(folder: Path, tmp_path: Path) -> None:
         capture_output=True, text=True, check=False, cwd=Path(__file__).parent.parent.parent,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert any("memory ran out with 200 samples" in note for note in json.loads(done.stdout))
+    assert any(
+        "memory ran out with batches of 200 samples" in note for note in json.loads(done.stdout)
+    )
     free = spec(folder, {"wide": 20_000}, batch_size=20, backend="hooks")
     assert not any(
         "memory ran out" in note for note in compute(prepare(free), tmp_path / "free").notes
