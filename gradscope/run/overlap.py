@@ -33,8 +33,8 @@ _FREE = (
     "smaller `dtype`. A stopped gradscope compute continues with --resume."
 )
 _COUPLED = (
-    "Give a smaller `batch_size`. With own-loss coupling, gradients depend on which samples share a "
-    "batch, so the batch cannot be split automatically."
+    "Give a smaller `batch_size`. With own-loss coupling, gradients depend on which samples share "
+    "a batch, so the batch cannot be split automatically."
 )
 
 
