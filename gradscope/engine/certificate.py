@@ -448,8 +448,8 @@ def _in_groups(
 ) -> tuple[dict[str, Tensor], LargestError | None]:
     """Return ∇ Σ wᵢ Lᵢ of samples in groups, and the agreement of the first `alone` groups.
 
-    These groups have a single sample. The agreement is None if `alone` is 0 or a group differs. The
-    samples are then compared again without weights, because a user's hook may be nonlinear.
+    These groups have a single sample. Without such groups, or if a group differs, the agreement is
+    None. The samples are then compared again without weights: a user's hook may be nonlinear.
     """
     problem, losses = answer.problem, answer.evaluation.losses
     found: list[Tensor] = []

@@ -82,7 +82,7 @@ ExportTask = tuple[ExportedFile, Write]
 
 @dataclass(frozen=True)
 class _ArrayRows:
-    """Rows of one array by position, or a whole aggregate, whose `rows` are None."""
+    """Rows of one array by position; an aggregate has `rows=None`."""
 
     array: StoredArray
     rows: np.ndarray | None

@@ -443,7 +443,7 @@ MESSAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...], int, str, s
     "a result named as another format": (
         NOTHING, ("-t", "mean", "-o", "x.npz"), 2, "--output: found 'x.npz'", "gradscope export",
     ),
-    "a result in no folder": (NOTHING, ("-o", "no/o.h5"), 6, "there is no folder", "Create it"),
+    "a result in no folder": (NOTHING, ("-o", "no/o.h5"), 6, "does not exist", "Create the folder"),
     "samples reversed": (NOTHING, ("--samples", "8:3"), 2, "--samples: found '8:3'", '"A:B"'),
     "samples with a dash": (NOTHING, ("--samples", "0-5"), 2, "--samples: found '0-5'", '"A:B"'),
     "samples beyond": (NOTHING, ("--samples", "0:99"), 3, "the data set holds 12", "at most 12"),

@@ -198,7 +198,7 @@ def test_of_a_users_own_it_is_noted(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     with Scope(nn.Linear(3, 2), "mse") as scope:
         scope.expectation(f"{tmp_path}/own.py:latest", torch.randn(4, 3), torch.randn(4, 2))
-        assert any("see its `merge`" in note for note in scope.notes)
+        assert any("check its `merge`" in note for note in scope.notes)
 
 
 def exact_variance(values: np.ndarray) -> np.ndarray:
