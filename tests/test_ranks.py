@@ -140,7 +140,7 @@ def test_a_divided_training_is_measured_by_all_its_processes(tmp_path: Path) -> 
             assert times["share"] <= 0.3
     assert (first["logs"], second["logs"]) == ([1, 2, 4, 5], [])
     assert len(first["warned"]) == 1
-    assert "measured no more: process 1 failed" in first["warned"][0]
+    assert "no longer measured: process 1 failed" in first["warned"][0]
     assert second["warned"] == []
     history = read_history(tmp_path / "answers.jsonl")
     assert [step.step for step in history.steps] == [1, 2, 4, 5]

@@ -1,7 +1,7 @@
-"""Measuring while a model is trained: in one's own loop, in transformers' Trainer, in Lightning.
+"""Measurements during training: in any training loop, in transformers' Trainer, in Lightning.
 
-`Monitor` is for any loop. `TrainerMonitor` and `LightningMonitor` are callbacks; their libraries
-are imported when they are asked for.
+`Monitor` is for any loop. `TrainerMonitor` and `LightningMonitor` are callbacks. Their libraries
+are imported on first use.
 """
 
 from importlib import import_module
@@ -45,13 +45,13 @@ __all__ = [
     "to_wandb",
 ]
 
-# the names of each module, which is imported when one of them is used: a history needs no torch
+# {module: its names}; a module is imported on first use, because a history needs no torch
 _HOMES = {
     "history": ("Histories", "History", "Step", "read_histories", "read_history", "record"),
     "measurement": ("measure",),
     "monitor": ("Monitor", "MonitorWarning", "to_mlflow", "to_tensorboard", "to_wandb"),
 }
-# the libraries that may have the class of a callback, and the name of that class
+# {callback: (libraries that may define its base class, name of the base class)}
 _CALLBACKS = {
     "LightningMonitor": (("lightning.pytorch", "pytorch_lightning"), "Callback"),
     "TrainerMonitor": (("transformers",), "TrainerCallback"),

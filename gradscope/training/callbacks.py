@@ -1,4 +1,4 @@
-"""Callbacks of transformers' Trainer and of Lightning's, whose classes are added on import."""
+"""Callbacks for the Trainers of transformers and Lightning, without their base classes."""
 
 import math
 from collections.abc import Callable
@@ -16,33 +16,33 @@ from gradscope.training.monitor import Monitor, within
 
 
 class _Callback:
-    """What both have: a `monitor`, which is told of the end."""
+    """Common base: closes `monitor` at the end of training."""
 
     monitor: Monitor | None = None
 
     def on_train_end(self, *args: Any, **known: Any) -> None:
-        """Say that the training has ended."""
+        """Close the monitor."""
         if self.monitor is not None:
             self.monitor.close()
 
 
 class LightningMonitor(_Callback):
-    """Measures a LightningModule while it is trained; `Monitor` says what and how.
+    """Measures a LightningModule during training; see `Monitor`.
 
-    The first `samples` samples of the step's batch are measured, by the module's `forward`. The
-    numbers also go to the Trainer's own loggers.
+    The first `samples` samples of the step's batch are measured with the module's `forward`. The
+    numbers are also logged to the Trainer's loggers.
 
     Args:
-        loss: As of `Scope`, of what `forward` returns and the targets.
-        every: As of `Monitor`.
-        samples: Likewise.
-        overhead: Likewise.
-        split: From a batch to inputs and targets, called at each step; by default a batch is a
-            pair of them.
-        options: Others of `Monitor`.
+        loss: The loss of the output of `forward` and the targets, as for `Scope`.
+        every: See `Monitor`.
+        samples: See `Monitor`.
+        overhead: See `Monitor`.
+        split: Function from a batch to (inputs, targets), called at each step. By default, a batch
+            is the pair (inputs, targets).
+        options: Further arguments of `Monitor`.
 
     Attributes:
-        monitor: The `Monitor`, once the training has begun.
+        monitor: The `Monitor`, after the start of the training.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LightningMonitor(_Callback):
         self._options = {"every": every, "samples": samples, "overhead": overhead, **options}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin."""
+        """Create and start the monitor."""
 
         def log(step: int, values: Any) -> None:
             for logger in trainer.loggers:
@@ -68,7 +68,7 @@ class LightningMonitor(_Callback):
         options = self._options | {"trackers": [log, *self._options.get("trackers", ())]}
         self.monitor = Monitor(pl_module, self._loss, **options)
         steps = math.inf
-        with suppress(Exception):  # whatever Lightning cannot say of its loaders
+        with suppress(Exception):  # Lightning may not know the length of its loaders
             steps = trainer.estimated_stepping_batches
         last = int(steps) if steps < math.inf else None
         self.monitor.start(trainer.global_step, last=last)
@@ -81,12 +81,12 @@ class LightningMonitor(_Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Measure if it is time."""
+        """Count the step, and measure if due."""
         if self.monitor is not None:
             self.monitor.advance(trainer.global_step, lambda: self._split(batch))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Say that the training was stopped."""
+        """Close the monitor with the exception as the reason."""
         if self.monitor is not None:
             self.monitor.close(f"stopped by {type(exception).__name__}")
 
@@ -95,37 +95,36 @@ def _pair(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     raise SpecError(
-        f"a batch is no pair of inputs and targets, but {type(batch).__name__}",
+        f"a batch is not a pair (inputs, targets), but {type(batch).__name__}",
         where="LightningMonitor",
-        remedy="Say what its inputs and targets are: split=lambda batch: (..., ...).",
+        remedy="Give a function that returns (inputs, targets): split=lambda batch: (..., ...).",
     )
 
 
 class TrainerMonitor(_Callback):
-    """Measures the model of a Trainer; `Monitor` says what and how.
+    """Measures the model of a Trainer; see `Monitor`.
 
-    The Trainer tells its callbacks no batch. So `samples` samples are drawn once, by `seed`, from
-    the training data, made into a batch by the Trainer's own collator, and measured every time.
-    The Trainer's loader is not asked: its order stays as it is. Of a model that fully_shard has
-    sharded, each process draws samples of its own.
+    The Trainer does not pass batches to callbacks. So `samples` samples are drawn once from the
+    training data, by `seed`, and the Trainer's collator makes a batch of them. This batch is
+    measured every time. The order of the Trainer's loader does not change. If the model is sharded
+    by fully_shard, each process draws different samples.
 
     Args:
-        loss: By name, of the model's logits and the batch's labels: "causal_lm" (the labels are
-            shifted, as in transformers), "cross_entropy", ...; or `(outputs, labels) -> (n,)` of
-            what the model returns. A sample's loss is its own, by default the mean over its own
-            tokens; transformers' is the mean over the tokens of the whole batch.
-        every: As of `Monitor`.
-        samples: Likewise.
-        overhead: Likewise.
-        batch: Samples as the model takes them, by keyword, labels included, in place of those
-            that are drawn.
-        labels: The key of the labels; the model is not given them.
-        seed: Of the samples that are drawn.
-        options: Others of `Monitor`.
+        loss: A name, for the model's logits and the batch's labels: "causal_lm" (the labels are
+            shifted, as in transformers), "cross_entropy", ...; or `(outputs, labels) -> (n,)` for
+            the model's output. By default, a sample's loss is the mean over the sample's tokens.
+            The loss of transformers is the mean over the tokens of the whole batch.
+        every: See `Monitor`.
+        samples: See `Monitor`.
+        overhead: See `Monitor`.
+        batch: {keyword of the model: tensor}, including labels; replaces the drawn samples.
+        labels: The key of the labels, which are not passed to the model.
+        seed: The seed for drawing samples.
+        options: Further arguments of `Monitor`.
 
     Attributes:
-        monitor: The `Monitor`, once the training has begun; None before, and in other processes
-            than the first unless the model is sharded.
+        monitor: The `Monitor`, or None before the training starts. In other processes than the
+            first, it remains None unless the model is sharded.
     """
 
     def __init__(
@@ -145,11 +144,11 @@ class TrainerMonitor(_Callback):
         self._options = {"every": every, "samples": samples, "overhead": overhead, **options}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-        """Draw the samples, and begin."""
+        """Draw the samples, and create and start the monitor."""
         ranks = ranks_of(within(known["model"]))
         share = (ranks.rank, ranks.size) if isinstance(ranks, ModelParallel) else None
         if share is None and not state.is_world_process_zero:
-            return  # all processes measure a sharded model
+            return  # only the first process measures, unless the model is sharded
         inputs = self._given
         if inputs is None:
             loader = known["train_dataloader"]
@@ -157,35 +156,36 @@ class TrainerMonitor(_Callback):
         inputs = dict(inputs)
         if self._labels not in inputs:
             raise SpecError(
-                f"a batch has no {self._labels!r}, but {', '.join(map(repr, inputs))}",
+                f"the batch has no key {self._labels!r}; its keys are "
+                f"{', '.join(map(repr, inputs))}",
                 where="TrainerMonitor",
-                remedy="Say under which key the labels are: labels=...",
+                remedy="Give the key of the labels: labels=...",
             )
         probe = inputs, inputs.pop(self._labels)
         self.monitor = Monitor(known["model"], self._loss, probe=probe, **self._options)
         self.monitor.start(state.global_step, state.max_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-        """Measure if it is time."""
+        """Count the step, and measure if due."""
         if self.monitor is not None:
             self.monitor.step(step=state.global_step)
 
 
 def drawn_batch(loader: Any, samples: int, seed: int, share: tuple[int, int] = (0, 1)) -> Any:
-    """Return a batch of samples of a loader's data set, drawn by `seed`, made by its collator.
+    """Return a batch of samples drawn by `seed` from a loader's data set, made by its collator.
 
-    Neither the loader's order nor any random generator is moved on. `share` (k, m) draws those of
-    process k of m, which are others for each.
+    The loader's order and the random generators do not change. `share` (k, m) draws the samples
+    for process k of m processes; each process gets different samples.
 
     Raises:
-        SpecError: The data set has no length, so that nothing can be drawn.
+        SpecError: The data set has no length or no index, so samples cannot be drawn.
     """
     data: Any = getattr(loader, "dataset", None)
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise SpecError(
-            "the training data are a stream, of which no sample can be drawn",
+            "the training data are a stream, so samples cannot be drawn from them",
             where="TrainerMonitor",
-            remedy="Give some: batch={...}.",
+            remedy="Give a batch to measure: batch={...}.",
         )
     draw = torch.Generator().manual_seed(seed)
     k, m = share

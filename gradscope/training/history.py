@@ -1,4 +1,4 @@
-"""Statistics of a training run, step by step, in a file of JSON lines."""
+"""The history of a training run: statistics of its steps, in a file of JSON lines."""
 
 import json
 import os
@@ -39,8 +39,8 @@ from gradscope.stats.summary import Summary
 _SUFFIX = ".jsonl"
 _SHOWN = 20  # steps in the table
 _DRAWN = 8  # parameters in a picture
-_BRIEF = 5  # parameters on one screen
-_NAMED = 5  # lines that are no steps, or steps with samples left out
+_BRIEF = 5  # parameters in the short form
+_NAMED = 5  # numbers of lines or steps that a warning lists
 
 _FORMULA = "B_simple = trΣ / |G|² (McCandlish et al. 2018)"
 Points = list[tuple[float, float]]
@@ -58,17 +58,17 @@ class ParameterStep(Record):
 
 
 class Cost(Record):
-    """What a training pays for being measured, in seconds by the clock on the wall."""
+    """The time of measurements, in wall-clock seconds."""
 
-    seconds: float  # of this measurement
-    proof_seconds: float  # of all proofs so far
-    overhead: float | None  # of all measurements so far, by the seconds of training between them
-    budget: float | None  # the most that it may be
-    interval: Count  # steps to the next measurement, at this pace
+    seconds: float  # time of this measurement
+    proof_seconds: float  # time of all proofs so far
+    overhead: float | None  # time of all measurements so far / time of training without them
+    budget: float | None  # the limit for `overhead`
+    interval: Count  # expected steps to the next measurement
 
 
 class Step(Record):
-    """One step: one line of the file. Keys of later versions are passed over."""
+    """The statistics of one step, in one line of the file; unknown keys are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -93,7 +93,7 @@ class Step(Record):
 
     @classmethod
     def of(cls, step: int, summary: Summary, cost: Cost | None = None) -> "Step":
-        """Return what is kept of a summary."""
+        """Return the step with the numbers of a summary that a history stores."""
         norm, directions, clipping = summary.norm, summary.directions, summary.clipping
         lengths: Any = [row.mean_gradient_norm for row in summary.parameters]
         return cls(
@@ -120,7 +120,7 @@ class Step(Record):
 
 
 class End(Record):
-    """The last line of a training that has ended, or is measured no more for some reason."""
+    """The last line of a history: the training or its measurements have ended."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -148,17 +148,17 @@ CURVES: dict[str, Callable[[Step], float | None]] = {
 
 
 class History(Record, Displayable):
-    """All steps of a run, in the order of their numbers, and where they were read."""
+    """All steps of a run, sorted by number, and the path of the file."""
 
     schema_: Literal["gradscope.history"] = "gradscope.history"
     version: Literal[1] = 1
     path: str
     steps: tuple[Step, ...]
-    end: End | None = None  # None as long as more may follow
-    broken: tuple[int, ...] = ()  # lines that are no steps
+    end: End | None = None  # the end, if the file has ended
+    broken: tuple[int, ...] = ()  # numbers of invalid lines
 
     def overview(self) -> Overview:
-        """Return all that is shown of it: the curves, and at most 20 steps, evenly spread."""
+        """Return the overview: the curves, and a table of at most 20 evenly spread steps."""
         steps = self.steps
         curves = _curves(steps)
         shown = Table(_columns([steps[k] for k in spread(len(steps), _SHOWN)]))
@@ -182,13 +182,13 @@ class History(Record, Displayable):
         )
 
     def _warnings(self) -> list[str]:
-        """Return what is left out of the file, and of its steps."""
+        """Return warnings about invalid lines, and about steps with nonfinite samples."""
         warnings = []
         if self.broken:
-            said = f"{count(len(self.broken), 'line')} left out, which no monitor has written whole"
+            said = f"ignored {count(len(self.broken), 'line')} without a complete record"
             warnings.append(f"{said}: {_first(self.broken)}")
         if lost := [step.step for step in self.steps if step.nonfinite]:
-            said = f"samples without a finite gradient are left out at {count(len(lost), 'step')}"
+            said = f"samples without a finite gradient are ignored at {count(len(lost), 'step')}"
             warnings.append(f"{said}: {_first(lost)}")
         return warnings
 
@@ -206,7 +206,7 @@ class History(Record, Displayable):
         return facts
 
     def _overhead(self, latest: Cost) -> str:
-        """Return the share of the training time that was measured for, and its budget."""
+        """Return the time of measurements relative to the training time, and the budget."""
         share = latest.overhead if self.end is None else self.end.overhead
         if share is None:
             return "unknown: the training has a single step"
@@ -216,7 +216,7 @@ class History(Record, Displayable):
         return f"{percent(share)} of the training time, budget {percent(latest.budget)}{exceeded}"
 
     def _seconds(self) -> str:
-        """Return how long the first, the last and the other measurements took."""
+        """Return the times of the first, the last and the remaining measurements."""
         costs = [step.cost for step in self.steps if step.cost is not None]
         first, *others = [cost.seconds for cost in costs]
         proof = " (with the proof)" if costs[0].proof_seconds else ""
@@ -230,7 +230,7 @@ class History(Record, Displayable):
 
 
 class Histories(Record, Displayable):
-    """Several runs beside each other."""
+    """The histories of several runs."""
 
     schema_: Literal["gradscope.histories"] = "gradscope.histories"
     version: Literal[1] = 1
@@ -262,13 +262,13 @@ def record(path: str | Path, step: int, summary: Summary, cost: Cost | None = No
     """Append one step to a file of JSON lines, which `gradscope stats` reads; return it.
 
     Args:
-        path: The file, named *.jsonl; created where it is absent.
-        step: Of the training.
-        summary: From `measure`, or of a result file.
-        cost: What it has cost, where that is known.
+        path: The file, *.jsonl; it is created if absent.
+        step: The number of the step.
+        summary: The summary, from `measure` or of a result file.
+        cost: The time of the measurement, if known.
 
     Raises:
-        OutputError: The file cannot be written, or has another name.
+        OutputError: The file cannot be written, or its name does not end in .jsonl.
     """
     found = Step.of(step, summary, cost)
     append(path, found)
@@ -276,22 +276,22 @@ def record(path: str | Path, step: int, summary: Summary, cost: Cost | None = No
 
 
 def line(of: Step | End) -> str:
-    """Return the line of a file, with its end."""
+    """Return a record as a line of the file, with a newline."""
     return json.dumps(of.to_json(), ensure_ascii=False) + "\n"
 
 
 def append(path: str | Path, *lines: Step | End) -> None:
-    """Append lines, each in one piece, so that whoever reads meanwhile finds whole ones.
+    """Append lines, each in one write, so that a concurrent reader finds whole lines.
 
-    What a stop has left of an earlier line becomes a line of its own, which readers leave out.
-    Without lines, the file is created where it is absent.
+    If a stopped process left an incomplete line, it is ended by a newline, and readers ignore it.
+    Without lines, the file is created if absent.
 
     Raises:
-        OutputError: The file cannot be written, or has another name than *.jsonl.
+        OutputError: The file cannot be written, or its name does not end in .jsonl.
     """
     target = Path(path)
     if target.suffix != _SUFFIX:
-        raise OutputError(f"a history is a file *{_SUFFIX}", where=str(path))
+        raise OutputError(f"the name of a history must end in {_SUFFIX}", where=str(path))
     texts = [*map(line, lines)]
     try:
         with target.open("ab+", buffering=0) as file:
@@ -309,10 +309,10 @@ def append(path: str | Path, *lines: Step | End) -> None:
 
 
 class HistoryReader:
-    """Reads a history while it grows: each time, what was appended since.
+    """Reads a growing history: each call reads the lines appended since the last call.
 
-    Of a step that was recorded again, as after a restart, the last counts. A last line that is not
-    whole yet is left for the next time; other lines that are no steps are left out and counted.
+    If a step was recorded twice, as after a restart, the last record counts. An incomplete last
+    line is read by a later call. Other invalid lines are ignored and counted.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -326,7 +326,7 @@ class HistoryReader:
         self._broken: list[int] = []
 
     def read(self) -> tuple[History | None, list[Step]]:
-        """Return the history, None as long as it has no step, and the steps that are new.
+        """Return the history (None if it has no step yet) and the new steps.
 
         Raises:
             ResultFileError: The file cannot be read, or has ended without a step.
@@ -337,11 +337,11 @@ class HistoryReader:
             raise ResultFileError(
                 f"the history cannot be read: {error.strerror}",
                 where=str(self.path),
-                remedy="Give the JSON lines that a Monitor writes.",
+                remedy="Give a file of JSON lines that a Monitor has written.",
             ) from error
         *whole, rest = new.split(b"\n")
         found = [step for one in whole if (step := self._line(one, len(one) + 1)) is not None]
-        if rest.strip() and _parsed(rest) is not None:  # only its end is missing
+        if rest.strip() and _parsed(rest) is not None:  # only the newline is missing
             found += filter(None, [self._line(rest, len(rest))])
             self._lines -= 1
         if not self._steps:
@@ -353,18 +353,18 @@ class HistoryReader:
         return History(path=str(self.path), steps=steps, end=self._end, broken=broken), found
 
     def empty(self) -> ResultFileError:
-        """Return what is wrong with a file without a step."""
+        """Return the error for a file without a step."""
         remedy = self._end.text if self._end is not None else None
         if self._broken:
             return ResultFileError(
-                "the line is no recorded step", where=f"{self.path}: line {self._broken[0]}"
+                "the line is not a recorded step", where=f"{self.path}: line {self._broken[0]}"
             )
-        return ResultFileError("no step is recorded", where=str(self.path), remedy=remedy)
+        return ResultFileError("the history has no step", where=str(self.path), remedy=remedy)
 
     def _appended(self) -> bytes:
-        """Return what follows the lines that were read, from the start where the file is new."""
+        """Return the bytes after the lines read so far; all bytes if the file was replaced."""
         if self.path.exists() and not self.path.is_file() and not self.path.is_dir():
-            raise OSError(None, "this is no regular file")  # a pipe would be waited for
+            raise OSError(None, "this is not a regular file")  # reading a pipe would block
         with self.path.open("rb") as file:
             told = os.fstat(file.fileno())
             if self._file != (told.st_dev, told.st_ino) or told.st_size < self._place:
@@ -374,7 +374,7 @@ class HistoryReader:
             return file.read()
 
     def _line(self, line: bytes, size: int) -> Step | None:
-        """Take in one line of so many bytes; return its step, if it is one."""
+        """Add one line of `size` bytes; return its step, or None if it has no step."""
         self._place += size
         self._lines += 1
         if not line.strip():
@@ -397,7 +397,7 @@ def _parsed(line: bytes) -> Step | End | None:
 
 
 def read_history(path: str | Path) -> History:
-    """Read all steps; of a step that was recorded again, as after a restart, the last counts.
+    """Read all steps of a history; if a step was recorded twice, the last record counts.
 
     Raises:
         ResultFileError: The file cannot be read, or has no step.
@@ -419,13 +419,13 @@ def read_histories(paths: Sequence[str | Path]) -> Histories:
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """Return names of runs: the shortest ends of their paths that tell them apart."""
+    """Return names of runs: the shortest ends of their paths that are unique."""
     parts = [Path(path).absolute().with_suffix("").parts for path in paths]
     for k in range(1, max(map(len, parts))):
         names = ["/".join(one[-k:]) for one in parts]
         if len({*names}) == len(names):
             return names
-    return [f"{name} ({k})" for k, name in enumerate(names, 1)]  # a file that is given twice
+    return [f"{name} ({k})" for k, name in enumerate(names, 1)]  # a file was given twice
 
 
 def _first(numbered: Sequence[int]) -> str:
@@ -433,7 +433,7 @@ def _first(numbered: Sequence[int]) -> str:
 
 
 def _curves(steps: Sequence[Step]) -> list[Fact]:
-    """Return each number over time, with what it is now."""
+    """Return a sparkline of each number, with its last value."""
     facts: list[Fact] = []
     for name, take in CURVES.items():
         values = [take(step) for step in steps]
@@ -446,7 +446,7 @@ def _curves(steps: Sequence[Step]) -> list[Fact]:
 
 
 def _learning(step: Step) -> Table:
-    """Return the parameters whose signal to noise is largest."""
+    """Return a table of the parameters with the largest signal to noise."""
     rows = _strongest([step])[:_BRIEF]
     columns = [
         numbers("signal to noise", [row.signal_to_noise for row in rows]),
@@ -457,7 +457,7 @@ def _learning(step: Step) -> Table:
 
 
 def _strongest(steps: Sequence[Step]) -> list[ParameterStep]:
-    """Return the parameters of the last step, the largest signal to noise first."""
+    """Return the parameters of the last step, sorted by signal to noise, the largest first."""
     return sorted(steps[-1].parameters, key=lambda p: -(p.signal_to_noise or 0.0))
 
 
@@ -478,7 +478,7 @@ def _columns(steps: Sequence[Step]) -> list[Column]:
 
 
 def _pictures(runs: Mapping[str, Sequence[Step]]) -> Iterator[Picture]:
-    """Draw each number of all runs, and of each run the parameters that learn at its end."""
+    """Yield pictures: each number over all runs, and signal to noise of parameters by run."""
 
     def drawn(label: str, title: str, curves: dict[str, Points], **more: Any) -> Picture:
         curves = {name: points for name, points in curves.items() if points}

@@ -1,4 +1,4 @@
-"""Statistics of one batch in memory, while a model is trained."""
+"""Statistics of one batch in memory, during training."""
 
 from collections.abc import Sequence
 from math import nan
@@ -20,7 +20,7 @@ from gradscope.stats.records import Floats, cosines_of
 
 
 class _Cosines(dict[str, Floats]):
-    """A chain in memory: its arrays by name."""
+    """A chain in memory: {name: array}."""
 
     text, reduced = "cosine:to=mean", False
 
@@ -30,16 +30,16 @@ def measure(
 ) -> Summary:
     """Return the statistics of the samples of one batch.
 
-    No gradient is formed where the blocks know their norms and products. What needs rows (signal
-    by entry, spectrum, noise between classes) is left out. Of a model that is divided over
-    processes, all call this together, and get the statistics of all their samples.
+    Gradients are not formed if blocks can compute norms and products without them. Statistics that
+    need rows (signal by entry, spectrum, noise between classes) are omitted. If the model is
+    sharded, all processes call this together and get the statistics of all samples.
 
     Args:
-        scope: Of a model and loss.
-        inputs: A tensor, tuple or dict, sample axis first; all samples are held at once.
-        targets: Likewise, or None.
-        top: How many samples to list in each list.
-        clip: Clipping norms whose share of the samples is wanted.
+        scope: The scope of model and loss.
+        inputs: A tensor, tuple or dict, sample axis first. All samples are evaluated at once.
+        targets: The same for the targets, or None.
+        top: The number of samples in each list.
+        clip: Clipping norms; the share of samples above each norm is computed.
     """
     scope.session.labels.require_one()
     ranks = scope.problem.model_parallel
@@ -72,9 +72,9 @@ def measure(
 
 
 def _measured(evaluation: Evaluation, targets: Any, ranks: Ranks | None) -> tuple[Any, ...]:
-    """Return columns (n,) of samples, norms (n,), ⟨gᵢ, G⟩ of the finite ones and ‖G‖, by parameter.
+    """Return columns (n,), {parameter: norms (n,)}, ⟨gᵢ, G⟩ of finite samples, {parameter: ‖G‖}.
 
-    G is the mean over the finite samples of all ranks; the rest is of this one's.
+    G is the mean over the finite samples of all ranks. The other values are for this rank.
     """
     gradients, finite = evaluation.gradients, _numpy(finite_samples(evaluation))
     rows = torch.from_numpy(np.flatnonzero(finite)).to(evaluation.losses.device)
@@ -98,7 +98,7 @@ def _measured(evaluation: Evaluation, targets: Any, ranks: Ranks | None) -> tupl
 
 
 def _joined(of_ranks: Sequence[Any]) -> Any:
-    """Return arrays (n,), or tables of such that all ranks have, of all ranks' samples."""
+    """Concatenate the ranks' arrays (n,), or the arrays of each key that all ranks have."""
     if not isinstance(of_ranks[0], dict):
         return np.concatenate(of_ranks)
     common = [k for k in of_ranks[0] if all(k in one for one in of_ranks)]

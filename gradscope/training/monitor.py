@@ -1,9 +1,9 @@
-"""`Monitor`: measures a model while it is trained, within a budget, and leaves the training alone.
+"""`Monitor` measures a model during training, within a time budget, without changing the training.
 
-Norms, noise scale (McCandlish et al. 2018), clipping, signal of each parameter and agreement are
-those of `measure`. The first and the last step are always measured. A measurement between them
-waits until the training has lasted long enough to pay for it, by the clock on the wall. Besides its
-file it goes to trackers: any callable (step, values), or an object's `log`.
+It computes norms, noise scale (McCandlish et al. 2018), clipping, signal of each parameter and
+agreement with `measure`. The first and the last step are always measured. A measurement between
+them waits until it fits into the budget, in wall-clock time. The numbers are written to a file and
+passed to trackers: callables (step, values), or objects with such a `log`.
 """
 
 import gc
@@ -45,9 +45,9 @@ from gradscope.stats.summary import ordered_statistics
 from gradscope.training.history import CURVES, Cost, End, Step, append
 from gradscope.training.measurement import measure
 
-_FEW = 4  # samples on which the proof is made, so that it costs little
-_ENTRIES = 16  # of a parameter, by which a change is noticed that torch does not count
-_LATELY = 3  # measurements; the next is taken to last as long as the longest of them
+_FEW = 4  # samples in a proof, which is then fast
+_ENTRIES = 16  # compared entries of a parameter, to detect changes that torch does not count
+_LATELY = 3  # the next measurement is expected to take as long as the longest of this many
 
 
 Values = Mapping[str, float]
@@ -57,101 +57,102 @@ _PREFIX = "gradscope"
 
 
 class Tracker(Protocol):
-    """Takes the numbers of a step by name."""
+    """Receives the numbers of each measured step."""
 
     def log(self, step: int, values: dict[str, float], /) -> object:
-        """Keep them."""
+        """Log {name: value} of a step."""
 
 
 def as_log(tracker: Tracker | Log) -> Log:
-    """Return what is called with a step and its values.
+    """Return the function of a tracker that is called with (step, values).
 
     Raises:
-        SpecError: It is no tracker.
+        SpecError: The object is not a tracker.
     """
     log = getattr(tracker, "log", tracker)
     if not callable(log):
         raise SpecError(
-            f"a tracker is a callable (step, values), or has such a `log`, not {tracker!r}",
+            f"a tracker must be a callable (step, values) or have a method log(step, values), "
+            f"not {tracker!r}",
             where="trackers",
         )
     return log
 
 
 class MonitorWarning(UserWarning):
-    """A training is measured no more, or was not; it goes on all the same."""
+    """Measurements of a training failed or have stopped; the training itself continues."""
 
 
 @dataclass
 class _Progress:
-    """How far a training is."""
+    """The progress of a training."""
 
-    start: float | None = None  # by the clock
-    seconds: float = 0.0  # from the start to the last step, without those of measurements
-    first: int = 0  # steps made before
+    start: float | None = None  # time of the clock
+    seconds: float = 0.0  # time from the start to the last step, without measurements
+    first: int = 0  # steps before the start
     step: int = 0
-    last: int | None = None  # the step with which it ends, where that is known
+    last: int | None = None  # the number of the last step, if known
 
 
 @dataclass(frozen=True)
 class _HeldBatch:
-    """The batch that would be measured if the training ended now; it is not copied."""
+    """The batch of the last step, which is measured if the training ends; it is not copied."""
 
     step: int
     inputs: Any
     targets: Any
-    rows: int  # samples in it
-    writes: list[int]
+    rows: int  # the number of samples
+    writes: list[int]  # torch's version counters of its tensors
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether nobody has written to its tensors since."""
+        """Whether its tensors have not been written to since."""
         return self.writes == _writes(tensors((self.inputs, self.targets)))
 
 
 class Monitor(UncopiedHandle):
     """Measures per-sample gradients at the first step, every so many steps, and at the last step.
 
-    The last step is known from `start(last=...)`. Otherwise it is measured when the monitor is
-    closed, if the model is still what it was after that step.
+    `start(last=...)` sets the number of the last step. Otherwise the last step is measured when the
+    monitor is closed, if the model has not changed after that step.
 
-    The training has the same weights, bit for bit, with and without it: random generators,
-    gradients, buffers and modes are left as they were. Without a probe, it holds the batch of the
-    last step until the next step or until it is closed, and makes no copy. It measures in the
-    parameters' own precision, without autocast (unless the model's own forward turns it on), and
-    without what `torch.compile` has made. A model may hold it: a copy of the model has the same
-    one, which measures the original; a file, None.
+    The weights are the same, bit for bit, with and without a monitor. It restores random
+    generators, gradients, buffers and modes. Without a probe, it holds the batch of the last step
+    until the next step or until it is closed, without a copy. It measures in the parameters'
+    precision, without autocast (unless the model's forward enables it) and without programs of
+    `torch.compile`. A model may hold a monitor. A copy of the model has the same monitor, which
+    measures the original. A saved model has None instead.
 
     Args:
-        model: The module that is trained. Of one that is wrapped by DDP or `torch.compile`, the
-            module within. Of several processes, the first alone measures; of a model that
-            fully_shard has sharded all do, each its own samples, at the same steps, and the first
-            has the file and the trackers.
-        loss: As of `Scope`: unreduced, by name or a callable.
-        every: Steps between measurements, at least; other steps cost microseconds.
-        samples: How many samples of a batch are measured, at most, by each process that measures.
-        overhead: The most that all measurements may take, proofs included, as a share of the time
-            that the training takes between them. A measurement that it does not allow yet waits
-            for a later multiple of `every`. The first and the last step are measured whatever they
-            cost, and nothing else may exceed the share. None: no bound.
+        model: The module that is trained, or its wrapper by DDP or `torch.compile`. If there are
+            several processes, only the first measures. If the model is sharded by fully_shard, all
+            processes measure at the same steps, each with different samples, and the first process
+            writes the file and calls the trackers.
+        loss: The unreduced loss, a name or a callable; see `Scope`.
+        every: The minimum number of steps between measurements. Other steps take microseconds.
+        samples: The maximum number of measured samples of a batch, for each measuring process.
+        overhead: The maximum time of all measurements and proofs, relative to the training time
+            without them. A measurement that exceeds it waits for a later multiple of `every`. Only
+            the first and the last step may exceed it. None: no limit.
         path: A file *.jsonl to which each measurement is appended; `gradscope stats` reads it.
-        trackers: Others that get the numbers: callables (step, {name: value}), or objects with
-            such a `log`; see `to_tensorboard`, `to_wandb`, `to_mlflow`.
-        max_norm: Clipping norms of which the share of clipped samples is wanted.
-        probe: Inputs and targets that are measured every time in place of the batch.
-        mode: "eval" measures without dropout and with running statistics; "train" in the modes
-            that the modules are in, which is refused where random numbers or others in the batch
-            have a part in a sample's loss, as `options` say.
-        errors: "warn" ends measuring with a warning, "raise" raises.
-        clock: Tells seconds.
-        options: Others of `Scope`: parameters, backend, coupling, ... The first batch is proved.
+        trackers: Callables (step, {name: value}), or objects with such a `log`; see
+            `to_tensorboard`, `to_wandb`, `to_mlflow`.
+        max_norm: Clipping norms; the share of samples above each norm is reported.
+        probe: (inputs, targets), measured every time instead of the step's batch.
+        mode: "eval" measures without dropout and with running statistics. "train" keeps the modes
+            of the modules. It is refused if a sample's loss depends on random numbers or on other
+            samples, unless `options` allow it.
+        errors: "warn" stops measuring with a warning, "raise" raises.
+        clock: Returns the time in seconds.
+        options: Further arguments of `Scope`: parameters, backend, coupling, ... The first batch is
+            proved.
 
     Attributes:
-        scope: Measures.
-        latest: The last `Step` measured, or None.
+        scope: The `Scope` that measures.
+        latest: The last measured `Step`, or None.
 
     Raises:
-        SpecError: An argument is out of its range.
+        SpecError: An argument is invalid.
         OutputError: The file cannot be written.
         UnsupportedError: The model is sharded over processes in a way that is not supported.
     """
@@ -181,39 +182,39 @@ class Monitor(UncopiedHandle):
             if not all(isinstance(v, int | float) and 0 < v < math.inf for v in values):
                 raise SpecError(f"must be positive, not {', '.join(map(repr, values))}", where=name)
         if probe is not None and (not isinstance(probe, tuple | list) or len(probe) != 2):
-            raise SpecError("is a pair, inputs and targets", where="probe")
+            raise SpecError("must be a pair (inputs, targets)", where="probe")
         if not isinstance(trackers, Sequence):
-            raise SpecError(f"is a list, not {type(trackers).__name__}", where="trackers")
+            raise SpecError(f"must be a list, not {type(trackers).__name__}", where="trackers")
         for name, word, words in (
             ("mode", mode, ("eval", "train")),
             ("errors", errors, ("warn", "raise")),
         ):
             if word not in words:
-                raise SpecError(f"is one of {', '.join(words)}, not {word!r}", where=name)
+                raise SpecError(f"must be {' or '.join(words)}, not {word!r}", where=name)
         begun = clock()
         self._model = within(model)
         self.every, self.samples, self.overhead = every, samples, overhead
-        self.path = None if path is None else Path(path).absolute()  # wherever the training goes
+        self.path = None if path is None else Path(path).absolute()  # the training may chdir
         self._clip = clip
         self._probe, self._mode, self._errors, self._clock = probe, mode, errors, clock
         logs = [*map(as_log, trackers)]
         self.latest: Step | None = None
         self._training = _Progress()
         self._held: _HeldBatch | None = None
-        # the model when it was measured last
+        # the model at the last measurement
         self._facts: list[Any] = []
         self._tensors: dict[str, Tensor] = {}
-        # the model at the last step: writes to its tensors, entries of its last parameter
+        # the model at the last step: version counters of its tensors, entries of its last parameter
         self._marks: tuple[list[int], Tensor | None] = ([], None)
-        self._taken = 0  # how many samples were measured the first time
-        self._proofs = self._proof = 0.0  # seconds of all proofs, and of the last
-        self._lately: deque[float] = deque(maxlen=_LATELY)  # seconds of measurements
+        self._taken = 0  # number of samples in the first measurement
+        self._proofs = self._proof = 0.0  # seconds of all proofs, and of the last proof
+        self._lately: deque[float] = deque(maxlen=_LATELY)  # seconds of the last measurements
         self.scope = Scope(self._model, loss, **{"verify": "first", **options})
         ranks = self.scope.problem.model_parallel
         self._first = _is_first_process() if ranks is None else ranks.rank == 0
         self._closed = ranks is None and not self._first
         self._trackers = logs if self._first else []
-        ordered_statistics()  # loads statistics: not while the training waits
+        ordered_statistics()  # imports modules now, so that the training does not wait later
         self._left = None
         with self._together():
             if self.path is not None and self._first:
@@ -221,40 +222,40 @@ class Monitor(UncopiedHandle):
             if self._first and (self.path is not None or logs):
                 told = weakref.ref(self), os.getpid(), self.path, self._training
                 self._left = weakref.finalize(self, _leave, *told)
-        self._spent = self._ahead = clock() - begun  # seconds; those before the training
+        self._spent = self._ahead = clock() - begun  # seconds in all, and before the training
 
     def start(self, step: int = 0, last: int | None = None) -> None:
-        """Say that the training begins now; else it begins when the first step has been made.
+        """Start the clock of the training; without this call, the first step starts it.
 
         Args:
-            step: How many steps were made before, where a training is continued.
-            last: The step with which the training ends, where that is known.
+            step: The number of steps before, if a training is resumed.
+            last: The number of the last step, if known.
 
         Raises:
-            SpecError: The step has no whole number.
+            SpecError: `step` is not a whole number from 0 on.
         """
         training, step = self._training, _numbered(step)
         training.start, training.first, training.step = self._clock(), step, step
         training.last = last
 
     def step(self, inputs: Any = None, targets: Any = None, *, step: int | None = None) -> None:
-        """Count a step of the optimiser, and measure if it is time.
+        """Count a step of the optimiser, and measure if a measurement is due.
 
         Call it after `optimizer.step()`.
 
         Args:
-            inputs: Of the batch: a tensor, tuple or dict, sample axis first; may be None where
-                there is a `probe`.
-            targets: Likewise.
-            step: The number of the step, where somebody else counts.
+            inputs: The inputs of the batch: a tensor, tuple or dict, sample axis first. With a
+                `probe`, they are not needed.
+            targets: The targets of the batch, in the same form.
+            step: The number of the step; counted if not given.
 
         Raises:
-            SpecError: The step has no whole number.
+            SpecError: `step` is not a whole number from 0 on.
         """
         self.advance(self._training.step + 1 if step is None else step, lambda: (inputs, targets))
 
     def advance(self, step: int, batch: Callable[[], tuple[Any, Any]]) -> None:
-        """Do as `step`, of this number; `batch` returns inputs and targets."""
+        """Do the same as `step` with this number; `batch` returns (inputs, targets)."""
         training, before, step = self._training, self._training.step, _numbered(step)
         training.step, starts = step, training.start is None
         if starts:
@@ -278,19 +279,19 @@ class Monitor(UncopiedHandle):
                     self._measure(*given, begun, always=is_first or is_last)
                 self._mark_model()
         except OutOfStepError:
-            raise  # nor can it go on: the processes are out of step
-        except Exception as error:  # whatever it is, the training is not to blame
+            raise  # the training cannot continue, because the processes are out of step
+        except Exception as error:  # an error in a measurement must not stop the training
             self._give_up(error)
         finally:
             self._spent += self._clock() - begun
 
     def close(self, reason: str | None = None) -> None:
-        """Measure the last step, say in the file that the training has ended, release the model.
+        """Measure the last step, write the end of the training to the file, release the model.
 
-        All processes call it if the model is sharded.
+        If the model is sharded, all processes must call it.
 
         Args:
-            reason: Why it has ended before its time. Then no error is raised.
+            reason: The reason if the training ended early. Then no error is raised.
         """
         if self._closed:
             return
@@ -307,14 +308,13 @@ class Monitor(UncopiedHandle):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Close it, and say in the file of which exception the training has ended."""
+        """Close the monitor; an exception is recorded in the file as the reason."""
         self.close(None if kind is None else f"stopped by {kind.__name__}")
 
     def _hold(self, inputs: Any, targets: Any, before: int) -> None:
         """Hold the batch of this step, after the step `before`.
 
-        The batch of that step is held on if this one, as at the end of an epoch, has fewer samples
-        than are measured.
+        If this batch has too few samples, as at the end of an epoch, the previous batch is kept.
         """
         found, last = tensors((inputs, targets)), self._held
         rows = next((len(t) for t in found if t.dim()), 0)
@@ -323,11 +323,11 @@ class Monitor(UncopiedHandle):
             self._held = _HeldBatch(step, inputs, targets, rows, _writes(found))
 
     def _mark_model(self) -> None:
-        """Record the model's state, so that a later change is noticed."""
+        """Record the model's state, to detect later changes."""
         self._marks = _writes(self._tensors.values()), self._entries()
 
     def _entries(self) -> Tensor | None:
-        """Return a copy of a few entries of the last parameter; None if the model is sharded."""
+        """Return a copy of a few entries of the last parameter, or None if the model is sharded."""
         if self.scope.problem.model_parallel is not None or not self.scope.problem.parameters:
             return None
         *_, last = self.scope.problem.parameters.values()
@@ -337,7 +337,7 @@ class Monitor(UncopiedHandle):
         return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
 
     def _measure_last(self, reason: str | None) -> str | None:
-        """Measure the last step if it was not measured; return what prevents it, or None."""
+        """Measure the last step if needed; return the reason if that is not possible, else None."""
         training, held = self._training, self._held
         if self.latest is None:
             if reason is None and self._first:
@@ -350,14 +350,14 @@ class Monitor(UncopiedHandle):
         begun, missing = self._clock(), None
         try:
             if self.scope.problem.model_parallel is not None and reason is not None:
-                missing = "the other processes may have stopped elsewhere"
+                missing = "the other processes may have stopped at another step"
             else:
                 with self._together():
                     missing = self._changed(held)
                     if not missing and not self._measure(
                         held.inputs, held.targets, begun, always=True
                     ):
-                        missing = "its batch has no sample"
+                        missing = "its batch is empty"
         except OutOfStepError:
             raise
         except Exception as error:
@@ -374,7 +374,7 @@ class Monitor(UncopiedHandle):
         return missing
 
     def _changed(self, held: _HeldBatch) -> str | None:
-        """Return what has changed since the last step on any process, or None."""
+        """Return a text on a change since the last step on any process, or None."""
         own = self._own_change(held)
         anywhere = self.scope.problem.any(own is not None)
         return own or ("the model has changed on another process" if anywhere else None)
@@ -387,8 +387,8 @@ class Monitor(UncopiedHandle):
         if is_other:
             assert self.latest is not None
             return (
-                "modules, their modes, parameters, buffers or hooks of the model have changed "
-                f"since step {self.latest.step:,}"
+                "modules, modes, parameters, buffers or hooks of the model have changed since step "
+                f"{self.latest.step:,}"
             )
         now, (writes, entries) = self._named_tensors(), self._marks
         found = zip(now, _writes(now.values()), writes, strict=True)
@@ -397,8 +397,8 @@ class Monitor(UncopiedHandle):
             name = [*self.scope.problem.parameters][-1]
         if name is not None:
             return (
-                f"{name!r} has changed since. Call `monitor.step` after `optimizer.step`, and "
-                "close the monitor before the model is changed"
+                f"{name!r} has changed after the step. Call `monitor.step` after `optimizer.step`, "
+                "and close the monitor before you change the model"
             )
         return None if held.is_unchanged else "its batch was overwritten"
 
@@ -421,20 +421,20 @@ class Monitor(UncopiedHandle):
             _warn(_message(error))
 
     def _together(self) -> AbstractContextManager[None]:
-        """Let an error of one process be one of all those that measure."""
+        """Return a context that raises an error of one process on all measuring processes."""
         ranks = self.scope.problem.model_parallel
         return nullcontext() if ranks is None else ranks.raise_on_all()
 
     def _measure(self, inputs: Any, targets: Any, begun: float, *, always: bool) -> bool:
-        """Measure samples if the budget allows it, or `always`; return whether that was done."""
+        """Measure if the budget allows it, or `always`; return whether samples were measured."""
         trained, expected = self._training.seconds, max(self._lately, default=0.0)
         if not always and not self._allowed(trained, expected):
             return False
         batch = self._samples(inputs, targets)
         if self.scope.problem.any(not len(batch)):
-            return False  # Poisson sampling has drawn nobody: the next step is measured
+            return False  # Poisson sampling may draw no sample: the next step is measured
         with self._untouched():
-            keep_pages()  # or what is freed moves malloc's thresholds: later steps may pay for it
+            keep_pages()  # freed memory would change malloc's thresholds and slow later steps
             if self.scope.session.needs_proof():
                 if not always and not self._allowed(trained, self._proof + expected):
                     return False
@@ -468,31 +468,32 @@ class Monitor(UncopiedHandle):
     def _samples(self, inputs: Any, targets: Any) -> Batch:
         if inputs is None:
             raise SpecError(
-                "there is nothing to measure", remedy="Give `step` a batch, or a probe."
+                "the step has no batch to measure",
+                remedy="Call monitor.step(inputs, targets), or give Monitor a probe.",
             )
         batch = Batch.of(inputs, targets, empty=self._probe is None)
         return batch.select(slice(0, self.samples)).to(self.scope.problem.device, None)
 
     def _trained(self, now: float) -> float:
-        """Return the seconds of training so far, without those of measurements."""
+        """Return the seconds of training so far, without measurements."""
         start = self._training.start
         return 0.0 if start is None else now - start - (self._spent - self._ahead)
 
     def _why_none(self) -> str:
-        """Say why the training ends without a measurement."""
+        """Return the reason why the training ends without a measurement."""
         training = self._training
         if training.start is None or training.step == training.first == 0:
-            return "no step was made. Call `monitor.step` after each `optimizer.step`"
-        return "no batch had a sample"
+            return "no step was recorded. Call `monitor.step` after each `optimizer.step`"
+        return "all batches were empty"
 
     def _allowed(self, trained: float, seconds: float) -> bool:
-        """Return whether the budget has so many seconds, on all processes that measure."""
+        """Return whether the budget allows `seconds` more, on all measuring processes."""
         if self.overhead is None:
             return True
         return not self.scope.problem.any(self._spent + seconds > self.overhead * trained)
 
     def _interval(self, trained: float, spent: float) -> int:
-        """Return in how many steps the budget allows another measurement, if nothing changes."""
+        """Return the number of steps to the next measurement, at the present speed."""
         if self.overhead is None or trained <= 0:
             return self.every
         waits = (spent + max(self._lately)) / self.overhead - trained
@@ -507,24 +508,24 @@ class Monitor(UncopiedHandle):
                 if self._errors == "raise":
                     raise
                 self._trackers.remove(log)
-                _warn(f"a tracker gets nothing more: {_message(error)}")
+                _warn(f"a tracker failed and is no longer called: {_message(error)}")
 
     def _give_up(self, error: Exception) -> None:
         if self._errors == "raise":
             self._held = None
             raise error
-        reason = f"measured no more: {_message(error)}"
+        reason = f"no longer measured: {_message(error)}"
         if self._first:
-            _warn(f"the training goes on, but is {reason}")
-        self._held = None  # nothing is measured at the end
-        with warnings.catch_warnings(action="ignore"):  # a full disk has been told
+            _warn(f"the training continues, but is {reason}")
+        self._held = None  # the last step is not measured
+        with warnings.catch_warnings(action="ignore"):  # one warning is enough
             self.close(reason)
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:
-        """Leave random generators, modes, autocast and compiled code as they are.
+        """Measure without changes to random generators, modes, autocast and compiled code.
 
-        Nor is garbage collected: a walk through all that a training holds would count as measuring.
+        Garbage collection is disabled, because the time for the training's objects would count.
         """
         modes = [(m, m.training) for m in self._model.modules()] if self._mode == "eval" else []
         device = self.scope.problem.device.type
@@ -532,7 +533,7 @@ class Monitor(UncopiedHandle):
             stack.enter_context(forked())
             stack.enter_context(random_numbers_kept())
             stack.enter_context(torch.autocast(device, enabled=False))
-            if "torch._dynamo" in sys.modules:  # else nothing is compiled
+            if "torch._dynamo" in sys.modules:  # otherwise no code is compiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             if gc.isenabled():
                 stack.callback(gc.enable)
@@ -548,17 +549,17 @@ class Monitor(UncopiedHandle):
 
 def _require(name: str, value: int, *, at_least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise SpecError(f"is a whole number from {at_least} on, not {value!r}", where=name)
+        raise SpecError(f"must be a whole number of at least {at_least}, not {value!r}", where=name)
 
 
 def _numbered(step: Any) -> int:
-    """Return the number of a step, also where numpy or torch has counted it."""
+    """Return the number of a step as int; numpy and torch numbers are accepted."""
     try:
         found = index(step)
     except TypeError:
         found = -1
     if not 0 <= found < 2**53:
-        raise SpecError(f"a step is a whole number from 0 on, not {step!r}", where="step")
+        raise SpecError(f"a step must be a whole number of at least 0, not {step!r}", where="step")
     return found
 
 
@@ -573,9 +574,9 @@ def _warn(text: str) -> None:
 def _leave(
     monitor: "weakref.ref[Monitor]", process: int, path: Path | None, training: _Progress
 ) -> None:
-    """End a history whose monitor was not closed: the program ends, or nobody has the monitor."""
+    """End a history whose monitor was not closed, because it was deleted or the program ends."""
     if os.getpid() != process:
-        return  # a child of it has no part in the training
+        return  # this is a forked process
     open_one = monitor()
     if open_one is not None:
         open_one.close("the program ended before the monitor was closed")
@@ -586,15 +587,15 @@ def _leave(
 
 
 def _writes(of: Collection[Tensor]) -> list[int]:
-    """Return how often each tensor was written to, as torch counts."""
+    """Return torch's version counter of each tensor, which counts in-place writes."""
     try:
         return [t._version for t in of]
-    except RuntimeError:  # torch does not count for tensors of inference mode
+    except RuntimeError:  # tensors of inference mode have no version counter
         return [-1 if t.is_inference() else t._version for t in of]
 
 
 def _same(a: Tensor, b: Tensor | None) -> bool:
-    """Whether two tensors have the same values, wherever they are; NaN is NaN."""
+    """Whether two tensors have equal values, on any devices; NaN equals NaN."""
     return b is not None and a.dtype == b.dtype and repr(a.tolist()) == repr(b.tolist())
 
 
@@ -605,7 +606,7 @@ def _is_first_process() -> bool:
 
 
 def within(model: nn.Module) -> nn.Module:
-    """Return the module within its wrappers."""
+    """Return the module without its wrappers (DDP, DataParallel, `torch.compile`)."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
@@ -616,7 +617,7 @@ def within(model: nn.Module) -> nn.Module:
 
 
 def values_of(step: Step) -> dict[str, float]:
-    """Return the numbers of a step that are known, by names such as "gradscope/noise scale"."""
+    """Return {name: number} of a step, with names such as "gradscope/noise_scale"."""
     found: dict[str, float | None] = {name: take(step) for name, take in CURVES.items()}
     found |= {f"norm {p}%": value for p, value in (step.norm_percentiles or {}).items()}
     found |= {f"clipped by {clip.norm:g}": clip.clipped for clip in step.clipped}
@@ -638,10 +639,11 @@ def to_tensorboard(writer: Any) -> Log:
 
 
 def to_wandb(run: Any = None) -> Log:
-    """Return a tracker that logs to a run of Weights & Biases, by default the one under way.
+    """Return a tracker that logs to a run of Weights & Biases, by default the current run.
 
-    Values are drawn over `gradscope/step`: others may log to the run by a count of their own. Each
-    time is a row of the run, so that a `step=` of one's own must not be behind their number.
+    The x axis of the values is `gradscope/step`, so other code may log to the run with a different
+    counter. Each measurement also increases the run's step. If your code logs with `step=`, its
+    step must not be smaller than the run's.
     """
     if run is not None:
         _method(run, "define_metric")
@@ -649,7 +651,7 @@ def to_wandb(run: Any = None) -> Log:
     def log(step: int, values: Values) -> None:
         to = run if run is not None else _imported("wandb").run
         if to is None:
-            raise SpecError("no run of wandb is under way", remedy="Call wandb.init() first.")
+            raise SpecError("there is no current run of wandb", remedy="Call wandb.init() first.")
         to.define_metric(f"{_PREFIX}/*", step_metric=f"{_PREFIX}/step")
         to.log({**values, f"{_PREFIX}/step": step})
 
@@ -657,9 +659,9 @@ def to_wandb(run: Any = None) -> Log:
 
 
 def to_mlflow(client: Any = None) -> Log:
-    """Return a tracker that logs to MLflow's run under way, or to what has its `log_metrics`.
+    """Return a tracker that logs to the current MLflow run, or to an object with `log_metrics`.
 
-    Characters that MLflow takes in no name are left out.
+    Characters that MLflow does not allow in names are removed.
     """
     if client is not None:
         _method(client, "log_metrics")

@@ -135,7 +135,9 @@ def test_a_batch_that_cannot_be_split_ends_no_training(lightning, options):
     run, batch = types.SimpleNamespace(loggers=[], global_step=0), {"inputs": 1, "targets": 2}
     callback.on_train_start(run, nn.Linear(5, 3))
     run.global_step = 1
-    with pytest.warns(gradscope.training.MonitorWarning, match="no pair.*dict\n.*split=|KeyError"):
+    with pytest.warns(
+        gradscope.training.MonitorWarning, match="not a pair.*dict\n.*split=|KeyError"
+    ):
         callback.on_train_batch_end(run, None, None, batch, 0)
     run.global_step = 2
     callback.on_train_batch_end(run, None, None, batch, 1)

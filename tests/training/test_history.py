@@ -141,7 +141,7 @@ def test_steps_with_samples_left_out_are_told(tmp_path):
     for step, broken in ((1, ()), (2, (0, 4)), (3, ()), (4, range(9))):
         record(path, step, summarize(fake(9, broken=tuple(broken))))
     (warning,) = read_history(path).overview().warnings
-    assert warning == "samples without a finite gradient are left out at 2 steps: 2, 4"
+    assert warning == "samples without a finite gradient are ignored at 2 steps: 2, 4"
 
 
 def test_where_nothing_can_be_written(tmp_path):

@@ -431,14 +431,16 @@ def test_a_model_that_is_changed_is_proved_within_the_budget(monkeypatch):
 def test_a_training_without_a_step_says_so(tmp_path):
     path = tmp_path / "run.jsonl"
     with (
-        pytest.warns(MonitorWarning, match="no measurement: no step was made. Call `monitor.step`"),
+        pytest.warns(
+            MonitorWarning, match="no measurement: no step was recorded. Call `monitor.step`"
+        ),
         Monitor(made(), "cross_entropy", path=path),
     ):
         pass
     reader = HistoryReader(path)
     with pytest.raises(Exception, match="no measurement"):
         reader.read()
-    match = "no measurement: no batch had a sample"
+    match = "no measurement: all batches were empty"
     with pytest.warns(MonitorWarning, match=match), rarely(made()) as monitor:
         monitor.step(torch.randn(0, 6), torch.randint(3, (0,)))
 
@@ -448,11 +450,11 @@ def test_what_is_refused_ends_the_measuring_and_not_the_training(tmp_path):
     model[3].p = 0.0  # BatchNorm on the batch's statistics is left
     options = {"mode": "train", "path": path}
     monitor = Monitor(model, "cross_entropy", 2, 16, None, **options)
-    with pytest.warns(MonitorWarning, match="goes on, but is measured no more") as told:
+    with pytest.warns(MonitorWarning, match="continues, but is no longer measured") as told:
         trained(model, 8, monitor.step)
     assert len(told) == 1
     end = path.read_text()
-    assert "measured no more" in end
+    assert "no longer measured" in end
     assert "BatchNorm" in end
     with pytest.raises(CoupledSamplesError):
         trained(
@@ -478,7 +480,7 @@ def test_its_file_is_ended_where_it_was_begun(tmp_path, monkeypatch):
     assert history.end.text == "ended at step 12: the monitor was deleted before it was closed"
     monitor = Monitor(model, "cross_entropy", 1, 8, None, path="run.jsonl")
     monitor.path = tmp_path
-    with pytest.warns(MonitorWarning, match="is a file"):
+    with pytest.warns(MonitorWarning, match="must end in .jsonl"):
         monitor.close("the end")
 
 
@@ -520,7 +522,7 @@ def test_trackers_get_the_numbers():
     model.add_module("a(b)", nn.Linear(3, 3))
     monitor = Monitor(model, "cross_entropy", 1, 8, None, trackers=trackers, max_norm=0.5)
     monitor.start(7)
-    with pytest.warns(MonitorWarning, match="gets nothing more: ZeroDivisionError"):
+    with pytest.warns(MonitorWarning, match="is no longer called: ZeroDivisionError"):
         monitor.step(torch.randn(16, 6), torch.randint(3, (16,)))
     step = monitor.latest
     assert step.step == 8
@@ -576,7 +578,7 @@ def test_what_is_wrong_is_said_before_the_training(wrong):
 def test_a_step_has_a_whole_number(tmp_path, step):
     path = tmp_path / "run.jsonl"
     monitor = Monitor(made(), "cross_entropy", 1, 8, None, path=path)
-    with pytest.raises(SpecError, match="step: a step is a whole number from 0 on"):
+    with pytest.raises(SpecError, match="step: a step must be a whole number"):
         monitor.start(step)
     monitor.start(np.int64(2))
     with pytest.raises(SpecError, match="whole number"):
@@ -605,7 +607,7 @@ def test_a_fixed_probe_is_measured_every_time():
     assert sqrt(monitor.latest.noise_scale.trace_covariance) > 0
     nothing = Monitor(model, "cross_entropy", 1, 64, None, errors="raise")
     nothing.start()
-    with pytest.raises(SpecError, match="nothing to measure"):
+    with pytest.raises(SpecError, match="no batch to measure"):
         nothing.step()
 
 
