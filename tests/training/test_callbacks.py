@@ -64,7 +64,7 @@ def test_a_trainer_is_measured_and_left_alone(tmp_path):
 
 @pytest.mark.parametrize(
     ("data", "options", "word"),
-    [(None, {}, "stream"), ([{"x": torch.zeros(3)}], {}, "no 'labels', but 'x'")],
+    [(None, {}, "stream"), ([{"x": torch.zeros(3)}], {}, "no key 'labels'; its keys are 'x'")],
 )
 def test_what_cannot_be_drawn_is_refused(data, options, word):
     from torch.utils.data import default_collate

@@ -132,7 +132,7 @@ def test_lines_that_are_none_are_left_out_and_told(tmp_path):
     assert found.steps[0] == step
     assert found.broken == (*range(3, 11), 12)
     (warning,) = found.overview().warnings
-    assert warning.startswith("9 lines left out")
+    assert warning.startswith("ignored 9 lines")
     assert "3, 4, 5, 6, 7, ..." in warning
 
 
@@ -151,6 +151,6 @@ def test_where_nothing_can_be_written(tmp_path):
     with pytest.raises(OutputError, match="No such file"):
         record(tmp_path / "absent" / "run.jsonl", 0, summary)
     os.mkfifo(tmp_path / "pipe.jsonl")  # would be waited for
-    for name, told in (("absent", "No such file"), ("pipe", "no regular file")):
+    for name, told in (("absent", "No such file"), ("pipe", "not a regular file")):
         with pytest.raises(ResultFileError, match=told):
             read_history(tmp_path / f"{name}.jsonl")

@@ -227,10 +227,10 @@ def overwrite(model, batch):
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        (load, "'0.weight' has changed since"),
-        (write_data, "'4.bias' has changed since"),
-        (put_data, "'4.bias' has changed since"),
-        (update_statistics, "'1.num_batches_tracked' has changed since"),
+        (load, "'0.weight' has changed after"),
+        (write_data, "'4.bias' has changed after"),
+        (put_data, "'4.bias' has changed after"),
+        (update_statistics, "'1.num_batches_tracked' has changed after"),
         (replace_layer, "modules, .* of the model have changed since step 1$"),
         (delete_layer, "modules, .* of the model have changed since step 1$"),
         (lambda model, _: model.double(), "of the model have changed since step 1$"),
