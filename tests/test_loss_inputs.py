@@ -88,19 +88,19 @@ RIGHT = [
     (Head(1), penalised, BITS),
 ]
 WRONG = [
-    (Head(3, softmax), "cross_entropy", CLASSES, "cross_entropy takes logits, and gets prob"),
-    (Head(3, quotient), "cross_entropy", CLASSES, "cross_entropy takes logits"),
+    (Head(3, softmax), "cross_entropy", CLASSES, "cross_entropy expects logits but gets prob"),
+    (Head(3, quotient), "cross_entropy", CLASSES, "cross_entropy expects logits"),
     (Head(3, torch.sigmoid), "cross_entropy", CLASSES, "Remove the softmax or sigmoid"),
     (Head(15, lambda h: pixels(h).softmax(1)), "cross_entropy", PIXELS, "all 180 values"),
-    (Head(3, softmax), nn.CrossEntropyLoss(reduction="none"), CLASSES, "cross_entropy takes"),
+    (Head(3, softmax), nn.CrossEntropyLoss(reduction="none"), CLASSES, "cross_entropy expects"),
     (Head(1, torch.sigmoid), "bce_with_logits", BITS, "from sigmoid: .* use the loss bce"),
-    (Head(1, clamped), "bce_with_logits", BITS, "bce_with_logits takes logits"),
-    (Head(1, torch.sigmoid), penalised, BITS, "takes logits, and gets probabilities"),
-    (Head(3), "nll", CLASSES, "nll takes log-probabilities, and gets logits: exp of the first"),
+    (Head(1, clamped), "bce_with_logits", BITS, "bce_with_logits expects logits"),
+    (Head(1, torch.sigmoid), penalised, BITS, "expects logits but gets probabilities"),
+    (Head(3), "nll", CLASSES, "nll expects log-probabilities but gets logits: exp of the first"),
     (Head(15, pixels), "nll", PIXELS, "gets logits"),
     (Head(3, softmax), "nll", CLASSES, r"gets probabilities: .* Add \.log\(\)"),
-    (Head(3), nn.NLLLoss(reduction="none"), CLASSES, "nll takes log-probabilities"),
-    (Head(3), "kl", SHARES, "kl takes log-probabilities, and gets values up to"),
+    (Head(3), nn.NLLLoss(reduction="none"), CLASSES, "nll expects log-probabilities"),
+    (Head(3), "kl", SHARES, "kl expects log-probabilities but gets values up to"),
     (Head(3, softmax), "kl", SHARES, r"kl .* gets probabilities: .* Add \.log\(\)"),
     (Head(1, nn.Softplus()), "poisson_nll", COUNTS, "rates from softplus. Set log_input=false"),
     (Head(2, normal), "gaussian_nll:log_variance=true", BITS, "variances from softplus"),
@@ -128,7 +128,7 @@ def test_the_wrong_numbers_are_noticed(model, loss, targets, what):
 
 
 def test_the_line_of_a_loss_of_the_users_own_is_named():
-    with pytest.warns(LossInputWarning, match=rf"cross_entropy \({__file__}, line \d+\) takes"):
+    with pytest.warns(LossInputWarning, match=rf"cross_entropy \({__file__}, line \d+\) expects"):
         gradscope.norms(Head(3, softmax), own, X, CLASSES)
 
 

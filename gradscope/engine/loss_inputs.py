@@ -1,6 +1,6 @@
 """Notes about losses that get the wrong kind of numbers, such as probabilities instead of logits.
 
-One forward pass of a few samples records what torch's losses get. It covers the user's own losses.
+One forward pass of a few samples inspects the inputs of torch's losses, also inside a user's loss.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from gradscope.model.problem import BoundLoss, Problem
 from gradscope.model.sample_axis import running_place
 
-WATCHED = 64  # samples, at most
-_CLOSE = 1e-2  # to 1 (a sum of probabilities) or 0 (its logarithm); bfloat16 is less precise
+WATCHED = 64  # the number of inspected samples, at most
+_CLOSE = 1e-2  # tolerance for sums of probabilities (1) and their logarithm (0), also in bfloat16
 _PASSED = {
     *("Alias", "Clamp", "ClampMax", "ClampMin", "Clone", "Expand", "Permute", "Reshape", "Select"),
     *("Slice", "Squeeze", "T", "ToCopy", "Transpose", "UnsafeView", "Unsqueeze", "View"),
@@ -29,14 +29,14 @@ _OURS = {
     "kl_div": "kl",
     "nll_loss": "nll",
     "poisson_nll_loss": "poisson_nll",
-}  # the names of our losses
+}  # {name in torch: name in gradscope}
 
 
 @contextmanager
 def watching_loss_inputs(problem: Problem, found: list[str]) -> Iterator[Problem]:
-    """Add a note to `found` for each of torch's losses that gets the wrong kind of numbers.
+    """Add a note to `found` for each torch loss that gets the wrong kind of numbers.
 
-    The body runs the forward pass of the problem that is yielded, on `WATCHED` samples.
+    The body runs the forward pass of the yielded problem, on `WATCHED` samples.
     """
     notes: dict[str, None] = {}
     with _Watch(notes):
@@ -45,7 +45,7 @@ def watching_loss_inputs(problem: Problem, found: list[str]) -> Iterator[Problem
 
 
 def _watched(problem: Problem, notes: dict[str, None]) -> Problem:
-    """Return a problem that also looks at what `gaussian_nll:log_variance=true` gets."""
+    """Return a problem that also inspects the inputs of `gaussian_nll:log_variance=true`."""
     loss = problem.loss
     named = isinstance(loss, BoundLoss) and getattr(loss, "__name__", "") == "gaussian_nll"
     if not named or not loss.options.get("log_variance"):  # type: ignore[attr-defined]
@@ -55,8 +55,8 @@ def _watched(problem: Problem, notes: dict[str, None]) -> Problem:
         second = outputs[1] if isinstance(outputs, tuple | list) and len(outputs) == 2 else None
         if isinstance(second, Tensor) and _maker(second) in _POSITIVE and bool((second >= 0).all()):
             notes[
-                f"gaussian_nll with log_variance takes logarithms of variances, and gets variances "
-                f"from {_maker(second).lower()}. Leave log_variance=true out"
+                f"gaussian_nll with log_variance expects log-variances but gets variances "
+                f"from {_maker(second).lower()}. Remove log_variance=true"
             ] = None
         return loss(outputs, targets)
 
@@ -64,7 +64,7 @@ def _watched(problem: Problem, notes: dict[str, None]) -> Problem:
 
 
 class _Watch(TorchFunctionMode):
-    """Looks at the first argument of torch's losses."""
+    """Inspects the first argument of torch's losses."""
 
     def __init__(self, notes: dict[str, None]) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def _cross_entropy(values: Tensor, made_by: str, options: dict[str, Any]) -> str
     if not _sum_to_one(values, axis) and made_by != "Sigmoid":
         return None
     return (
-        f"takes logits, and gets probabilities: {_between(values)}. Remove the softmax or sigmoid "
+        f"expects logits but gets probabilities: {_between(values)}. Remove the softmax or sigmoid "
         "from the model; or give the logarithm of the probabilities to the loss nll"
     )
 
@@ -106,7 +106,7 @@ def _with_logits(values: Tensor, made_by: str, options: dict[str, Any]) -> str |
     if made_by not in _SQUASHED or not _within_one(values):
         return None
     return (
-        f"takes logits, and gets probabilities from {made_by.lower()}: {_between(values)}. "
+        f"expects logits but gets probabilities from {made_by.lower()}: {_between(values)}. "
         "Remove it from the model, or use the loss bce"
     )
 
@@ -124,9 +124,9 @@ def _log_probabilities(values: Tensor, axis: int) -> str | None:
     if values.shape[axis] < 2 or not bool((sums.abs() > _CLOSE).all()):
         return None
     if _within_one(values) and _sum_to_one(values, axis):
-        return f"takes log-probabilities, and gets probabilities: {_between(values)}. Add .log()"
+        return f"expects log-probabilities but gets probabilities: {_between(values)}. Add .log()"
     return (
-        "takes log-probabilities, and gets logits: exp of the first row sums to "
+        "expects log-probabilities but gets logits: exp of the first row sums to "
         f"{float(sums.flatten()[0].exp()):.3g}, not 1. Use the loss cross_entropy, or end the "
         "model with log_softmax"
     )
@@ -137,9 +137,9 @@ def _kl(values: Tensor, made_by: str, options: dict[str, Any]) -> str | None:
         return None
     axes = range(min(1, values.dim() - 1), values.dim())
     if _within_one(values) and any(_sum_to_one(values, axis) for axis in axes):
-        return f"takes log-probabilities, and gets probabilities: {_between(values)}. Add .log()"
+        return f"expects log-probabilities but gets probabilities: {_between(values)}. Add .log()"
     return (
-        f"takes log-probabilities, and gets values up to {float(values.max()):.3g}. End the model "
+        f"expects log-probabilities but gets values up to {float(values.max()):.3g}. End the model "
         "with log_softmax"
     )
 
@@ -149,7 +149,7 @@ def _poisson(values: Tensor, made_by: str, options: dict[str, Any]) -> str | Non
     if not logs or made_by not in _POSITIVE or bool((values < 0).any()):
         return None
     return (
-        f"takes log-rates, and gets rates from {made_by.lower()}. Set log_input=false, or "
+        f"expects log-rates but gets rates from {made_by.lower()}. Set log_input=false, or "
         "remove it from the model"
     )
 
@@ -180,7 +180,7 @@ def _between(values: Tensor) -> str:
 
 
 def _maker(values: Tensor) -> str:
-    """Return the operation that made the values, such as Sigmoid; "" if it is unknown."""
+    """Return the operation that computed the values, such as Sigmoid; "" if unknown."""
     node: Any = values.grad_fn
     while node is not None:
         name = str(node.name()).partition("Backward")[0]

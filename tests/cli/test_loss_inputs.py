@@ -13,7 +13,7 @@ class Model(nn.Linear):
         return super().forward(x).softmax(1)
 def build(): return Model(4, 3)
 """
-SAYS = "cross_entropy takes logits, and gets probabilities"
+SAYS = "cross_entropy expects logits but gets probabilities"
 
 
 def test_the_note_is_in_check_and_compute(
@@ -36,4 +36,4 @@ def test_nothing_is_said_of_logits(
     monkeypatch.chdir(folder)
     for done in (gradscope(*words(command="check")), gradscope(*words())):
         assert done.code == 0
-        assert "takes logits" not in done.out + done.err
+        assert "expects logits" not in done.out + done.err

@@ -90,7 +90,7 @@ def secure_space(part: Path, descriptor: int) -> None:
         raise OutputError(
             f"the file needs {missing:,} more bytes; the disk has {free:,} bytes free",
             where=str(part),
-            remedy=f"Choose another disk, {_SMALLER}.",
+            remedy=f"Choose another disk. {_SMALLER}",
         )
     call = function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     if call is None or not status.st_size or call(descriptor, 0, 0, status.st_size) == 0:
