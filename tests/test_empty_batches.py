@@ -83,7 +83,7 @@ def test_what_has_no_value_without_samples_is_refused(chain: str) -> None:
 def test_a_stage_that_needs_samples_is_refused(chain: str) -> None:
     with (
         gradscope.Scope(model(), "cross_entropy") as scope,
-        pytest.raises(DatasetError, match="no sample"),
+        pytest.raises(DatasetError, match="no value without samples"),
     ):
         scope.expectation(chain, *some(0))
 

@@ -289,7 +289,7 @@ def test_no_part_of_the_checkpoint_is_written_over(forked: Forked, folder: Path)
     (folder / "w.pt").write_text(json.dumps({"weight_map": table}))
     before = (folder / "part.bin").read_bytes()
     done = compute(forked, folder, "-o", "part.bin", "--overwrite")
-    assert_clear(done, 6, "would replace the checkpoint", folder)
+    assert_clear(done, 6, "one of its inputs: the checkpoint", folder)
     assert (folder / "part.bin").read_bytes() == before
 
 

@@ -139,7 +139,7 @@ TABLE: dict[str, list[tuple[str, int, str]]] = {
         ("run.jsonl out.h5", 2, "2 files"),
         ("run.jsonl --clip 1", 2, "--clip"),
         ("out.h5 --top 0", 2, "--top"),
-        ("out.h5 --html out.h5", 6, "no page of gradscope stats"),
+        ("out.h5 --html out.h5", 6, "expected: page of gradscope stats"),
         ("out.h5 --html nowhere/x.html", 6, "cannot be written"),
         (".", 3, "this is a directory"),
     ],
