@@ -53,8 +53,8 @@ class PositionWeights(NamedTuple):
 class LabelledBatch(Batch):
     """A batch that repeats each sample for every class; a sample's classes are adjacent."""
 
-    # (samples, c): the probabilities of the classes. With `split`: the weights for the expectation
-    # of a quadratic function of g
+    # (samples, c): the probabilities of the classes; with `split`, the weights for a quadratic
+    # function of g
     weights: Tensor
     split: PositionWeights | None = None
 

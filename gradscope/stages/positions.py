@@ -100,9 +100,9 @@ def entries(loss: BoundLoss, answer: Any, targets: Any) -> tuple[Tensor, Tensor 
 def classes(
     loss: BoundLoss, found: Predictive, answer: Any, p: Tensor, targets: Any
 ) -> LabelRows | None:
-    """Return the rows of all classes at all positions that count, or None.
+    """Return the rows of all classes at all positions that count.
 
-    None means that the loss is not a sum over positions.
+    Returns None if the loss is not a sum over positions.
 
     Args:
         loss: A loss with a predictive distribution.

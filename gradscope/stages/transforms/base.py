@@ -96,7 +96,7 @@ TransformStep = Transform | NeedsMean | NeedsProblem
 
 
 class TransformFactory(StageFactory[TransformStep]):
-    """A factory of transforms with a scope, registered under a name or declared in a user's file."""
+    """A factory of transforms with a scope, registered under a name or declared by a user."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ def blockwise(fn: Callable[[Block], Block]) -> Transform:
 
 
 def by_parts(fn: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """Apply `fn` to real numbers, or to the real and imaginary parts (..., 2) of complex numbers."""
+    """Apply `fn` to real numbers, or to real and imaginary parts (..., 2) of complex numbers."""
     if not values.is_complex():
         return fn(values)
     return torch.view_as_complex(fn(torch.view_as_real(values)))
