@@ -11,7 +11,7 @@ A position counts if its output gradient has an entry that is not exactly 0. Pad
 and inactive units add nothing to any gradient. Their activations are excluded from the moments, and
 T is the number of positions that count.
 
-If the gradient of a bias is Σₜ b, the bias belongs to the same layer: with (a, 1) instead of a,
+If the gradient of a bias is Σₜ b, the bias belongs to the same layer. With (a, 1) instead of a,
 weight and bias form one block (Grosse and Martens 2016, section 2).
 
 George et al. 2018 (arXiv:1806.03884) keep the eigenvectors of A ⊗ B and compute the best diagonal
@@ -90,8 +90,8 @@ def kfac(
     weight. The activations are (a, 1), A is (c + 1, c + 1), and the bias has no separate result.
     If the weight is stored inputs first, the bias is the last row, and B is (r + 1, r + 1).
 
-    A dense parameter without factors (for example of a norm layer) with at most `full` numbers is a
-    single row: A is the full second moment E[g gᵀ], B is 1, and there is no diagonal.
+    A dense parameter without factors (for example of a norm layer) is a single row if it has at
+    most `full` numbers. Then A is the full second moment E[g gᵀ], B is 1, and it has no diagonal.
     """
     return Reducer(partial(_start, bias, full), _merged, partial(_result, positions), raw=True)
 
@@ -166,10 +166,10 @@ def _as_row(block: Block, weights: Tensor | None) -> ParameterState:
 def _sums(block: Block, bias: Block | None, weights: Tensor | None) -> ParameterState:
     """Return Σᵢₜ a aᴴ, Σᵢₜ b bᴴ over the positions that count, and their number () or (k,).
 
-    The sums are computed a few samples at a time. With a bias, the factors are (a, 1) and (b, 1).
-    "apart" then counts the samples whose bias gradient differs from Σₜ b, and from Σₜ a. With
-    weights (samples, r), each row has its own b. The rows of a sample share a, and a position of
-    a counts if it counts in any of the rows.
+    The sums are computed a few samples at a time. With a bias, the factors are (a, 1) and (b, 1),
+    and two further numbers count the samples whose bias gradient differs from Σₜ b and from Σₜ a.
+    With weights (samples, r), each row has its own b. The rows of a sample share a, and a position
+    of a counts if it counts in any of the rows.
     """
     if block.kind != "outer":
         return {"squares": wide(block).squared_sum(_flat(weights))}
@@ -250,7 +250,7 @@ def _other_positions() -> UnsupportedError:
 def _moments(factor: Tensor, counted: Tensor, *, ones: bool) -> Tensor:
     """Return Σᵢₜ f fᴴ (k, f, f) of a factor (n, k, t, f) in float64.
 
-    The sum is over the positions that are `counted` (n, k, t). With `ones`, f is replaced by (f, 1).
+    The sum is over the positions that are `counted` (n, k, t). With `ones`, f becomes (f, 1).
     """
     n, k, t, f = factor.shape
     dtype = wider(factor.dtype, factor.device)
