@@ -244,7 +244,7 @@ def _on_classes(outputs: Tensor, targets: Tensor) -> str:
     if outputs.dim() > 1 and targets.dtype == torch.int64 and targets.numel() == prod(wanted):
         shape = list(wanted[1:])
         return (
-            f"The classes must be {tuple(wanted)}: a dataset spec says "
+            f"Reshape the classes to {tuple(wanted)}: in a dataset spec, write "
             f"reshape = {{ NAME = {shape} }}."
         )
     last = outputs.dim() > 2 and targets.shape == outputs.shape[:-1]

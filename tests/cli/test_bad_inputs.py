@@ -436,7 +436,7 @@ MESSAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...], int, str, s
     "text for a number": (NOTHING, ("-t", "clip:max_norm=big"), 2, "'big'", "clip:max_norm=VALUE"),
     "a stage without its argument": (NOTHING, ("-t", "clip"), 2, "needs max_norm", "Write clip:"),
     "an empty stage": (NOTHING, ("-t", "mean |"), 2, "a stage is empty", "Write stages like"),
-    "two reducers": (NOTHING, ("-t", "mean | sum"), 2, "second reducer", "Keep one reducer"),
+    "two reducers": (NOTHING, ("-t", "mean | sum"), 2, "one reducer only", "Remove one"),
     "a stage of a file that is not there": (
         NOTHING, ("-t", "my.py:T"), 3, "my.py: cannot be read", "Check the path",
     ),
@@ -451,7 +451,7 @@ MESSAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...], int, str, s
     "another word for a dtype": (NOTHING, ("--dtype", "double"), 2, "--dtype: found", "float64"),
     "another word for a device": (NOTHING, ("--device", "gpu"), 2, "--device: found", "cuda"),
     "memory and a batch size": (
-        NOTHING, ("--memory", "1GB", "--batch-size", "4"), 2, "--memory", "Give one of the two",
+        NOTHING, ("--memory", "1GB", "--batch-size", "4"), 2, "--memory", "Remove one of the two",
     ),
     "no such parameter": (NOTHING, ("--parameters", "fc*"), 2, "'fc*'", "weight, bias"),
     "a backend misspelt": (NOTHING, ("--backend", "hook"), 2, "'hook'", "Did you mean 'hooks'?"),

@@ -93,14 +93,14 @@ TABLE: dict[str, list[tuple[str, int, str]]] = {
     ],
     "compute": [
         ("--config run.toml", 2, "-o OUT.h5"),
-        ("", 2, "`gradscope init CHECKPOINT DATASET` writes a run file"),
+        ("", 2, "To start, run `gradscope init CHECKPOINT DATASET`"),
         ("weights.pt data.npz --dry-run", 2, "give --config run.toml."),
         ("-o new.h5", 2, "loss.name: missing"),
         ("run.toml -o new.h5", 2, "run.toml: this is a run file\nGive it with --config"),
         ("w.pt run.toml -o new.h5", 2, "run.toml: this is a run file\nGive it with --config"),
     ],
     "check": [
-        ("", 2, "`gradscope init CHECKPOINT DATASET` writes a run file"),
+        ("", 2, "To start, run `gradscope init CHECKPOINT DATASET`"),
         ("--config wrong.toml --backend vmpa", 2, "4 settings are wrong"),
         ("--config wrong.toml", 2, "wrong.toml: compute.transform[1]: "),
         ("--config wrong.toml", 2, "wrong.toml: compute.backend: unknown backend 'hoks'"),

@@ -103,5 +103,5 @@ def test_parameters_that_are_called_as_factors_are() -> None:
 def test_factors_that_do_not_fit(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     stored = {"w.A": np.ones(shapes[0]), "w.B": np.ones(shapes[1])}
     gradients = Gradients({"w": Draw(torch.float64, N, 8).outer(1, 1, 4, 3, (4, 3))[0]})
-    with pytest.raises(SpecError, match="does not fit"):
+    with pytest.raises(SpecError, match="do not fit"):
         run("precondition:with=stored", gradients, (), stored)
