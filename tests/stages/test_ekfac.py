@@ -287,9 +287,9 @@ def test_other_eigenvectors_are_not_mixed_in() -> None:
     assert earlier is not None
     one, other = (earlier.given(found) for found in made)
     states = [one.start(gradients), other.start(gradients)]
-    with pytest.raises(UnsupportedError, match="w: the eigenvectors are not those"):
+    with pytest.raises(UnsupportedError, match="the eigenvectors of 'w' differ"):
         other.merge(states[0], states[1])
-    with pytest.raises(UnsupportedError, match="w: the eigenvectors are not those"):
+    with pytest.raises(UnsupportedError, match="the eigenvectors of 'w' differ"):
         other.result(states[0])
 
 
