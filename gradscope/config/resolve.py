@@ -79,8 +79,8 @@ Origin = dict[tuple[str, ...], _Origin]
 
 _REQUIRED = ("model", "checkpoint", "dataset", "loss")
 _BEGIN = (
-    "To start, run `gradscope init CHECKPOINT DATASET`. It writes a run file, run.toml. Complete it, "
-    "and run `gradscope check --config run.toml`."
+    "To start, run `gradscope init CHECKPOINT DATASET`. It writes a run file, run.toml. "
+    "Complete it, and run `gradscope check --config run.toml`."
 )
 
 

@@ -253,7 +253,7 @@ def test_a_gpu_on_which_nothing_runs_is_refused(forked: Forked, folder: Path) ->
 
 def test_the_same_file_is_loaded_when_it_is_trusted(forked: Forked, folder: Path) -> None:
     done = compute(forked, folder, "--model", "checkpoint")
-    assert_clear(done, 3, "holds weights, not the model they belong to", folder)
+    assert_clear(done, 3, "has weights, but no model", folder)
     saved(nn.Linear(4, 3))(folder)
     done = compute(forked, folder, "--unsafe-pickle", "--model", "checkpoint")
     assert done.code == 0, done.err
@@ -598,5 +598,5 @@ def test_the_index_of_pandas_is_no_input(forked: Forked, folder: Path, form: str
     done = forked.run("init", "w.pt", data, "--json", cwd=folder)
     assert done.code == 0, done.err
     found = json.loads(done.out)
-    assert found["unused"] == {name or "0": "its name says that it numbers samples"}
+    assert found["unused"] == {name or "0": "the name of a sample index"}
     assert found["guessed"]["dataset.columns"].startswith('{ "table" = ["a", "b"] }')

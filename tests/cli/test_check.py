@@ -193,7 +193,7 @@ def test_arrays_in_another_order_than_the_arguments_of_their_names(
     words = ["check", tmp_path / "w.pt", tmp_path / "d.toml", "--loss", "cross_entropy"]
     done = gradscope(*words, "--model", f"{tmp_path}/model.py:build")
     assert done.code == (2 if refused else 0), done.err
-    assert ("would be the model's argument" in done.err) == refused
+    assert ("would be passed as the model's argument" in done.err) == refused
     assert ("Name the arguments: inputs = {" in done.err) == refused
 
 

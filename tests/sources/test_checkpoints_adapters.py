@@ -334,7 +334,7 @@ def test_a_class_with_a_head_that_the_adapter_brings(tmp_path: Path) -> None:
 
 def test_a_folder_as_the_base_model_of_what_is_no_adapter(tmp_path: Path) -> None:
     saved(tmp_path / "tuned")
-    with pytest.raises(ModelError, match="CHECKPOINT is no adapter"):
+    with pytest.raises(ModelError, match="CHECKPOINT is not an adapter"):
         held(tmp_path, str(tmp_path))
 
 
