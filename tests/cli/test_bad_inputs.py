@@ -140,7 +140,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str, int, str]] = {
         saved({"[red]\x1b[31m": torch.ones(1)}), "data.npz", 3, "[red]\\x1b[31m",
     ),
     "unknown key": (spec, "dataset.toml", 2, "Did you mean 'targets'?"),
-    "uneven samples": (data(), "model.py:Uneven", 3, "not all of one shape"),
+    "uneven samples": (data(), "model.py:Uneven", 3, "have different shapes"),
     "texts of one's own": (data(), "model.py:Said", 3, "a sample holds text: 'hello'"),
     "label out of range": (data(targets=Y + 5), "data.npz", 3, "sample 0: "),
     "integers": (data(inputs=X.astype(int)), "data.npz", 3, 'dtype = { NAME = "float32" }'),
@@ -257,7 +257,7 @@ def test_the_same_file_is_loaded_when_it_is_trusted(forked: Forked, folder: Path
     saved(nn.Linear(4, 3))(folder)
     done = compute(forked, folder, "--unsafe-pickle", "--model", "checkpoint")
     assert done.code == 0, done.err
-    assert "was trusted to execute code" in done.out
+    assert "was allowed to execute code" in done.out
     saved(state(x=Payload()))(folder)
     compute(forked, folder, "--unsafe-pickle", "--overwrite")
     assert (folder / "executed").exists()  # the payload is a real one
@@ -277,7 +277,7 @@ def test_names_that_the_model_does_not_have(forked: Forked, folder: Path) -> Non
     assert "--ignore GLOB leaves out" in refused.err
     done = compute(forked, folder, "--ignore", "scale", "--ignore", "head.*")
     assert done.code == 0, done.err
-    assert "Left out of the checkpoint" in done.out
+    assert "Entries of the checkpoint were ignored" in done.out
     saved({"weight": state()["weight"]} | more)(folder)
     short = compute(forked, folder, "--ignore", "*", "--overwrite")
     assert (short.code, "1 missing (bias)" in short.err) == (3, True)  # not what the model has
@@ -482,7 +482,7 @@ MESSAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...], int, str, s
     "classes in a column": (data(targets=Y[:, None]), (), 3, "targets (12, 1)", f"{FITS}[] }}"),
     "classes from 1": (data(targets=np.arange(N) % 3 + 1), (), 3, "Target 3", "go from 0"),
     "negative classes": (data(targets=np.arange(N) % 3 - 1), (), 3, "Target -1", "go from 0"),
-    "classes as texts": (data(targets=np.array(["a", "b"] * 6)), (), 3, "'a'", "classes lists"),
+    "classes as texts": (data(targets=np.array(["a", "b"] * 6)), (), 3, "'a'", "[dataset] classes"),
     "targets of a vector for a column": (
         outputs(1, X[:, 0]), MSE, 2, "outputs (12, 1) and targets (12,)", f"{FITS}[1] }}",
     ),

@@ -179,7 +179,7 @@ def test_a_factory_builds_the_base_model(tmp_path: Path) -> None:
         own, lambda out, target: (out - target).square().mean(1), x, y
     )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, check_dtype=False)
-    with pytest.raises(CheckpointError, match="does not say what its base model is"):
+    with pytest.raises(CheckpointError, match="has no base_model_name_or_path"):
         held(tmp_path)
 
 
@@ -209,7 +209,7 @@ def spoilt(content: dict[str, Tensor]) -> dict[str, Tensor]:
     [
         (
             lambda f: rewritten(f, without),
-            "not all of the adapter is in it: ",
+            "weights of the adapter are missing: ",
             CheckpointError,
         ),
         (
@@ -225,7 +225,7 @@ def spoilt(content: dict[str, Tensor]) -> dict[str, Tensor]:
         (lambda f: rewritten(f, spoilt), "12 tensors hold values that are not", CheckpointError),
         (
             lambda f: rewritten(f, lambda c: {k: v * 1j for k, v in c.items()}),
-            "other than named real tensors",
+            "not named real tensors",
             CheckpointError,
         ),
         (
@@ -235,18 +235,18 @@ def spoilt(content: dict[str, Tensor]) -> dict[str, Tensor]:
         ),
         (
             lambda f: configured(f, peft_type="VBLORA", save_only_topk_weights=True),
-            "only the largest were saved",
+            "only its largest weights were saved",
             ModelError,
         ),
         (lambda f: configured(f, r=3), "PeftModel: size mismatch for base_model", ModelError),
         (lambda f: configured(f, brand_new=True), "has no setting brand_new", ModelError),
         (lambda f: configured(f, peft_type="XLORA"), "mixes adapters of other folders", ModelError),
-        (lambda f: configured(f, target_modules=["no"]), "peft cannot put the ada", ModelError),
-        (lambda f: configured(f, peft_type="NEW"), "peft cannot put the adapter", ModelError),
+        (lambda f: configured(f, target_modules=["no"]), "peft cannot add the ada", ModelError),
+        (lambda f: configured(f, peft_type="NEW"), "peft cannot add the adapter", ModelError),
         (lambda f: configured(f, peft_type=None), "no table of settings with a", CheckpointError),
         (
             lambda f: configured(f, init_lora_weights="pissa_niter_4"),
-            "changed by random numbers whenever the adapter is opened",
+            "random numbers change the base model's weights",
             ModelError,
         ),
         (
@@ -289,11 +289,11 @@ def test_an_adapter_that_is_refused(
 @pytest.mark.parametrize(
     ("kind", "name", "change", "expected"),
     [
-        ("some entries", "shira_indices", lambda v: None, "not all of the adapter is in it"),
-        ("some entries", "shira_indices", lambda v: v[:, 1:], "no places in the layer's weight"),
-        ("some entries", "shira_indices", lambda v: v + 11, "no places in the layer's weight"),
-        ("some entries", "shira_indices", lambda v: v - 11, "no places in the layer's weight"),
-        ("the largest entries", "supertuning_indices", lambda v: v + 88, "no places in the layer"),
+        ("some entries", "shira_indices", lambda v: None, "weights of the adapter are missing"),
+        ("some entries", "shira_indices", lambda v: v[:, 1:], "outside of the layer's weight"),
+        ("some entries", "shira_indices", lambda v: v + 11, "outside of the layer's weight"),
+        ("some entries", "shira_indices", lambda v: v - 11, "outside of the layer's weight"),
+        ("the largest entries", "supertuning_indices", lambda v: v + 88, "outside of the layer"),
         ("vera", "vera_A", lambda v: v / 0, "base_model.vera_A"),
     ],
 )

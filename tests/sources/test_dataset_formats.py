@@ -239,7 +239,7 @@ def test_integers_of_a_csv_that_int64_cannot_hold(tmp_path: Path) -> None:
     path.write_text(f"inputs,targets,other\n1,2,{2**63}\n3,4,5\n")
     assert opened(path).batch(range(2)).inputs.tolist() == [1, 3]
     found = failure(path, inputs=["other"])
-    assert f"it holds {2**63}, which int64 cannot hold" in found
+    assert f"it holds {2**63}, which is too large for int64" in found
     path.write_text(f"inputs,targets\n{2**63},2\n0.5,4\n")  # a column of floats
     assert opened(path).batch(range(2)).inputs.tolist() == [2.0**63, 0.5]
 
@@ -345,7 +345,7 @@ def test_texts_become_numbers_by_the_classes_listed(tmp_path: Path) -> None:
     data = opened(path, classes={"targets": ["dog", "cat"]})
     assert data.batch(range(3)).targets.tolist() == [1, 0, 1]
     assert "'dog', which is none of the classes" in failure(path, classes={"targets": ["cat"]})
-    assert "it holds numbers" in failure(path, classes={"inputs": ["cat"], "targets": ["dog"]})
+    assert "it has numbers" in failure(path, classes={"inputs": ["cat"], "targets": ["dog"]})
 
 
 def pictures(folder: Path, mode: str = "RGB") -> np.ndarray:
@@ -464,7 +464,7 @@ def test_a_text_among_numbers_is_named(tmp_path: Path) -> None:
 def test_what_is_given_for_nothing(tmp_path: Path) -> None:
     path = tmp_path / "data.npz"
     np.savez(path, inputs=TABLE, targets=LABELS)
-    assert "kwargs is for FILE.py:FACTORY" in failure(path, kwargs={"n": 3})
+    assert "kwargs cannot be combined with a data file" in failure(path, kwargs={"n": 3})
     data = opened(path, files={"more": tmp_path / "none.npy"})  # it counts for the digest
     with pytest.raises(DatasetError, match=r"none\.npy: cannot be read: No such file"):
         assert data.sha256
@@ -483,10 +483,10 @@ def test_a_folder_with_a_pipe(tmp_path: Path, suffix: str) -> None:
     [
         (["data[0:9]"], "'data[0:9]' is out of range: there are 3 columns"),
         (["dta"], "there is no column 'dta' in the file\nDid you mean 'data'?"),
-        (["labels[0]"], "has no second axis"),
+        (["labels[0]"], "without second axis"),
         ("*a*", "names 2 columns"),
-        (["data", "deep"], "cannot stand side by side"),
-        (["one"], "cannot stand side by side"),
+        (["data", "deep"], "cannot be concatenated"),
+        (["one"], "cannot be concatenated"),
     ],
 )
 def test_columns_that_are_not_there(tmp_path: Path, inputs: Any, expected: str) -> None:
@@ -518,7 +518,7 @@ def test_samples_are_selected(tmp_path: Path) -> None:
     [
         (np.array([3, 1, 3, 2]), "samples 0 and 2 are both 3"),
         (np.array(["a", "é", "a", "b"]), "samples 0 and 2 are both 'a'"),
-        (np.ones(4), "one integer or text a sample"),
+        (np.ones(4), "an integer or a text for each sample"),
         (np.arange(3), "3 ids for 4 samples"),
         (np.array(3), "0 ids for 4 samples"),
     ],

@@ -169,10 +169,10 @@ def test_the_digest_tells_data_apart(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("Unsized", "it has no length (no __len__)"),
+        ("Unsized", "it has no __len__"),
         ("empty", "there are no samples"),
         ("number", "it is of type int"),
-        ("Once", "gone through only once"),
+        ("Once", "iterated only once"),
         ("flattening", "collated to inputs of the shape (2,)"),
         ("mixing", "sample 0 is collated to other numbers alone than among 23"),
         ("averaged", "sample 0 is collated to other numbers alone than among 23"),
@@ -181,7 +181,7 @@ def test_the_digest_tells_data_apart(file: Path) -> None:
         ("raising", "your code raised ValueError: no such folder"),
         ("nothing", "there is no 'nothing' in it"),
         ("Breaking", "your code raised KeyError: 'seventh'"),
-        ("Random", "sample 0 is not the same when read again"),
+        ("Random", "sample 0 is different when read again"),
         ("alone", "a sample holds no 'targets'"),
     ],
 )
@@ -203,7 +203,7 @@ def test_a_length_that_is_not_true(file: Path) -> None:
 
 def test_shuffled_samples_are_noticed(file: Path) -> None:
     data = opened(file, "Stream", kwargs={"shuffle": True})
-    with pytest.raises(DatasetError, match="not the same when read again"):
+    with pytest.raises(DatasetError, match="different when read again"):
         for _ in range(20):
             data.batch(range(8))
 
@@ -261,7 +261,7 @@ def test_texts_are_tokenized(tmp_path: Path) -> None:
         open_dataset(DatasetSpec(**spec, tokenizer={"text": bare}))
     with pytest.raises(DatasetError, match="no such tokenizer"):
         open_dataset(DatasetSpec(**spec, tokenizer={"text": tmp_path / "nowhere"}))
-    with pytest.raises(DatasetError, match="it holds numbers, not texts"):
+    with pytest.raises(DatasetError, match="it has numbers, not texts"):
         open_dataset(
             DatasetSpec(**spec | {"inputs": ["label"], "dtype": {}}, tokenizer={"label": bare})
         )

@@ -384,7 +384,7 @@ def test_states_that_do_not_fit(tmp_path: Path) -> None:
     named = chain_of(trained(BUILDS["names"])[1], tmp_path)
     with pytest.raises(CheckpointError, match=r"'1\.weight' is not in the"):
         rows(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).double(), named)
-    with pytest.raises(CheckpointError, match="maximises"):
+    with pytest.raises(CheckpointError, match="maximize=True"):
         rows(model, chain_of(optimizer, tmp_path, maximize=True))
     model[0].weight.data = model[0].weight.data.to(torch.complex128)
     with pytest.raises(SpecError, match=r"'0\.weight' is complex"):
