@@ -282,7 +282,9 @@ class StatsOptions(Options):
     top: AtLeast1 | None = option(
         None, "--top K", help="The number of samples to list [10; 5 for each query]"
     )
-    nearest: int | None = option(None, "--nearest I", help="List the neighbours of sample I")
+    nearest: int | None = option(
+        None, "--nearest I", help="List the nearest neighbours of sample I"
+    )
     lr: float | None = option(
         None, "--lr RATE", help="The learning rate, used to suggest a batch size"
     )
@@ -290,7 +292,7 @@ class StatsOptions(Options):
         (), "--clip NORM", help="Print how many samples this clipping norm clips"
     )
     by: str | None = option(
-        None, "--by COLUMN", help="Sum scores by this column of the training samples"
+        None, "--by COLUMN", help="Sum scores for each value of this column of the training samples"
     )
     rows: bool = option(True, "--rows/--no-rows", help="Read the stored gradients, or skip them")
     full: bool = option(False, "--full", help="Show everything, also what exceeds the screen")

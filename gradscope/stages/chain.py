@@ -1,7 +1,7 @@
-"""A chain: what happens to each sample, how samples are reduced, what happens to the result.
+"""A chain: transforms of each sample, then a reducer over samples, then transforms of the result.
 
-`clip:max_norm=1 | mean` is E[T(g)]; `mean | clip:max_norm=1` is T(E[g]). After a reducer the
-aggregate is treated as a batch of one, so the same transforms serve on both sides.
+`clip:max_norm=1 | mean` is E[T(g)]; `mean | clip:max_norm=1` is T(E[g]). The result of a reducer is
+a batch of one, so the same transforms can be used before and after the reducer.
 
 The transform `center` needs the mean of its inputs before it can act on a sample. The reducer
 `ekfac` needs the result of an earlier reducer. In such cases `Chain.first_pass` returns the chain

@@ -130,7 +130,7 @@ class Labels:
         return start(rows)
 
     def each(self, batch: Batch) -> int:
-        """Return how many gradients a sample costs."""
+        """Return the number of gradients to compute for a sample."""
         return len(self._labelled(batch.one(0))) if self.mode == "exact" else 1
 
     def require_one(self) -> None:

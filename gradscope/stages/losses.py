@@ -87,7 +87,11 @@ def bound(loss: Loss, stage: Stage) -> Loss:
     own = signature(loss).parameters
     given = {k if k in own else _WORDS.get(k, k): v for k, v in stage.arguments.items()}
     if len(given) < len(stage.arguments):
-        raise SpecError("reduction and per_sample are the same option", where="loss")
+        raise SpecError(
+            "reduction and per_sample are the same option",
+            where="loss",
+            remedy="Give per_sample only.",
+        )
     whole = loss if isinstance(loss, BoundLoss) else BoundLoss(loss)
 
     def factory(**options: Any) -> BoundLoss:
@@ -473,7 +477,7 @@ def bce(outputs: Tensor, targets: Tensor, *, per_sample: Normaliser = "mean") ->
     For logits use `bce_with_logits`.
     """
     _require_probabilities(outputs, targets)
-    with suppress(RuntimeError):  # vmap reads no number
+    with suppress(RuntimeError):  # vmap cannot read a number
         if not ((outputs >= 0) & (outputs <= 1)).all():
             low, high = (float(v) for v in outputs.detach().aminmax())
             raise ModelError(
@@ -525,7 +529,7 @@ def gaussian_nll(
     variance = second.exp() if log_variance else second
     if variance.shape != targets.shape:
         raise _misfit("variances and targets differ in shape", variance, targets, _RESHAPE)
-    with suppress(RuntimeError):  # vmap reads no number
+    with suppress(RuntimeError):  # vmap cannot read a number
         if (variance < 0).any():
             raise ModelError(
                 f"a variance is negative: {float(variance.detach().min()):.3g}",
@@ -661,7 +665,7 @@ def causal_lm(
     _require_tensors(outputs, targets)
     if outputs.dim() != 3 or targets.shape != outputs.shape[:2] or targets.shape[1] < 2:
         raise SpecError(
-            f"outputs are {tuple(outputs.shape)} and targets {tuple(targets.shape)}",
+            f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} do not fit",
             where="loss causal_lm",
             remedy="Give logits (n, t, v) and targets (n, t), with two positions or more.",
         )
@@ -679,7 +683,8 @@ def _masked(tokens: Tensor, mask: Tensor, ignored: int) -> Tensor:
     _require_tensors(tokens, mask)
     if mask.shape != tokens.shape or mask.is_floating_point() or mask.is_complex():
         raise SpecError(
-            f"the mask is {tuple(mask.shape)} {mask.dtype}, the tokens are {tuple(tokens.shape)}",
+            f"the mask {tuple(mask.shape)} {mask.dtype} does not fit the tokens "
+            f"{tuple(tokens.shape)}",
             where="loss causal_lm",
             remedy="Give a mask with an integer or boolean for each token: 1 if the token counts.",
         )

@@ -230,9 +230,9 @@ def test_a_mask_says_which_tokens_count():
     assert torch.equal(resolve("causal_lm")(logits, (tokens, mask)), labels)
     for targets, said in (
         (tokens, "mask='said' is set"),
-        ((tokens, mask.double()), "the mask is"),
-        ((tokens, mask * 1j), "the mask is"),
-        ((tokens, mask[:, 1:]), "the mask is"),
+        ((tokens, mask.double()), "does not fit the tokens"),
+        ((tokens, mask * 1j), "does not fit the tokens"),
+        ((tokens, mask[:, 1:]), "does not fit the tokens"),
     ):
         with pytest.raises(SpecError, match=said):
             resolve("causal_lm:mask=said")(logits, targets)
