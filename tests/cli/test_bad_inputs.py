@@ -165,7 +165,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str, int, str]] = {
         model(FORWARD.format("return nn.Linear.forward(self, x).detach()")), "data.npz", 3,
         "are cut off from",
     ),
-    "a model that would be waited for": (waited_for, "data.npz", 3, "no regular file"),
+    "a model that would be waited for": (waited_for, "data.npz", 3, "not a regular file"),
 }  # fmt: skip
 
 

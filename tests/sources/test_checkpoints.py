@@ -123,14 +123,14 @@ def test_averaged_weights_of_torch(tmp_path: Path) -> None:
     averaged = torch.optim.swa_utils.AveragedModel(trained(), use_buffers=True)
     report = check(saved(tmp_path, averaged.state_dict()), state())
     assert report.prefix == "module."
-    assert report.notes[0] == "Left out of the checkpoint, as not the model's: n_averaged."
+    assert report.notes[0] == "Entries of the checkpoint were ignored: n_averaged."
 
 
 def test_of_weights_and_their_average_the_user_chooses(tmp_path: Path) -> None:
     average = {k: v * 2 for k, v in state().items()}
     content = {"model": state(), "ema": {"decay": 0.9, "module": average}}
     path = saved(tmp_path, content)
-    assert "under each of model, ema.module" in refusal(path)
+    assert "under the keys model, ema.module" in refusal(path)
     net = model()
     assert load_into(net, path, key="ema.module").key == "ema.module"
     torch.testing.assert_close(dict(net.state_dict()), average, rtol=0, atol=0)
@@ -145,7 +145,7 @@ def test_of_several_models_under_one_name_each_the_user_chooses(tmp_path: Path) 
     both |= {f"ema.module.{k}": v for k, v in average.items()} | {"step": torch.tensor(3)}
     for content, place in ((both, ""), ({"state_dict": both}, "state_dict.")):
         path = saved(tmp_path, content)
-        assert f"are under {place}ema, {place}online: name one with `key`" in refusal(path)
+        assert f"are under {place}ema, {place}online: give the key with `key`" in refusal(path)
         net = model()
         report = load_into(net, path, key=f"{place}ema")
         assert (report.key, report.prefix) == (f"{place}ema", "module.")
@@ -206,7 +206,7 @@ def test_floating_point_numbers_are_cast_and_told(tmp_path: Path) -> None:
     )
     content = state() | {"0.weight": state()["0.weight"].half()}
     assert load_into(model(), saved(tmp_path, content)).notes == (
-        "Cast to the model's dtype: 0.weight: float16 -> float32.",
+        "Tensors were cast to the model's dtype: 0.weight: float16 -> float32.",
     )
 
 
@@ -249,11 +249,11 @@ NAN, WEIGHT = torch.nan, "0.weight"
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ({}, "no state dict of the model in it; its keys are: none"),
+        ({}, "it has no state dict of the model; its keys are: none"),
         ({"epoch": 3, "lr": 0.1}, "its keys are: 'epoch', 'lr'"),
         ({"a": {"b": {"c": {"d": state()}}}}, "a deeper key"),
         (torch.ones(3), "a single tensor"),
-        (3, "it holds an int, not a state dict"),
+        (3, "it has an int, not a state dict"),
         ({3: torch.ones(2)}, "not text: 3"),
         (state(extra=torch.ones(2), epoch=3), "2 unexpected (extra, epoch)"),
         (state(**{f"x{k}": torch.ones(1) for k in range(12)}), "x9 and 2 more"),
@@ -262,7 +262,10 @@ NAN, WEIGHT = torch.nan, "0.weight"
             {("module." if k.startswith("0") else "") + k: v for k, v in state().items()},
             "Not every name begins with 'module.'",
         ),
-        (state(**{WEIGHT: torch.ones(2, 3)}), "0.weight: (2, 3) here, (3, 2) in the model"),
+        (
+            state(**{WEIGHT: torch.ones(2, 3)}),
+            "0.weight: (2, 3) in the checkpoint, (3, 2) in the model",
+        ),
         (state(**{WEIGHT: [1.0]}), "0.weight: a list, not a tensor"),
         (state(**{WEIGHT: torch.ones(3, 2).to_sparse()}), "0.weight: a sparse"),
         (state(**{WEIGHT: torch.ones(3, 2, device="meta")}), "on the meta device"),
@@ -369,13 +372,13 @@ def program(path: Path) -> None:
         (lambda p: p.write_bytes(b"\x1f\x8b" + bytes(99)), "a gzip archive"),
         (lambda p: p.write_bytes(bytes(257) + b"ustar" + bytes(99)), "a tar archive"),
         (lambda p: p.write_bytes(bytes(range(200, 256)) * 3), "an unknown kind"),
-        (lambda p: p.write_bytes((2**40).to_bytes(8, "little") + b'{"a":1}'), "claims 1,099,"),
+        (lambda p: p.write_bytes((2**40).to_bytes(8, "little") + b'{"a":1}'), "declares 1,099,"),
         (lambda p: p.write_bytes((9).to_bytes(8, "little") + b'{"a":1}}}'), "damaged"),
         (zipped(readme=b"hello"), "without tensors of torch.save"),
         (zipped(**{"inputs.npy": b"x"}), "a numpy .npz file"),
         (zipped(**{"m__code__x.py": b"x", "m__data.pkl": b"x"}), "a TorchScript archive"),
         (zipped(**{"m__data.pkl": b"\x80\x02garbage"}), "damaged"),
-        (zipped(**{"m__data.pkl": bytes(10**7)}), "claim 10,000,000 bytes"),
+        (zipped(**{"m__data.pkl": bytes(10**7)}), "declare 10,000,000 bytes"),
         (program, "a torch.export archive"),
     ],
 )
@@ -416,9 +419,9 @@ def test_the_file_of_a_folder_that_is_meant(tmp_path: Path, names: str, chosen: 
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        ("", "no weights are in this folder; it is empty"),
-        ("notes.txt config.json", "it holds: config.json, notes.txt"),
-        ("a.pt b.pt", "several files may be meant: a.pt, b.pt"),
+        ("", "this folder has no weights; it is empty"),
+        ("notes.txt config.json", "it has config.json, notes.txt"),
+        ("a.pt b.pt", "this folder has several checkpoints: a.pt, b.pt"),
         (".metadata __0_0.distcp", "a distributed checkpoint"),
         ("data.pkl version.txt", "an unpacked archive of torch.save"),
     ],
@@ -491,13 +494,16 @@ Change = Callable[[Path, Path, dict[str, Any]], object]
         ),
         (
             lambda f, i, t: indexed(i, t | {"0.weight": SECOND}),
-            f"1 tensors that it lists in {SECOND} are not there: 0.w",
+            f"1 tensors that it lists in {SECOND} are missing: 0.w",
         ),
         (
             lambda f, i, t: shard_of(f, SECOND, lambda c: c | {"0.weight": torch.ones(3, 2)}),
             "1 tensors are in more than one file: 0.weight",
         ),
-        (lambda f, i, t: i.write_text('{"weight_map": {"a": "x", "a": "y"}}'), "'a' stands in it"),
+        (
+            lambda f, i, t: i.write_text('{"weight_map": {"a": "x", "a": "y"}}'),
+            "it has the key 'a' twice",
+        ),
         (lambda f, i, t: indexed(i, t | {"0.weight": i.name}), "is itself an index"),
         (
             lambda f, i, t: ((f / "d").mkdir(), indexed(i, t | {"0.weight": "d"})),

@@ -116,7 +116,7 @@ def test_where_the_base_model_is_found(tmp_path: Path, monkeypatch: pytest.Monke
         digests.add(held(tmp_path).checkpoint.sha256)
     assert len(digests) == 1  # of the weights, both files'
     (tmp_path / "base").rename(tmp_path / "moved")
-    with pytest.raises(CheckpointError, match="'somebody/base', is not on this machine") as raised:
+    with pytest.raises(CheckpointError, match="'somebody/base' is not on this machine") as raised:
         held(tmp_path)
     assert "--model FOLDER" in (raised.value.remedy or "")
     loaded = held(tmp_path, str(tmp_path / "moved"))
@@ -214,15 +214,15 @@ def spoilt(content: dict[str, Tensor]) -> dict[str, Tensor]:
         ),
         (
             lambda f: rewritten(f, lambda c: c | {"base_model.model.x.lora_A.weight": TOKENS}),
-            "without a place in the model: base_model.model.x",
+            "the model has no parameters for base_model.model.x",
             CheckpointError,
         ),
         (
             lambda f: rewritten(f, lambda c: {k: (v * 100).to(torch.int8) for k, v in c.items()}),
-            "no floating-point numbers, but torch.int8: base_model.model.transformer.h.0",
+            "not floating-point numbers but torch.int8: base_model.model.transformer.h.0",
             CheckpointError,
         ),
-        (lambda f: rewritten(f, spoilt), "12 tensors hold values that are not", CheckpointError),
+        (lambda f: rewritten(f, spoilt), "12 tensors have values that are not", CheckpointError),
         (
             lambda f: rewritten(f, lambda c: {k: v * 1j for k, v in c.items()}),
             "not named real tensors",
@@ -230,7 +230,7 @@ def spoilt(content: dict[str, Tensor]) -> dict[str, Tensor]:
         ),
         (
             lambda f: shutil.copy(f / "base" / "model.safetensors", f / "tuned"),
-            "it holds a model, model.safetensors, and an adapter, adapter_model.safetensors",
+            "has a model, model.safetensors, and an adapter, adapter_model.safetensors",
             CheckpointError,
         ),
         (
@@ -251,17 +251,17 @@ def spoilt(content: dict[str, Tensor]) -> dict[str, Tensor]:
         ),
         (
             lambda f: configured(f, peft_type="PROMPT_TUNING", num_virtual_tokens=2),
-            "PROMPT_TUNING adds positions to the inputs",
+            "PROMPT_TUNING add positions to the inputs",
             ModelError,
         ),
         (
             lambda f: (f / "tuned" / "adapter_config.json").write_text('{"r": 2, "r": 3}'),
-            "'r' stands in it twice",
+            "it has the key 'r' twice",
             CheckpointError,
         ),
         (
             lambda f: (f / "tuned" / "adapter_config.json").unlink(),
-            "adapter_config.json is missing beside these weights",
+            "adapter_config.json is missing in the folder of these weights",
             CheckpointError,
         ),
         (
@@ -271,7 +271,7 @@ def spoilt(content: dict[str, Tensor]) -> dict[str, Tensor]:
         ),
         (
             lambda f: (f / "tuned" / "adapter_model.safetensors").unlink(),
-            "no weights are in this folder; it holds: README.md, adapter_config.json",
+            "this folder has no weights; it has README.md, adapter_config.json",
             CheckpointError,
         ),
     ],

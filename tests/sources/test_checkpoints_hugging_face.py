@@ -109,7 +109,8 @@ def test_what_the_model_does_not_use_is_told(tmp_path: Path) -> None:
     saved(tmp_path)
     rewritten(tmp_path, lambda content: content | {"extra.weight": torch.ones(2)})
     assert any(
-        "does not use these of the checkpoint: extra.weight" in n for n in held(tmp_path).notes
+        "does not use these tensors of the checkpoint: extra.weight" in n
+        for n in held(tmp_path).notes
     )
 
 
@@ -149,7 +150,11 @@ def remote(folder: Path) -> None:
     ("change", "expected", "error"),
     [
         (lambda f: rewritten(f, without), "2 weights of the model are missing", CheckpointError),
-        (lambda f: normed(f, torch.ones(3)), "(3,) here, (8,) in the model", CheckpointError),
+        (
+            lambda f: normed(f, torch.ones(3)),
+            "(3,) in the checkpoint, (8,) in the model",
+            CheckpointError,
+        ),
         (lambda f: normed(f, torch.ones(8) * torch.nan), "ln_f.weight (8 of 8)", CheckpointError),
         (remote, "needs code from its folder or a hub, which is never executed", ModelError),
         (
@@ -165,7 +170,7 @@ def remote(folder: Path) -> None:
         (lambda f: configured(f, n_head=3), "cannot build the model", ModelError),
         (lambda f: configured(f, quantization_config={}), "are quantized", ModelError),
         (lambda f: (f / "config.json").write_text("[]"), "is not a table", ModelError),
-        (piped, "no regular file", ModelError),
+        (piped, "not a regular file", ModelError),
         (lambda f: (f / "config.json").write_text("{"), "is not valid JSON", ModelError),
         (lambda f: (f / "config.json").write_text("[" * 99_999), "is not valid JSON", ModelError),
         (lambda f: (f / "model.safetensors").write_bytes(b""), "is empty", CheckpointError),
@@ -229,5 +234,7 @@ def test_arrays_in_another_order_than_the_arguments_are_refused(tmp_path: Path) 
     model = held(tmp_path).model
     require_order(model, ["input_ids", "attention_mask"])
     require_order(model, {"attention_mask": "attention_mask", "input_ids": "input_ids"})
-    with pytest.raises(SpecError, match="'token_type_ids' would be the model's argument 'atten"):
+    with pytest.raises(
+        SpecError, match="'token_type_ids' would be passed as the model's argument 'atten"
+    ):
         require_order(model, ["input_ids", "token_type_ids"])

@@ -171,18 +171,18 @@ def test_the_digest_tells_data_apart(file: Path) -> None:
     [
         ("Unsized", "it has no __len__"),
         ("empty", "there are no samples"),
-        ("number", "it is of type int"),
+        ("number", "the function returned int"),
         ("Once", "iterated only once"),
-        ("flattening", "collated to inputs of the shape (2,)"),
-        ("mixing", "sample 0 is collated to other numbers alone than among 23"),
-        ("averaged", "sample 0 is collated to other numbers alone than among 23"),
+        ("flattening", "collated to inputs of shape (2,)"),
+        ("mixing", "sample 0 is collated to different numbers alone than in a batch of 23"),
+        ("averaged", "sample 0 is collated to different numbers alone than in a batch of 23"),
         ("sparse", "inputs or targets contain a sparse_coo tensor"),
-        ("turned", "sample 0 is collated to other numbers alone than among 23"),
+        ("turned", "sample 0 is collated to different numbers alone than in a batch of 23"),
         ("raising", "your code raised ValueError: no such folder"),
         ("nothing", "there is no 'nothing' in it"),
         ("Breaking", "your code raised KeyError: 'seventh'"),
         ("Random", "sample 0 is different when read again"),
-        ("alone", "a sample holds no 'targets'"),
+        ("alone", "a sample has no 'targets'"),
     ],
 )
 def test_data_sets_that_cannot_be_used(file: Path, name: str, expected: str) -> None:
@@ -197,7 +197,7 @@ def test_data_sets_that_cannot_be_used(file: Path, name: str, expected: str) -> 
 
 def test_a_length_that_is_not_true(file: Path) -> None:
     data = opened(file, "Stream", kwargs={"n": 30})
-    with pytest.raises(DatasetError, match="ended after 23 samples, its length is 30"):
+    with pytest.raises(DatasetError, match="ended after 23 samples, but its length is 30"):
         data.batch(range(20, 30))
 
 
@@ -209,7 +209,7 @@ def test_shuffled_samples_are_noticed(file: Path) -> None:
 
 
 def test_what_is_for_files_is_not_for_code(file: Path) -> None:
-    with pytest.raises(DatasetError, match=r"\[dataset\] pad is for data files"):
+    with pytest.raises(DatasetError, match=r"\[dataset\] pad applies to data files only"):
         opened(file, "pairs", pad={"inputs": 0})
 
 

@@ -410,7 +410,7 @@ def test_what_is_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     two = trained(BUILDS["Adam"])[1].state_dict()
     for content in ({"weight": torch.ones(3)}, {"a": two, "b": two}, {"optimizer": Evil()}):
         torch.save(content, path)
-        with pytest.raises(CheckpointError, match=r"no states|2 states|more than t") as caught:
+        with pytest.raises(CheckpointError, match=r"no states|2 states|not tensors") as caught:
             read_optimizer(path)
         assert "Save optimizer.state_dict()" in str(caught.value)
     for broken in ({"params": None}, {"params": [0], "param_names": []}, {"params": [[]]}):
