@@ -151,7 +151,7 @@ def test_of_several_models_under_one_name_each_the_user_chooses(tmp_path: Path) 
         assert (report.key, report.prefix) == (f"{place}ema", "module.")
         torch.testing.assert_close(dict(net.state_dict()), average, rtol=0, atol=0)
     path = saved(tmp_path, {"last": both, "best": both | {"ema.module.0.bias": torch.ones(2)}})
-    with pytest.raises(CheckpointError, match=r"under each of last\.ema, best\.ema"):
+    with pytest.raises(CheckpointError, match=r"under the keys last\.ema, best\.ema"):
         load_into(model(), path, key="ema")
 
 

@@ -134,7 +134,7 @@ def test_samples_and_rows(tmp_path: Path) -> None:
     with pytest.raises(SpecError):
         data.rows("5:2")
     for rows in (range(0), range(9, 12), range(-1, 3), range(5, 2, -1), slice(11, 12)):
-        with pytest.raises(DatasetError, match="the data set holds 11 samples"):
+        with pytest.raises(DatasetError, match="the data set has 11 samples"):
             data.batch(rows)
 
 
