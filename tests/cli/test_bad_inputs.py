@@ -134,14 +134,14 @@ def waited_for(folder: Path) -> None:
 
 
 FILES: dict[str, tuple[Callable[[Path], object], str, int, str]] = {
-    "a payload": (saved(Payload()), "data.npz", 3, "w.pt: it holds more than tensors"),
+    "a payload": (saved(Payload()), "data.npz", 3, "w.pt: it has values that are not tensors"),
     "a huge header": (claiming("w.pt"), "data.npz", 3, "w.pt: the file is damaged or cut off"),
     "odd names": (
         saved({"[red]\x1b[31m": torch.ones(1)}), "data.npz", 3, "[red]\\x1b[31m",
     ),
     "unknown key": (spec, "dataset.toml", 2, "Did you mean 'targets'?"),
     "uneven samples": (data(), "model.py:Uneven", 3, "have different shapes"),
-    "texts of one's own": (data(), "model.py:Said", 3, "a sample holds text: 'hello'"),
+    "texts of one's own": (data(), "model.py:Said", 3, "a sample has text: 'hello'"),
     "label out of range": (data(targets=Y + 5), "data.npz", 3, "sample 0: "),
     "integers": (data(inputs=X.astype(int)), "data.npz", 3, 'dtype = { NAME = "float32" }'),
     "truth values": (data(inputs=X > 0), "data.npz", 3, "inputs are booleans"),
@@ -446,7 +446,7 @@ MESSAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...], int, str, s
     "a result in no folder": (NOTHING, ("-o", "no/o.h5"), 6, "there is no folder", "Create it"),
     "samples reversed": (NOTHING, ("--samples", "8:3"), 2, "--samples: found '8:3'", '"A:B"'),
     "samples with a dash": (NOTHING, ("--samples", "0-5"), 2, "--samples: found '0-5'", '"A:B"'),
-    "samples beyond": (NOTHING, ("--samples", "0:99"), 3, "the data set holds 12", "at most 12"),
+    "samples beyond": (NOTHING, ("--samples", "0:99"), 3, "the data set has 12", "at most 12"),
     "a batch of none": (NOTHING, ("--batch-size", "0"), 2, "--batch-size: found 0", "at least 1"),
     "another word for a dtype": (NOTHING, ("--dtype", "double"), 2, "--dtype: found", "float64"),
     "another word for a device": (NOTHING, ("--device", "gpu"), 2, "--device: found", "cuda"),

@@ -315,7 +315,7 @@ def test_losses_of_ones_own() -> None:
         )
         torch.testing.assert_close(own, right)
         with pytest.raises(
-            SpecError, match="the loss 'joined' returns no number for each position"
+            SpecError, match="the loss 'joined' does not return a number for each position"
         ):
             gradscope.expectation(model, "joined", "second_moment", inputs(), y, labels="exact")
     finally:
