@@ -337,7 +337,7 @@ class ComputeSpec(_Section):
         'a list of globs such as ["head.*"]',
     )
     samples: values.Samples | None = option(
-        None, "--samples A:B", _RUNS, "Use only samples A to B - 1"
+        None, "--samples A:B", _RUNS, "Use only samples A to B - 1, counted from 0"
     )
     shard: values.ShardText | None = option(
         None,
