@@ -41,7 +41,7 @@ class AtPosition(NamedTuple):
 
 
 class CentredLabels(NamedTuple):
-    """Targets of rows minus the expectation over labels; row position T is the expectation."""
+    """Like `AtPosition`, minus the expectation over labels; position T is the expectation."""
 
     targets: Any
     position: Tensor
