@@ -82,7 +82,7 @@ def fit_state(
         f"The weights are read from the key {key!r} of the checkpoint.": key,
         f"Entries of the checkpoint were ignored: {listed(dropped)}.": dropped,
         f"The prefix {prefix!r} was removed from all names in the checkpoint.": prefix,
-        f"The prefix of torch.compile was matched in {listed(renamed)}.": renamed,
+        f"Names were matched without the prefix of torch.compile: {listed(renamed)}.": renamed,
         f"Tensors were cast to the model's dtype: {listed(casts)}.": casts,
         rounding_note(lost): lost,
         f"Tied tensors missing in the checkpoint were filled in: {listed(tied)}.": tied,
