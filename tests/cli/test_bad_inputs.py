@@ -148,9 +148,9 @@ FILES: dict[str, tuple[Callable[[Path], object], str, int, str]] = {
     "floats for labels": (data(targets=X[:, 0]), "data.npz", 3, 'dtype = { NAME = "int64" }'),
     "a name too long": (data(), "x" * 300, 3, "File name too long"),
     "wrong width": (data(inputs=X[:, :3]), "data.npz", 3, "shapes"),
-    "not in this file": (elsewhere, "data.h5", 3, "other files"),
+    "not in this file": (elsewhere, "data.h5", 3, "in further files"),
     "a chunk that is none": (empty_chunk, "data.h5", 3, "its index of chunks is wrong"),
-    "petabytes": (petabytes, "data.h5", 3, "of which 0 are stored"),
+    "petabytes": (petabytes, "data.h5", 3, "but 0 are stored"),
     "a hostile header": (
         claiming("data.safetensors"), "data.safetensors", 3, "data.safetensors",
     ),
@@ -274,7 +274,7 @@ def test_names_that_the_model_does_not_have(forked: Forked, folder: Path) -> Non
     saved({f"module.{k}": v for k, v in (state() | more).items()})(folder)
     refused = compute(forked, folder)
     assert_clear(refused, 3, "2 unexpected (scale, head.w)", folder)
-    assert "--ignore GLOB leaves out" in refused.err
+    assert "with --ignore GLOB" in refused.err
     done = compute(forked, folder, "--ignore", "scale", "--ignore", "head.*")
     assert done.code == 0, done.err
     assert "Entries of the checkpoint were ignored" in done.out
@@ -494,7 +494,7 @@ MESSAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...], int, str, s
     ),
     "arrays of two lengths": (data(targets=Y[:-1]), (), 3, "inputs 12, targets 11", "first axis"),
     "arrays of other names": (
-        lambda p: np.savez(p / "data.npz", x=X, y=Y), (), 3, "no array 'inputs'", "It holds: x, y",
+        lambda p: np.savez(p / "data.npz", x=X, y=Y), (), 3, "no array 'inputs'", "It has: x, y",
     ),
     "no samples": (data(inputs=X[:0], targets=Y[:0]), (), 3, "no samples", "at least one sample"),
     "a picture as data": (written("data.npz", PNG), (), 3, "this is a PNG image", "Supported: "),
@@ -513,7 +513,7 @@ MESSAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...], int, str, s
     ),
     "a whole model": (saved(nn.Linear(4, 3)), (), 3, "Linear", "--unsafe-pickle loads it"),
     "weights of another width": (
-        saved(nn.Linear(5, 3).state_dict()), (), 3, "(3, 5) here, (3, 4) in the model", "factory",
+        saved(nn.Linear(5, 3).state_dict()), (), 3, "(3, 5) in the checkpoint, (3, 4) in the model", "factory",
     ),
     "a factory that returns a class": (
         own("def build(): return nn.Linear"), (), 3, "the class Linear", "Return Linear(...)",

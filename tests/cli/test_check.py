@@ -92,7 +92,7 @@ def test_notes_tell_of_tied_and_frozen_parameters_and_of_samples_that_are_not_fi
     notes = " ".join(document["plan"]["notes"])
     assert "0.weight = 2.weight" in notes
     assert "1 of 5 parameters (3.bias)" in notes
-    assert "under 'state_dict'" in notes
+    assert "key 'state_dict'" in notes
     assert document["first_batch"]["nonfinite"] == 1
     assert document["certificate"]["verified"] is True
 
