@@ -513,7 +513,7 @@ MESSAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...], int, str, s
     ),
     "a whole model": (saved(nn.Linear(4, 3)), (), 3, "Linear", "--unsafe-pickle loads it"),
     "weights of another width": (
-        saved(nn.Linear(5, 3).state_dict()), (), 3, "(3, 5) in the checkpoint, (3, 4) in", "factory",
+        saved(nn.Linear(5, 3).state_dict()), (), 3, "(3, 5) in the checkpoint, (3, 4)", "factory",
     ),
     "a factory that returns a class": (
         own("def build(): return nn.Linear"), (), 3, "the class Linear", "Return Linear(...)",
