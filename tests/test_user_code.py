@@ -171,9 +171,9 @@ def test_a_declared_transform_is_an_entry_of_the_registry(monkeypatch):
     ("scope", "body", "chain", "words"),
     [
         ("elementwise", "(g): return g / g.norm()", "f", "its own entry only"),
-        ("elementwise", "(g): return g + torch.rand_like(g)", "f", "nothing random"),
+        ("elementwise", "(g): return g + torch.rand_like(g)", "f", "must not be random"),
         ("elementwise", "(g): return g * torch.arange(g.numel()).view_as(g)", "f", "own entry"),
-        ("elementwise", "(g): return g.sum()", "f", "one value for each"),
+        ("elementwise", "(g): return g.sum()", "f", "tensor of the same shape"),
         ("elementwise", "(g): return g > 0", "f", "torch.bool"),
         ("elementwise", "(g): return g.abs_()", "f", "in place"),
         ("elementwise", "(g): return g.nothing()", "f", "AttributeError"),
@@ -183,7 +183,7 @@ def test_a_declared_transform_is_an_entry_of_the_registry(monkeypatch):
         ("factor", "(norms, c: float): return norms", "f", "needs c"),
         ("factor", "(norms, c=1): return norms", "f:c=x", "int"),
         ("factor", "(norms, c=1): return norms", "f:d=1", "'d'"),
-        ("whole", "(g): return g", "f", "not a scope"),
+        ("whole", "(g): return g", "f", "unknown scope"),
     ],
 )
 def test_what_does_not_bind(tmp_path, scope, body, chain, words):
@@ -200,7 +200,7 @@ def refusal(chain):
 def test_what_is_no_stage(tmp_path):
     for code, words in (
         ("def f(g): return g", "@gradscope.transform"),
-        ("@gradscope.transform\ndef f(g): return g", "not a scope"),
+        ("@gradscope.transform\ndef f(g): return g", "unknown scope"),
         ("@gradscope.reducer\ndef f(): return 3", "int, not a reducer"),
     ):
         assert words in refusal(f"{written(tmp_path, code)}:f")

@@ -1,6 +1,6 @@
-"""What may be asked for: the settings of a run, where they come from, and what is wrong with them.
+"""The settings of a run: their definition, sources and validation.
 
-Nothing here loads anything, and torch is not imported.
+This package loads no data or model, and does not import torch.
 """
 
 from gradscope.config.resolve import MAX_ERRORS, combine_errors, load, resolve

@@ -1,8 +1,8 @@
 """The options of each command: one spec a command.
 
-`option` describes an option once. Its flag, its help, the message about a wrong value and its line
-in docs/reference.md follow from that. A command that computes gradients also takes the settings of
-a run.
+`option` describes an option once. Its flag, its help, the message for a wrong value and its line
+in docs/reference.md are generated from it. A command that computes gradients also takes the
+settings of a run.
 """
 
 from collections.abc import Mapping
@@ -26,31 +26,33 @@ _CURVATURES = "auto|shrunk|fisher|blockfisher|ekfac|kfac|diagonal|adam|identity"
 _FILES = "OUT.h5 [OTHER.h5]"
 _RESULT = "a path for an HDF5 file, such as OUT.h5; gradscope export writes other formats"
 
-CONFIG: Any = option(None, "--config RUN.toml", help="A run file; flags win over it")
-JSON: Any = option(False, "--json", help="Print one JSON document to stdout, and nothing else")
-QUIET: Any = option(False, "--quiet -q", help="No progress and no notices")
-VERBOSE: Any = option(False, "--verbose", help="Show which kernels were chosen, and their times")
-DRY_RUN: Any = option(False, "--dry-run", help="Load, choose, prove and estimate; write nothing")
-OVERWRITE: Any = option(False, "--overwrite", help="Replace an output of the same kind")
+CONFIG: Any = option(None, "--config RUN.toml", help="A run file; flags override its settings")
+JSON: Any = option(False, "--json", help="Print a single JSON document to stdout")
+QUIET: Any = option(False, "--quiet -q", help="Print no progress and no notices")
+VERBOSE: Any = option(False, "--verbose", help="Show the chosen kernels and their times")
+DRY_RUN: Any = option(
+    False, "--dry-run", help="Load, choose a backend, prove and estimate, but write nothing"
+)
+OVERWRITE: Any = option(False, "--overwrite", help="Replace an existing output of the same kind")
 
 
 class Options(BaseModel):
-    """What a command takes.
+    """The options of a command.
 
-    A field `spec` stands for the settings of a run: the command has a flag for each setting that
-    names the command.
+    A field `spec` stands for the settings of a run. The command then has a flag for each setting
+    with the command in its `commands`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    # {section: {key: value}} of settings of a run that need not be given
+    # {section: {key: value}}: example values for required settings that may be missing
     examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     @classmethod
     def of(cls: type[T], given: Mapping[str, Any]) -> T:
-        """Return the options of some values {key: value}, where None and [] are not given.
+        """Return the options for {key: value}; None and [] mean that a value is not given.
 
         Raises:
-            SpecError: A value does not fit; all of them are listed.
+            SpecError: A value is not accepted. The error lists all such values.
         """
         found = {key: value for key, value in given.items() if value not in (None, [])}
         try:
@@ -71,27 +73,27 @@ class Options(BaseModel):
 
 
 class ListOptions(Options):
-    """What `gradscope list` takes."""
+    """The options of `gradscope list`."""
 
     kind: Kind = option(..., "kind", help="What to list")
     as_json: bool = JSON
 
 
 class InitOptions(Options):
-    """What `gradscope init` takes."""
+    """The options of `gradscope init`."""
 
     examples = {"model": {"factory": values.FROM_CHECKPOINT}, "loss": {"name": "mse"}}
 
     checkpoint: values.SomePath = same("checkpoint", "path", ...)
     dataset: values.SomePath = same("dataset", "path", ...)
-    output: Path = option(Path("run.toml"), "--output -o RUN.toml", help="The run file")
+    output: Path = option(Path("run.toml"), "--output -o RUN.toml", help="The run file to write")
     spec: RunSpec
     overwrite: bool = OVERWRITE
     as_json: bool = JSON
 
 
 class CheckOptions(Options):
-    """What `gradscope check` takes."""
+    """The options of `gradscope check`."""
 
     config: Path | None = CONFIG
     spec: RunSpec
@@ -100,14 +102,14 @@ class CheckOptions(Options):
 
 
 class ComputeOptions(Options):
-    """What `gradscope compute` takes."""
+    """The options of `gradscope compute`."""
 
     output: values.ResultPath | None = option(
         None, "--output -o OUT.h5", help="The result file", accepted=_RESULT
     )
     config: Path | None = CONFIG
     spec: RunSpec
-    resume: bool = option(False, "--resume", help="Go on with a stopped run")
+    resume: bool = option(False, "--resume", help="Continue a stopped run")
     overwrite: bool = OVERWRITE
     as_json: bool = JSON
     quiet: bool = QUIET
@@ -116,24 +118,24 @@ class ComputeOptions(Options):
 
 
 class MergeOptions(Options):
-    """What `gradscope merge` takes."""
+    """The options of `gradscope merge`."""
 
     shards: tuple[Path, ...] = option(
-        ..., "SHARD...", help="Result files, folders with shards, or patterns"
+        ..., "SHARD...", help="Result files, folders with shards, or file name patterns"
     )
     output: values.ResultPath = option(
         ..., "--output -o OUT.h5", help="The result file", accepted=_RESULT
     )
     virtual: bool = option(
-        False, "--virtual", help="Refer to the shards' rows instead of copying them"
+        False, "--virtual", help="Link to the rows in the shards instead of copying them"
     )
     code: tuple[Path, ...] = option(
-        (), "--code FILE.py", help="Code that reducers of yours are in and that may be run"
+        (), "--code FILE.py", help="A file with your own reducers, which gradscope may execute"
     )
     config: Path | None = option(
         None,
         "--config RUN.toml",
-        help="Compute a few samples of each shard anew from this run file, and compare",
+        help="Recompute a few samples of each shard from this run file, and compare them",
     )
     overwrite: bool = OVERWRITE
     as_json: bool = JSON
@@ -141,15 +143,14 @@ class MergeOptions(Options):
 
 
 class CompareOptions(Options):
-    """What `gradscope compare` takes."""
+    """The options of `gradscope compare`."""
 
     config: Path | None = CONFIG
     spec: RunSpec
     against: tuple[str, ...] = option(
         (),
         "--against FILE.py:FUNCTION|RESULT.h5|opacus|backpack",
-        help="Your own implementation, a stored result, or what another library computes, as a "
-        "further row",
+        help="Also compare with your own function, a stored result, or another library",
     )
     as_json: bool = JSON
     quiet: bool = QUIET
@@ -162,19 +163,19 @@ class CompareOptions(Options):
 
 
 class AttributeOptions(Options):
-    """What `gradscope attribute` takes."""
+    """The options of `gradscope attribute`."""
 
     train: Path = option(
         ...,
         "TRAIN",
-        help="A result file with rows (gradients or projections) of the training samples; or "
-        "their run file, from which they are computed on the way and none is stored",
+        help="A result file with rows (gradients or projections) of the training samples, or "
+        "their run file: rows are then computed without being stored",
     )
     query: Path = option(
         ...,
         "QUERY",
-        help="A result file of the same model and chain; or a run file, dataset.toml or data "
-        "file, whose gradients are computed on the way",
+        help="A result file of the same model and chain, or a run file, dataset.toml or data "
+        "file: gradients are then computed without being stored",
     )
     output: values.ResultPath | None = option(
         None, "--output -o SCORES.h5", help="The score file", accepted=_RESULT
@@ -182,8 +183,8 @@ class AttributeOptions(Options):
     curvature: str = option(
         "auto",
         f"--curvature {_CURVATURES}",
-        help="H in gᵀ(H + λ)⁻¹g; auto: the Fisher shrunk towards EK-FAC, or EK-FAC where the "
-        "samples are too many",
+        help="H in gᵀ(H + λ)⁻¹g; auto: the Fisher shrunk towards EK-FAC, or EK-FAC if there are "
+        "too many samples",
     )
     damping: Literal["auto"] | float = option(
         "auto",
@@ -192,70 +193,76 @@ class AttributeOptions(Options):
         accepted="auto, or a number such as 0.1",
     )
     chain: str | None = option(
-        None, "--chain K|TEXT", help="Which rows [the first chain that has some]"
+        None, "--chain K|TEXT", help="The chain with the rows to use [the first chain with rows]"
     )
-    more: tuple[Path, ...] = option((), "MORE")  # of `--checkpoints *.h5`, all but the first
+    more: tuple[Path, ...] = option((), "MORE")  # the further files of `--checkpoints *.h5`
     checkpoints: tuple[Path, ...] = option(
         (),
         "--checkpoints TRAIN...",
-        help="The training samples at other checkpoints; scores are added up",
+        help="Result files of the training samples at further checkpoints; scores are summed",
     )
     weights: values.Numbers | None = option(
         None,
         "--weights W,W,...",
-        help="Of TRAIN and each of --checkpoints, such as learning rates [the mean]",
+        help="A weight for TRAIN and for each of --checkpoints, such as learning rates [the mean]",
     )
     factors: Path | None = option(
         None,
         "--factors FILE.h5",
-        help="Take the chain ekfac, kfac:bias=column or second_moment from there",
+        help="A result file with the chain ekfac, kfac:bias=column or second_moment",
     )
     stream: bool = option(
-        False, "--stream", help="Compute the training gradients on the way, by TRAIN's own run"
+        False, "--stream", help="Recompute the training gradients from TRAIN's run; read no rows"
     )
     samples: values.Samples | None = same("compute", "samples", None)
     refine: AtLeast0 = option(
         0,
         "--refine K",
-        help="Of projections: score the K most helpful and the K most harmful samples of each "
-        "query again with full gradients, by --curvature [ekfac]",
+        help="With projections: score the K most helpful and K most harmful samples of each "
+        "query again with full gradients and --curvature [ekfac]",
     )
     memory: values.Memory | None = option(
-        None, "--memory SIZE", help="For queries at a time, such as 2GB"
+        None, "--memory SIZE", help="Memory for the queries computed at a time, such as 2GB"
     )
-    top: AtLeast1 = option(3, "--top K", help="How many samples a query to show")
-    resume: bool = option(False, "--resume", help="Go on where it was stopped")
+    top: AtLeast1 = option(3, "--top K", help="The number of samples to show for each query")
+    resume: bool = option(False, "--resume", help="Continue a stopped attribution")
     overwrite: bool = OVERWRITE
     as_json: bool = JSON
     quiet: bool = QUIET
 
 
 class ValidateOptions(Options):
-    """What `gradscope validate` takes."""
+    """The options of `gradscope validate`."""
 
-    scores: Path = option(..., "SCORES.h5", help="A score file: gradscope attribute -o wrote it")
+    scores: Path = option(..., "SCORES.h5", help="A score file written by gradscope attribute -o")
     train: str = option(
         ...,
         "--train FILE.py:FIT",
-        help="FIT(indices, seed): trains on the samples at these positions of the training "
-        "data, and returns the model in the mode to evaluate it in",
+        help="A function FIT(indices, seed) that trains on the samples at these positions of the "
+        "training data and returns the model in the mode for evaluation",
     )
-    retrainings: int = option(50, "--retrainings N", help="How many, each on a random subset")
-    fraction: float = option(0.5, "--fraction SHARE", help="Of the training samples in a subset")
+    retrainings: int = option(
+        50, "--retrainings N", help="The number of retrainings, each on a random subset"
+    )
+    fraction: float = option(
+        0.5, "--fraction SHARE", help="The share of the training samples in a subset"
+    )
     width: float = option(
-        0.02, "--width WIDTH", help="Say how many retrainings an interval so wide takes"
+        0.02, "--width WIDTH", help="Print how many retrainings give an interval of this width"
     )
     removal: AtLeast0 = option(
         0,
         "--removal K",
-        help="For a few queries, also train without up to K most helpful samples",
+        help="For a few queries, also train without up to K of the most helpful samples",
     )
-    workers: AtLeast1 = option(1, "--workers N", help="Processes that train at once")
-    seed: AtLeast0 = option(0, "--seed N", help="Of subsets and trainings")
+    workers: AtLeast1 = option(
+        1, "--workers N", help="The number of processes that train at the same time"
+    )
+    seed: AtLeast0 = option(0, "--seed N", help="The seed of subsets and trainings")
     folder: Path | None = option(
         None,
         "--folder FOLDER",
-        help="Where retrainings are kept, for other scores of the same samples, too "
+        help="The folder for retrainings, also used for further scores of the same samples "
         "[SCORES.validation]",
     )
     overwrite: bool = OVERWRITE
@@ -264,66 +271,81 @@ class ValidateOptions(Options):
 
 
 class StatsOptions(Options):
-    """What `gradscope stats` takes."""
+    """The options of `gradscope stats`."""
 
     files: tuple[Path, ...] = option(
         ...,
         _FILES,
-        help="A result file, two to compare, a score file, or histories of trainings (*.jsonl)",
+        help="A result file, two result files to compare, a score file, or training histories "
+        "(*.jsonl)",
     )
     top: AtLeast1 | None = option(
-        None, "--top K", help="How many samples to list [10; 5 for each query]"
+        None, "--top K", help="The number of samples to list [10; 5 for each query]"
     )
-    nearest: int | None = option(None, "--nearest I", help="List the neighbours of sample I")
-    lr: float | None = option(None, "--lr RATE", help="The learning rate, for a batch size")
-    clip: tuple[float, ...] = option((), "--clip NORM", help="Say how many samples it clips")
+    nearest: int | None = option(
+        None, "--nearest I", help="List the nearest neighbours of sample I"
+    )
+    lr: float | None = option(
+        None, "--lr RATE", help="The learning rate, used to suggest a batch size"
+    )
+    clip: tuple[float, ...] = option(
+        (), "--clip NORM", help="Print how many samples this clipping norm clips"
+    )
     by: str | None = option(
-        None, "--by COLUMN", help="Sum scores by this column of the training samples"
+        None, "--by COLUMN", help="Sum scores for each value of this column of the training samples"
     )
-    rows: bool = option(True, "--rows/--no-rows", help="Whether to read the stored gradients")
-    full: bool = option(False, "--full", help="Show all there is, not what fits one screen")
+    rows: bool = option(True, "--rows/--no-rows", help="Read the stored gradients, or skip them")
+    full: bool = option(False, "--full", help="Show everything, also what exceeds the screen")
     follow: bool = option(
         False,
         "--follow",
         help="Show a history (*.jsonl) while it grows, until its training ends",
     )
     as_json: bool = JSON
-    plot: Path | None = option(None, "--plot FILE", help="Draw to a png, svg or pdf")
-    html: Path | None = option(None, "--html FILE", help="Write one page with everything")
+    plot: Path | None = option(None, "--plot FILE", help="Draw to a png, svg or pdf file")
+    html: Path | None = option(None, "--html FILE", help="Write an HTML page with everything")
 
 
 class ViewOptions(Options):
-    """What `gradscope view` takes."""
+    """The options of `gradscope view`."""
 
     files: tuple[Path, ...] = option(
         ...,
         _FILES,
-        help="A result file, or two of the same data, to see each sample before and after",
+        help="A result file, or two result files of the same data to compare each sample",
     )
     scores: Path | None = option(
-        None, "--scores SCORES.h5", help="Attribution: who helped and harmed a sample"
+        None,
+        "--scores SCORES.h5",
+        help="Attribution scores: show which training samples helped or harmed a sample",
     )
-    output: Path | None = option(None, "--output -o FILE.html", help="The page [OUT.html]")
-    serve: bool = option(False, "--serve", help="Answer on localhost: all samples, however many")
-    port: Annotated[int, Field(ge=0, le=65535)] = option(0, "--port N", help="Of --serve; 0: any")
+    output: Path | None = option(None, "--output -o FILE.html", help="The page to write [OUT.html]")
+    serve: bool = option(
+        False, "--serve", help="Serve the page on localhost, with any number of samples"
+    )
+    port: Annotated[int, Field(ge=0, le=65535)] = option(
+        0, "--port N", help="The port of --serve; 0: any free port"
+    )
     as_json: bool = JSON
 
 
 class ExportOptions(Options):
-    """What `gradscope export` takes."""
+    """The options of `gradscope export`."""
 
     file: Path = option(..., "RESULT.h5", help="A result file")
     output: Path = option(
         ...,
         "--output -o FILE|FOLDER",
-        help="Its ending is the format: .npy, .safetensors, .parquet or .csv (the sample "
-        "table); a folder takes one .npy a parameter",
+        help="The file to write; its ending is the format: .npy, .safetensors, .parquet or .csv "
+        "(the sample table). A folder gets a .npy file for each parameter",
     )
-    chain: str | None = option(None, "--chain K|TEXT", help="Its number from 0, or its text [0]")
+    chain: str | None = option(
+        None, "--chain K|TEXT", help="The chain's number, from 0, or its text [0]"
+    )
     parameter: tuple[str, ...] = option(
         (),
         "--parameter GLOB",
-        help="Only parameters of these names, in a table their norms, too",
+        help="Export only parameters with these names; add their norms to a table",
     )
     samples: values.Samples | None = same("compute", "samples", None)
     overwrite: bool = OVERWRITE

@@ -1,9 +1,10 @@
-"""Where the settings of a run come from, and what is wrong with them: all of it at once.
+"""Merges the settings of a run from files and flags, and reports all wrong settings in one error.
 
     spec = resolve(Path("run.toml"), {"compute": {"backend": "loop"}})
 
-A run file, a dataset spec and the command line are layers `{section: {key: value}}`; a later layer
-wins, key by key. Paths in a layer are made absolute, each against the folder of its own file.
+A run file, a dataset spec and the command line are layers `{section: {key: value}}`. A later layer
+overrides an earlier layer key by key. Paths in a layer are made absolute, relative to the folder of
+its file.
 """
 
 import re
@@ -25,17 +26,17 @@ from gradscope.core.grammar import resolve_paths
 from gradscope.core.registry import suggestion
 from gradscope.errors import SpecError
 
-MAX_ERRORS = 20  # as many are listed at once
+MAX_ERRORS = 20  # the most errors to list at once
 
-_ENOUGH = 10_000  # of what pydantic finds, to find these
-_MAX_BYTES = 1_000_000  # a run file is written by hand; more is the wrong file
-_MAX_PARTS = 32  # of a dotted key: tomllib takes the square of their number in time and memory
+_ENOUGH = 10_000  # the most errors of pydantic to read
+_MAX_BYTES = 1_000_000  # a run file is written by hand; a larger file is the wrong file
+_MAX_PARTS = 32  # the most names in a dotted key: tomllib's time and memory are quadratic in it
 _PART = r"""(?:[\w-]++|"(?:[^"\\\n]++|\\.)*+"|'[^'\n]*+')"""
 _LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{_MAX_PARTS}}}")
 
 _TOML = (
     'Write TABLE headings as [model], and settings as key = "text", key = 32 or key = ["a", "b"]. '
-    "A path with backslashes stands in single quotes."
+    "Write a path with backslashes in single quotes."
 )
 _COMMAND_LINE = "command line"
 _RIVALS = {("compute", "batch_size"): "memory", ("compute", "memory"): "batch_size"}
@@ -50,15 +51,15 @@ Location = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class _Origin:
-    """Settings of one origin."""
+    """The settings from one source."""
 
     source: str  # the file, or "command line", for messages
     values: dict[str, Any]  # {section: {key: value}}, paths absolute
-    # the file is a dataset spec: its keys stand at the top level, not under [dataset]
+    # the file is a dataset spec, with its keys at the top level, not under [dataset]
     flat: bool = False
 
     def place(self, parts: Location) -> str:
-        """Return "SOURCE: dotted.key", the key as the source writes it; of a flag, its name."""
+        """Return "SOURCE: dotted.key" as written in the source, or the name of a flag."""
         if self.source == _COMMAND_LINE:
             names = tuple(map(str, parts[:2]))
             flags = next((s.flags for s in run_options() if (s.section, s.key) == names), ())
@@ -78,8 +79,8 @@ Origin = dict[tuple[str, ...], _Origin]
 
 _REQUIRED = ("model", "checkpoint", "dataset", "loss")
 _BEGIN = (
-    "To begin, `gradscope init CHECKPOINT DATASET` writes a run file, run.toml. Complete it, and "
-    "run `gradscope check --config run.toml`."
+    "To start, run `gradscope init CHECKPOINT DATASET`. It writes a run file, run.toml. "
+    "Complete it, and run `gradscope check --config run.toml`."
 )
 
 
@@ -89,17 +90,18 @@ def resolve(
     also: Callable[[RunSpec], Iterable[SpecError]] = lambda _: (),
     examples: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> RunSpec:
-    """Return the settings of a run file with those of the command line over them.
+    """Return the settings of a run file, overridden by the flags of the command line.
 
     Args:
-        config: The run file, or None. Paths in it are relative to it.
-        overrides: {section: {key: value}} of the flags; None is not given. Paths in it are
-            relative to the working directory. A dataset path ending in .toml is a dataset spec.
-        also: Where settings are not of the form they must have: what else is wrong with the rest.
-        examples: {section: {key: value}} of settings that need not be given.
+        config: The run file, or None. Its paths are relative to its folder.
+        overrides: {section: {key: value}} of the flags; a flag that is not given has the value
+            None. Paths are relative to the working directory. A dataset path ending in .toml is a
+            dataset spec.
+        also: If a setting is wrong, this returns further errors in the valid settings.
+        examples: {section: {key: value}} for required settings that may be missing.
 
     Raises:
-        SpecError: Anything is wrong; one error tells everything that is.
+        SpecError: A setting is wrong. The error lists all wrong settings.
     """
     problems: list[SpecError] = []
     lowest = _Origin("example", {section: {**table} for section, table in examples.items()})
@@ -109,10 +111,10 @@ def resolve(
     computing = merged.get("compute")
     if isinstance(computing, Mapping) and {"batch_size", "memory"} <= computing.keys():
         where = origin["compute", "memory"].place(("compute", "memory"))
-        what = "memory chooses the batch size, and a batch size is given too"
-        opposed.append(SpecError(what, where=where, remedy="Give one of the two."))
+        what = "memory and batch_size cannot be combined: memory chooses the batch size"
+        opposed.append(SpecError(what, where=where, remedy="Remove one of the two."))
     for section in _REQUIRED:
-        merged.setdefault(section, {})  # so that the missing key is named, not only its table
+        merged.setdefault(section, {})  # so the error names the missing key, not only its table
     places = {
         parts: None if layer is layers[-1] else layer.place(parts)  # the last is the command line
         for parts, layer in origin.items()
@@ -122,7 +124,7 @@ def resolve(
         spec._places = places
     except ValidationError as failure:
         origin[()] = next(layer for layer in layers[1:] if not layer.flat)
-        missing = not problems  # what is missing may be in the file that could not be read
+        missing = not problems  # missing keys may be in a file that could not be read
         problems += _complaints(failure, merged, origin, missing=missing)
         if missing:
             salvaged = RunSpec.model_validate(_valid_settings(merged, failure))
@@ -142,7 +144,7 @@ def load(path: Path) -> RunSpec:
     """Return the settings of a run file.
 
     Raises:
-        SpecError: It cannot be read, or anything in it is wrong.
+        SpecError: The file cannot be read, or a setting is wrong.
     """
     return resolve(path, {})
 
@@ -157,7 +159,7 @@ def combine_errors(problems: list[SpecError]) -> SpecError:
     for problem in unique[:MAX_ERRORS]:
         place = "" if problem.where is None else f"{problem.where}: "
         remedy = problem.remedy or ""
-        between = "\n" if "\n" in remedy else " "  # a picture stands below its line
+        between = "\n" if "\n" in remedy else " "  # keeps a marker below its line
         lines.append(f"{place}{problem.what}.{between}{remedy}".rstrip())
     lines += ["..."] if len(unique) > MAX_ERRORS else []
     error = SpecError(f"{count} settings are wrong:", remedy="\n".join(lines))
@@ -168,7 +170,7 @@ def combine_errors(problems: list[SpecError]) -> SpecError:
 def _layers(
     config: Path | None, overrides: Mapping[str, Any], problems: list[SpecError]
 ) -> list[_Origin]:
-    """Return the layers, lowest first; what could not be read is added to `problems`."""
+    """Return the layers, lowest first; append errors for unreadable files to `problems`."""
     given = {
         section: {k: v for k, v in table.items() if v is not None}
         if isinstance(table, Mapping)
@@ -182,7 +184,7 @@ def _layers(
         problems.append(_run_file(weights))
     if config is not None:
         values = _read(config, problems)
-        if _names_spec(above):  # another data set: nothing of the run file's describes it
+        if _names_spec(above):  # the run file does not describe this data set
             values.pop("dataset", None)
         values = _with_absolute_paths(values, config.absolute().parent)
         below = _with_dataset_spec(_Origin(str(config), values), problems)
@@ -190,16 +192,16 @@ def _layers(
 
 
 def _merge(layers: list[_Origin]) -> tuple[dict[str, Any], Origin]:
-    """Lay the layers over each other; also return which layer each (section, key) is from.
+    """Return the merged layers, and the source layer of each (section, key).
 
-    Of two settings that decide the same, the one that was given last is kept: a --batch-size takes
-    the place of the run file's memory.
+    If two settings exclude each other, the later setting is kept: --batch-size replaces the run
+    file's memory.
     """
     merged: dict[str, Any] = {}
     origin: Origin = {}
     for layer in layers:
         for section, table in layer.values.items():
-            if table or (section,) not in origin:  # what is missing is missing where others stand
+            if table or (section,) not in origin:  # missing keys belong to the layer with the rest
                 origin[section,] = layer
             if not isinstance(table, dict):
                 merged[section] = table
@@ -212,32 +214,31 @@ def _merge(layers: list[_Origin]) -> tuple[dict[str, Any], Origin]:
 
 
 def _read(path: Path, problems: list[SpecError]) -> dict[str, Any]:
-    """Read a TOML file of at most a megabyte; {} where it cannot be read."""
+    """Return the contents of a TOML file of at most 1 MB, or {} if it cannot be read."""
     try:
         if not path.is_file():
-            found = "this is a directory" if path.is_dir() else "this is no regular file"
+            found = "this is a directory" if path.is_dir() else "this is not a regular file"
             what = found if path.exists() else "there is no such file"
-            remedy = "Give a run file, which gradscope init writes, or a dataset spec."
+            remedy = "Give a run file (gradscope init writes one) or a dataset spec."
         else:
             with path.open("rb") as file:
                 content = file.read(_MAX_BYTES + 1)
             what = f"the file is larger than {_MAX_BYTES:,} bytes"
-            remedy = "This must be a TOML file of settings; data and weights have paths of their "
-            remedy += "own."
+            remedy = "Give a TOML file of settings here, and name data and weights in it."
             if len(content) <= _MAX_BYTES:
                 text = content.decode("utf-8-sig")
                 long = _LONG_KEY.search(text)
                 if long is None:
                     return tomllib.loads(text)
                 line = text.count("\n", 0, long.start()) + 1
-                what = f"more than {_MAX_PARTS} names are joined by dots at line {line}"
+                what = f"a key in line {line} has more than {_MAX_PARTS} names joined by dots"
                 remedy = "Shorten the key."
     except OSError as error:
         what, remedy = f"cannot be read: {error.strerror}", "Check its permissions."
     except UnicodeDecodeError as error:
         kind, _ = describe(content[:4096])
-        what = f"this is {kind}, and a TOML file is expected: byte {error.start} is not UTF-8"
-        remedy = "Give a run file, which gradscope init writes, or a dataset spec."
+        what = f"this is {kind}, not a TOML file: byte {error.start} is not UTF-8"
+        remedy = "Give a run file (gradscope init writes one) or a dataset spec."
     except RecursionError:
         what, remedy = "tables or arrays are nested too deeply", "Flatten them."
     except ValueError as error:  # TOMLDecodeError, and numbers of thousands of digits
@@ -252,7 +253,7 @@ def _read(path: Path, problems: list[SpecError]) -> dict[str, Any]:
 def _with_absolute_paths(
     values: Mapping[str, Any], base: Path, *, flags: bool = False
 ) -> dict[str, Any]:
-    """Make the paths in a layer absolute; those in chains that are flags stay as they are."""
+    """Make the paths in a layer absolute, except for paths in chains given as flags."""
     result = {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
     for (section, key), anchor in _ANCHORS.items():
         table = result.get(section)
@@ -270,20 +271,20 @@ def _paths(value: Any, base: Path) -> Any:
 
 
 def _reference(value: Any, base: Path) -> Any:
-    """Make the file absolute in FILE.py:NAME, arguments of a loss behind it or not."""
+    """Make FILE.py absolute in FILE.py:NAME, with or without a loss's arguments after it."""
     text = str(value) if isinstance(value, str | Path) else ""
     file, colon, _ = (function_of(text) or text).rpartition(":")
     return f"{base / file}{text[len(file) :]}" if colon and file.endswith(".py") else value
 
 
 def _factory(value: Any, base: Path) -> Any:
-    """Make a file of FILE.py:NAME absolute, or the folder of an adapter's base model."""
+    """Make FILE.py absolute in FILE.py:NAME, or the folder of an adapter's base model."""
     folder = isinstance(value, str | Path) and value != FROM_CHECKPOINT and is_folder(base / value)
     return f"{base / value}" if folder else _reference(value, base)
 
 
 def _chains(value: Any, base: Path) -> Any:
-    """Make the files absolute that chains name: a stage of the user's, a stored vector."""
+    """Make files in chains absolute: files of users' stages and of stored vectors."""
     if not isinstance(value, list):
         return value
     return [resolve_paths(chain, base) if isinstance(chain, str) else chain for chain in value]
@@ -314,7 +315,7 @@ def _toml(layer: _Origin, section: str) -> Path | None:
 
 
 def _with_dataset_spec(layer: _Origin, problems: list[SpecError]) -> list[_Origin]:
-    """Put the dataset spec that the layer names, if any, as a layer of its own below it."""
+    """Return the layer; if it names a dataset spec, with the spec as a separate layer below it."""
     if not _names_spec(layer):
         return [layer]
     table = dict(layer.values["dataset"])
@@ -333,13 +334,13 @@ def _with_dataset_spec(layer: _Origin, problems: list[SpecError]) -> list[_Origi
 
 
 def _run_file(path: Path) -> SpecError:
-    """Say that a run file stands where a checkpoint or data belong."""
+    """Return the error for a run file given as the checkpoint or the data."""
     remedy = f"Run `gradscope check --config {path.name}` without CHECKPOINT and DATASET."
     return SpecError("this is a run file", where=str(path), remedy=remedy)
 
 
 def short_repr(value: Any) -> str:
-    """Return a setting as a message shows it: short, in quotes where it is text."""
+    """Return a setting for a message: shortened, and in quotes if it is text."""
     try:
         return repr(str(value)) if isinstance(value, Path) else reprlib.repr(value)
     except ValueError:  # Python does not print integers of thousands of digits
@@ -349,15 +350,15 @@ def short_repr(value: Any) -> str:
 def _complaints(
     failure: ValidationError, merged: dict[str, Any], origin: Origin, *, missing: bool
 ) -> list[SpecError]:
-    """Return an error for each key that pydantic finds wrong, at most `MAX_ERRORS` and one more.
+    """Return an error for each key that pydantic finds wrong, at most `MAX_ERRORS` + 1.
 
-    Missing keys are told only if `missing` says so; () is where in `origin` they belong.
+    Missing keys are reported only if `missing`. `origin[()]` is the layer that should have them.
     """
     errors = failure.errors(include_url=False, include_context=False)[:_ENOUGH]
     found = [
         (e["loc"] if e["type"] == "missing" else _walk(merged, e["loc"]), e["type"]) for e in errors
     ]
-    # Of a value that may be of two kinds both complain: keep the one that points into it.
+    # For a value with two possible types, both types report it: keep the error inside the value.
     outer = {parts[:k] for parts, _ in found for k in range(len(parts))}
     told = (
         (parts, kind)
@@ -376,11 +377,11 @@ def _complaint(parts: Location, kind: str, merged: dict[str, Any], origin: Origi
     if kind == "extra_forbidden":
         known = [option.key for option in run_options() if option.section == names[0]]
         if names[0] == "dataset" and not layer.flat:
-            known.append("spec")  # which is taken out before the rest is validated
+            known.append("spec")  # removed before validation
         known = known if len(names) > 1 else [*RunSpec.model_fields]
         what, remedy = "unknown key", suggestion(names[min(1, len(names) - 1)], known)
     elif kind == "string_too_long":
-        what, remedy = f"found a text of {len(value):,} characters", "Write less."
+        what, remedy = f"found a text of {len(value):,} characters", "Shorten the text."
     else:
         what = "missing" if kind == "missing" else f"found {short_repr(value)}"
         if len(names) > 1:
@@ -394,7 +395,7 @@ def _complaint(parts: Location, kind: str, merged: dict[str, Any], origin: Origi
 
 
 def _walk(values: Any, location: Location) -> Location:
-    """Follow a location into the settings; parts that are pydantic's own words are left out."""
+    """Return the part of a pydantic location that exists in the settings."""
     parts: list[str | int] = []
     for part in location:
         inside = isinstance(values, Mapping) and part in values
@@ -404,9 +405,9 @@ def _walk(values: Any, location: Location) -> Location:
 
 
 def _valid_settings(merged: Mapping[str, Any], failure: ValidationError) -> dict[str, Any]:
-    """Return the settings that are of the right form, with examples where one must be given.
+    """Return the valid settings, with examples for missing required settings.
 
-    A loss of the user's is replaced, too: none of their code is to run for a run that cannot be.
+    A user's loss is also replaced, so that no user code runs for a run with errors.
     """
     kept = {key: dict(t) if isinstance(t, Mapping) else t for key, t in merged.items()}
     for error in failure.errors():

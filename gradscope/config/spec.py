@@ -1,8 +1,8 @@
-"""The settings of a run: what the run file may hold, and which of it the command line takes.
+"""The settings of a run: the keys of the run file, and their flags on the command line.
 
-Each setting is described once, by `option`. Its flag, its key in the run file, the message about a
-wrong value and its line in docs/reference.md follow from that. The other options of the commands
-are described in the same way, in `gradscope.config.commands`.
+`option` describes each setting once. Its flag, its key in the run file, the message for a wrong
+value and its line in docs/reference.md are generated from it. `gradscope.config.commands` describes
+the remaining options of the commands in the same way.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from gradscope.errors import SpecError
 
 _CHAINS = ("init", "check", "compute")
 _RUNS = (*_CHAINS, "compare")
-_FILES = _RUNS[1:]  # of init these are options of its own, which must be given
+_FILES = _RUNS[1:]  # `init` defines these options itself, as required options
 
 
 def option(
@@ -32,19 +32,19 @@ def option(
     """Describe a setting of a run, or an option of a command.
 
     Args:
-        default: Its value where it is not given; `...` if it must be given.
-        flag: Its names on the command line and what stands for its value, "--transform -t CHAIN";
-            "DATASET" is a positional argument; "" if only the run file has it.
+        default: The value if the option is not given, or `...` for a required option.
+        flag: Its names and a placeholder for its value, "--transform -t CHAIN". "DATASET" is a
+            positional argument. "" means a key of the run file only.
         commands: The commands that take it as a setting of a run.
-        help: What it is for; the default is added.
-        accepted: What it may be; "" where its type says so.
+        help: The purpose of the option. The default value is appended.
+        accepted: The accepted values, or "" if the type defines them.
     """
     described: Any = {"flag": flag, "commands": commands, "help": help, "accepted": accepted}
     return Field(default=default, json_schema_extra=described)
 
 
 def same(section: str, key: str, default: Any) -> Any:
-    """Describe an option of a command that is a setting of a run, too, with its own default."""
+    """Describe an option of a command that is also a setting of a run, with a new default."""
     field = RunSpec.model_fields[section].annotation.model_fields[key]  # type: ignore[union-attr]
     return Field(default=default, json_schema_extra=field.json_schema_extra)
 
@@ -53,22 +53,22 @@ def same(section: str, key: str, default: Any) -> Any:
 class Option:
     """A setting of a run (a key of the run file, with or without a flag), or a command's option."""
 
-    section: str  # the table of the run file, "" of an option of a command
+    section: str  # the table of the run file, "" for an option of a command
     key: str
-    type: Any  # without None and without what is checked beyond it
+    type: Any  # without None and without pydantic's constraints
     required: bool
-    default: Any  # None if the option is required
-    accepted: str  # what it may be, "" if its type says so
-    least: int | None  # the smallest value; None for no limit
-    most: int | None  # the largest value; None for no limit
-    flags: tuple[str, ...]  # its names on the command line, none if only the run file has it
-    metavar: str  # what stands for its value in the help; "" of a switch
-    commands: tuple[str, ...]  # those that take it as a setting of a run
-    help: str  # what it is for
+    default: Any  # the default value; for a required option None
+    accepted: str  # the accepted values, "" if the type defines them
+    least: int | None  # the smallest value, if there is a limit
+    most: int | None  # the largest value, if there is a limit
+    flags: tuple[str, ...]  # its names on the command line; empty for a key of the run file only
+    metavar: str  # the placeholder for its value in the help; "" for a switch
+    commands: tuple[str, ...]  # the commands that take it as a setting of a run
+    help: str  # the purpose of the option
 
     @property
     def parameter(self) -> str:
-        """The flag as the name of a parameter: `batch_size`; "" if there is none."""
+        """The flag as the name of a parameter: `batch_size`; "" for an option without a flag."""
         flag = "".join(self.flags[:1]).partition("/")[0]
         if not self.section and not flag.startswith("-"):
             return self.key
@@ -85,7 +85,7 @@ def options_of(table: Any, section: str = "") -> Iterator[Option]:
     """Yield the settings in one table of a run file, or the options of a command."""
     for key, field in getattr(table, "model_fields", {}).items():
         if field.json_schema_extra is None:
-            continue  # the settings of a run, among the options of a command
+            continue  # the field `spec` of a command, which holds the settings of a run
         described: Any = field.json_schema_extra
         kind, accepted = field.annotation, described["accepted"] or field.description
         limits = [*field.metadata]
@@ -122,61 +122,61 @@ class _Section(BaseModel):
 
 
 class ModelSpec(_Section):
-    """Which model: a function of the user's that returns an nn.Module."""
+    """The model: a user's function that returns an nn.Module."""
 
     factory: values.Reference = option(
         ...,
         "--model FILE.py:FACTORY",
         _RUNS,
-        f"A function that returns the model; or {FROM_CHECKPOINT}: the model that CHECKPOINT "
-        "holds; or, of an adapter, the folder of its base model",
-        f"{REFERENCE_FORMS}, a function that returns the model, or {FROM_CHECKPOINT}, the model "
-        "that the checkpoint itself holds, or, of an adapter, the folder of its base model",
+        f"A function that returns the model, or {FROM_CHECKPOINT} for the model stored in "
+        "CHECKPOINT; for an adapter also the folder of its base model",
+        f"{REFERENCE_FORMS}, a function that returns the model; or {FROM_CHECKPOINT} for the model "
+        "stored in the checkpoint; for an adapter also the folder of its base model",
     )
     kwargs: values.Table = option({}, accepted="a table of the factory's keyword arguments")
     argv: tuple[str, ...] = option(
         (),
-        accepted="a list of the command-line arguments that FILE.py parses when it is imported, "
+        accepted="a list of command-line arguments that FILE.py parses when it is imported, "
         'such as ["--data", "cifar10"]',
     )
     mode: Literal["eval", "train"] = option("eval", "--mode", _RUNS, "The model's mode")
 
 
 class CheckpointSpec(_Section):
-    """Which weights."""
+    """The weights of the model."""
 
     path: values.SomePath = option(
         ...,
         "CHECKPOINT",
         _FILES,
-        "A file with the model's weights, or its folder",
-        "the path of a file with the weights, or of the folder that holds it",
+        "A file with the model's weights, or a folder with such a file",
+        "the path of a file with the weights, or of a folder with such a file",
     )
     key: values.Text | None = option(
         None,
         "--key KEY",
         _RUNS,
-        "Where in CHECKPOINT the weights are, such as ema.module",
-        'where in it the weights are, such as "ema.module"',
+        "The key of the weights in CHECKPOINT, such as ema.module",
+        'the key of the weights in the checkpoint, such as "ema.module"',
     )
     ignore: values.Globs | None = option(
         None,
         "--ignore GLOB",
         _RUNS,
-        "Leave out names in CHECKPOINT that the model does not have",
-        "a list of globs of names in it that the model does not have",
+        "Ignore entries of CHECKPOINT with these names, which the model does not have",
+        "a list of globs of names in the checkpoint that the model does not have",
     )
     unsafe_pickle: values.Switch = option(
         False,
         "--unsafe-pickle",
         _RUNS,
-        "Load CHECKPOINT even if it can execute code: pickled objects, programs",
-        "true or false: the file may execute code as it is loaded",
+        "Load CHECKPOINT even if it can execute code, such as pickled objects or programs",
+        "true or false; with true, the file may execute code while it is loaded",
     )
 
 
 class DatasetSpec(_Section):
-    """Which arrays of which file, and how they are made into tensors."""
+    """The arrays of a data set, and their conversion to tensors."""
 
     path: values.SomePath = option(
         ...,
@@ -190,12 +190,12 @@ class DatasetSpec(_Section):
         {}, accepted="a table of the keyword arguments of FILE.py:FACTORY"
     )
     files: dict[values.Text, values.SomePath] = option(
-        {}, accepted="a table from an array's name to another file that holds it"
+        {}, accepted="a table from an array's name to the file of this array"
     )
     columns: dict[values.Text, values.Glob | values.Globs] = option(
         {},
-        accepted="a table from an array's name to a column, or to a list of columns that stand "
-        'side by side in it, such as ["age", "pixel*", "table[0:3]"]',
+        accepted="a table from an array's name to a column, or to a list of columns that form "
+        'the array, such as ["age", "pixel*", "table[0:3]"]',
     )
     inputs: Annotated[
         tuple[values.Text, ...] | dict[values.Text, values.Text], Field(min_length=1)
@@ -203,12 +203,12 @@ class DatasetSpec(_Section):
         ("inputs",), accepted='a list of array names, or a table {keyword = "array"}; at least one'
     )
     targets: tuple[values.Text, ...] = option(
-        ("targets",), accepted="a list of array names, [] for none"
+        ("targets",), accepted="a list of array names, or [] for no targets"
     )
     whole: tuple[values.Text, ...] = option(
         (),
-        accepted="a list of the inputs that every sample has whole, such as an adjacency matrix; "
-        "with all inputs, row i of the model's answer is that of sample i",
+        accepted="a list of inputs that all samples share, such as an adjacency matrix; if all "
+        "inputs are listed, row i of the model's output belongs to sample i",
     )
     dtype: dict[values.Text, values.ArrayDtype] = option(
         {},
@@ -216,7 +216,7 @@ class DatasetSpec(_Section):
         "bool, uint8, int8, int16, int32, int64, complex64, complex128",
     )
     scale: dict[values.Text, values.Number] = option(
-        {}, accepted="a table from an array's name to the finite number it is times"
+        {}, accepted="a table from an array's name to a finite factor of its entries"
     )
     reshape: dict[values.Text, values.Shape] = option(
         {},
@@ -224,38 +224,38 @@ class DatasetSpec(_Section):
         "entry may be -1",
     )
     classes: dict[values.Text, values.Names] = option(
-        {}, accepted="a table from an array of texts to the list of texts for 0, 1, ..."
+        {}, accepted="a table from an array of texts to the list of texts that become 0, 1, ..."
     )
     tokenizer: dict[values.Text, values.SomePath] = option(
         {},
-        accepted="a table from an array of texts to a tokenizer.json, or the folder of a Hugging "
-        "Face tokenizer",
+        accepted="a table from an array of texts to a tokenizer.json, or to the folder of a "
+        "Hugging Face tokenizer",
     )
     vocabulary: dict[values.Text, values.Text | values.Texts] = option(
         {},
-        accepted="a table from an array of whole numbers to a text of the letters, or a list of "
-        "the words, that 0, 1, ... stand for: to show samples by",
+        accepted="a table from an array of integers to the letters (a text) or the words (a list) "
+        "that 0, 1, ... represent; used to show samples",
     )
     pad: dict[values.Text, values.Number] = option(
         {},
-        accepted="a table from an array of sequences to the number that fills them up; the array "
-        "NAME_mask says which entries are a sample's own",
+        accepted="a table from an array of sequences to the padding value; the array NAME_mask "
+        "then marks the entries that are not padding",
     )
     length: dict[values.Text, values.Count] = option(
-        {}, accepted="a table from an array of sequences to the length they are cut or padded to"
+        {}, accepted="a table from an array of sequences to the length to cut or pad them to"
     )
     id: values.Text | None = option(
-        None, accepted="the name of an array with one number or text a sample, no two the same"
+        None, accepted="the name of an array with a different number or text for each sample"
     )
     select: values.Text | Annotated[tuple[values.Position, ...], Field(min_length=1)] | None = (
         option(None, accepted="a list of positions of samples, or the name of an array of booleans")
     )
 
-    _mask: str | None = PrivateAttr(None)  # the target that says which of the first one's count
+    _mask: str | None = PrivateAttr(None)  # the target that is a mask of the first target
 
     @property
     def masks(self) -> dict[str, str]:
-        """Of a target that says which entries of another count, that other one."""
+        """{mask: target}, where the target called `mask` says which entries of `target` count."""
         return {} if self._mask is None else {self._mask: self.targets[0]}
 
     @property
@@ -266,13 +266,13 @@ class DatasetSpec(_Section):
 
     @property
     def factory(self) -> str | None:
-        """FILE.py:FACTORY, or None where the data lie in a file."""
+        """FILE.py:FACTORY, or None if the data are in a file."""
         text = str(self.path)
         return text if function_of(text) == text and ".py:" in text else None
 
     @property
     def sources(self) -> tuple[Path, ...]:
-        """All files and folders that are read."""
+        """All files and folders to read."""
         place = self.path if self.factory is None else Path(str(self.path).rpartition(":")[0])
         return (place, *self.files.values(), *self.tokenizer.values())
 
@@ -288,15 +288,15 @@ class DatasetSpec(_Section):
 
 
 class LossSpec(_Section):
-    """Which loss."""
+    """The loss."""
 
     name: values.LossName = option(
         ...,
         "--loss LOSS",
         _RUNS,
-        "A name (`gradscope list losses`) or FILE.py:LOSS; :key=value,... may follow",
-        f"a loss that `gradscope list losses` shows, or {REFERENCE_FORMS}; "
-        ":key=value,... may follow",
+        "A name (see `gradscope list losses`) or FILE.py:LOSS, then options as :key=value,...",
+        f"a name from `gradscope list losses`, or {REFERENCE_FORMS}; then options as "
+        ":key=value,...",
     )
     kwargs: values.Table = option(
         {}, accepted="a table of the loss's arguments: numbers, text, lists of numbers"
@@ -304,7 +304,7 @@ class LossSpec(_Section):
 
     @property
     def stage(self) -> Stage:
-        """The loss and its arguments, still text.
+        """The loss and its arguments, not yet converted from text.
 
         Raises:
             SpecError: An argument is not of the form key=value.
@@ -313,107 +313,111 @@ class LossSpec(_Section):
 
 
 class ComputeSpec(_Section):
-    """What is computed, and how."""
+    """The settings of the computation."""
 
     backend: values.Text = option(
-        "auto", "--backend NAME", _CHAINS, "See `gradscope list backends`", "a backend's name"
+        "auto",
+        "--backend NAME",
+        _CHAINS,
+        "The backend, see `gradscope list backends`",
+        "a backend's name",
     )
     transform: values.Texts = option(
         ("identity",),
         "--transform -t CHAIN",
         _CHAINS,
-        'Such as "clip:max_norm=1.0 | mean"',
+        'What to compute, such as "clip:max_norm=1.0 | mean"',
         'a list of chains such as ["clip:max_norm=1.0 | mean"]',
     )
     parameters: values.Globs | None = option(
         None,
         "--parameters GLOB",
         _RUNS,
-        "Only parameters of these names",
+        "Use only parameters with these names",
         'a list of globs such as ["head.*"]',
     )
     samples: values.Samples | None = option(
-        None, "--samples A:B", _RUNS, "Only samples A up to, not with, B"
+        None, "--samples A:B", _RUNS, "Use only samples A to B - 1, counted from 0"
     )
     shard: values.ShardText | None = option(
         None,
         "--shard I/N",
         _CHAINS,
-        "Only part I, from 0, of N; workers of torchrun take theirs by themselves",
+        "Compute only part I of N, counted from 0; torchrun sets this for its workers",
     )
     sharded: values.Switch = option(
         False,
         "--sharded",
         _CHAINS,
-        "Divide the model over the workers of torchrun (fully_shard), for one result file",
+        "Shard the model over the workers of torchrun (fully_shard); write one result file",
     )
     batch_size: values.Count | None = option(
-        None, "--batch-size N", _RUNS, "Samples computed at a time"
+        None, "--batch-size N", _RUNS, "The number of samples in a batch"
     )
     memory: values.Memory | None = option(
         None,
         "--memory SIZE",
         _CHAINS,
-        "What a run may take beside model and data, such as 2GB; it sets the batch size",
+        "Memory for the run without model and data, such as 2GB; it sets the batch size",
     )
-    dtype: values.Dtype | None = option(None, "--dtype", _RUNS, "What the model computes in")
+    dtype: values.Dtype | None = option(None, "--dtype", _RUNS, "The dtype of the computation")
     device: values.Device | None = option(
-        None, "--device DEVICE", _RUNS, "Where it is computed: cpu, cuda or cuda:N [cpu]"
+        None, "--device DEVICE", _RUNS, "The device: cpu, cuda or cuda:N [cpu]"
     )
-    seed: values.Seed = option(0, "--seed N", _RUNS, "For anything random")
+    seed: values.Seed = option(0, "--seed N", _RUNS, "The seed of all random numbers")
     compile: values.Switch = option(
         False,
         "--compile",
         _RUNS,
-        "Compile gradient and reduction where that can be done; with auto, where it pays",
+        "Compile gradient and reduction if possible; backend auto does so only if it is faster",
     )
     cache: values.Switch = option(
         True,
         "--cache",
         _CHAINS,
-        "Measure which kernels are faster, and remember it on this machine",
+        "Measure which kernels are faster, and store the result on this machine",
     )
     layout: Literal["auto", "dense", "factored"] = option(
-        "dense", "--layout", _CHAINS, "How rows are stored"
+        "dense", "--layout", _CHAINS, "The storage format of rows"
     )
     compression: values.Compressed | None = option(
         None,
         "--compression gzip|zstd|blosc2[:LEVEL]",
         _CHAINS,
-        "Compress rows [they are stored as they are]",
+        "Compress rows [no compression]",
     )
     labels: Literal["data", "sampled", "exact"] = option(
         "data",
         "--labels",
         _CHAINS,
-        "The data's, drawn from the model's predictions, or all classes",
+        "The data's labels, labels sampled from the model's predictions, or all classes",
     )
     rows: Literal["sample", "token"] = option(
         "sample",
         "--rows",
         _RUNS,
-        "What has a row of its own; token: each position of a loss (n, t) that counts",
+        "A row for each sample, or for each counted position (token) of a loss (n, t)",
     )
     predictions: values.Switch = option(
         True,
         "--predictions",
         _CHAINS,
-        "Keep what the model predicts of each sample, and the margin of its class",
+        "Store the model's prediction for each sample, and the margin of its class",
     )
     previews: values.Preview | None = option(
         None,
         "--previews BYTES",
         _CHAINS,
-        "Keep a small picture of each sample, or the beginning of its text, in so many bytes",
+        "Store a small picture or the first text of each sample, in at most this many bytes",
     )
     coupling: Literal["refuse", "own-loss", "frozen"] = option(
-        "refuse", "--coupling", _CHAINS, "What to do when samples depend on their batch"
+        "refuse", "--coupling", _CHAINS, "What to do if a sample's loss depends on its batch"
     )
     randomness: Literal["refuse", "fixed"] = option(
         "refuse",
         "--randomness",
         _RUNS,
-        "Of a model that draws random numbers: refuse it, or fix them by seed and sample",
+        "If the model draws random numbers: refuse it, or fix them by seed and sample",
     )
     nonfinite: Literal["skip", "fail", "keep"] = option(
         "skip", "--nonfinite", _CHAINS, "What reducers do with samples that are not finite"
@@ -422,24 +426,24 @@ class ComputeSpec(_Section):
         "audit",
         "--verify",
         _CHAINS,
-        "Which batches are proved; audit: the first, the last, some between",
+        "Which batches to prove; audit: the first, the last and some batches between",
     )
 
 
 class CompareSpec(_Section):
-    """What `gradscope compare` runs."""
+    """The settings of `gradscope compare`."""
 
     backends: values.Names = option(
         ("loop", "hooks", "vmap", "expand"),
         "--backends --backend A,B,...",
         ("compare",),
-        "The backends that are compared",
-        "a list of backends' names, each once",
+        "The backends to compare",
+        "a list of different backend names",
     )
 
 
 class RunSpec(_Section):
-    """Everything about a run, every path absolute."""
+    """All settings of a run, with absolute paths."""
 
     version: Annotated[int, Field(strict=True, ge=1, le=1)] = Field(
         default=1, description="1, the only version of the run file so far"
@@ -454,8 +458,8 @@ class RunSpec(_Section):
 
     @model_validator(mode="after")
     def _with_mask(self) -> "RunSpec":
-        """Let the column of `causal_lm:mask=COLUMN`, which tokens count, be the last target."""
-        with suppress(SpecError):  # which is told when the loss is bound
+        """Append the column of `causal_lm:mask=COLUMN` to the targets."""
+        with suppress(SpecError):  # reported when the loss is bound
             mask = self.loss.stage.arguments.get("mask")
             others = tuple(name for name in self.dataset.targets if name != mask)
             if self.loss.stage.name == "causal_lm" and mask is not None and others:
@@ -465,13 +469,13 @@ class RunSpec(_Section):
         return self
 
     def place(self, section: str, key: str) -> str | None:
-        """Return "FILE: section.key" of a setting that a file made, else None."""
+        """Return "FILE: section.key" for a setting from a file, else None."""
         return self._places.get((section, key))
 
     def computing(self, **settings: Any) -> "RunSpec":
-        """Return this run with other settings in [compute]."""
+        """Return this run with new settings in [compute]."""
         return self.model_copy(update={"compute": self.compute.model_copy(update=settings)})
 
     def is_flag(self, section: str, key: str) -> bool:
-        """Whether a setting was given on the command line."""
+        """Whether the setting was given on the command line."""
         return self._places.get((section, key), "") is None

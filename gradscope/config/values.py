@@ -1,8 +1,9 @@
-"""The values of settings: what their texts stand for, and the types of the run file's keys.
+"""Values of settings: parsers of their texts, and the types of the run file's keys.
 
-A function of the user's is "FILE.py:NAME" or "package.module:NAME". A loss is that or a registered
-name, with arguments as in a chain: `cross_entropy:label_smoothing=0.1,per_sample=sum`. Shards and
-workers are counted from 0, as torchrun's RANK and the tasks of job arrays are.
+A user's function is written as "FILE.py:NAME" or "package.module:NAME". A loss is such a function
+or a registered name, with arguments as in a chain:
+`cross_entropy:label_smoothing=0.1,per_sample=sum`. Shards and workers are counted from 0, like
+torchrun's RANK and the tasks of job arrays.
 """
 
 import json
@@ -19,7 +20,7 @@ from gradscope.core.texts import count
 from gradscope.errors import SpecError
 
 REFERENCE_FORMS = "FILE.py:NAME or package.module:NAME"
-FROM_CHECKPOINT = "checkpoint"  # in a factory's place: the model that the checkpoint itself holds
+FROM_CHECKPOINT = "checkpoint"  # instead of a factory: the model stored in the checkpoint
 
 _DOTTED = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 _REFERENCE = re.compile(rf"(?P<place>.+\.py|{_DOTTED}):(?P<name>{_DOTTED})", re.DOTALL)
@@ -32,7 +33,7 @@ _LEVELS = {"gzip": (1, 4, 9), "zstd": (1, 3, 22), "blosc2": (1, 5, 9)}  # lowest
 
 @dataclass(frozen=True)
 class Compression:
-    """How rows are compressed: by gzip, zstd or blosc2; a higher level is smaller and slower."""
+    """The compression of rows: gzip, zstd or blosc2; a higher level is smaller and slower."""
 
     name: str
     level: int
@@ -42,10 +43,10 @@ class Compression:
 
 
 def parse_compression(text: str) -> Compression:
-    """Return the compression that "NAME" or "NAME:LEVEL" stands for.
+    """Return the compression for "NAME" or "NAME:LEVEL".
 
     Raises:
-        SpecError: There is none of that name or level.
+        SpecError: The name or level is unknown.
     """
     name, colon, level = text.partition(":")
     lowest, default, highest = _LEVELS.get(name, (0, 0, -1))
@@ -53,16 +54,16 @@ def parse_compression(text: str) -> Compression:
     found = number if colon else default
     if not lowest <= found <= highest:
         known = ", ".join(f"{name}:{low} to {high}" for name, (low, _, high) in _LEVELS.items())
-        remedy = f"Accepted: {known}; without a level, a usual one."
+        remedy = f"Accepted: {known}; without a level, the default level."
         raise SpecError(f"found {text!r}", where="compression", remedy=remedy)
     return Compression(name, found)
 
 
 def parse_memory(text: str) -> int:
-    """Return the bytes that "2GB", "1.5 GiB" or "500MB" stands for; GB are powers of 1000.
+    """Return the bytes for a text such as "2GB", "1.5 GiB" or "500MB"; 1 GB is 1000³ bytes.
 
     Raises:
-        SpecError: It has another form, or is zero.
+        SpecError: The text has a different form, or the size is zero.
     """
     match = _MEMORY.fullmatch(text)
     size = 0
@@ -70,33 +71,35 @@ def parse_memory(text: str) -> int:
         number, unit, binary = match.groups()
         size = int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(unit.upper()) + 1))
     if not size:
-        remedy = "Accepted: a number and KB, MB, GB, TB, or KiB, MiB, GiB, TiB: 2GB, 1.5GiB."
+        remedy = (
+            "Accepted: a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB, such as 2GB or 1.5GiB."
+        )
         raise SpecError(f"found {text!r}", where="memory", remedy=remedy)
     return size
 
 
 def memory_text(size: float) -> str:
-    """Return "2.5 GB" or "500 MB"."""
+    """Return a size in bytes as text, such as "2.5 GB" or "500 MB"."""
     return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
 
 
 def parse_samples(text: str) -> slice:
-    """Return the slice that "A:B", "A:", ":B" or ":" stands for, counted from 0.
+    """Return the slice for "A:B", "A:", ":B" or ":", counted from 0.
 
     Raises:
-        SpecError: It has another form, or B is not beyond A.
+        SpecError: The text has a different form, or B is not larger than A.
     """
     match = _SAMPLES.fullmatch(text)
     start, stop = (int(n) if n else None for n in match.groups()) if match else (0, 0)
     if stop is not None and stop <= (start or 0):
-        remedy = "Accepted: A:B with 0 ≤ A < B, from sample A up to, not including, sample B."
+        remedy = "Accepted: A:B with 0 ≤ A < B, for the samples A to B - 1."
         raise SpecError(f"found {text!r}", where="samples", remedy=remedy)
     return slice(start, stop)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of worker `index`, from 0, of `count` workers."""
+    """The part of the samples for worker `index` (counted from 0) of `count` workers."""
 
     index: int
     count: int
@@ -105,12 +108,12 @@ class Shard:
         return f"{self.index}/{self.count}"
 
     def place(self, output: Path) -> Path:
-        """Return the file of this shard, next to the file of the whole run."""
+        """Return the path of this shard's file, next to the file of the whole run."""
         name = f"{output.stem}.shard-{self.index}-of-{self.count}{output.suffix}"
         return output.with_name(name)
 
     def rows(self, whole: range, batch: int) -> range:
-        """Return this shard's samples, cut between batches of `batch` samples.
+        """Return this shard's samples, in whole batches of `batch` samples.
 
         Raises:
             SpecError: There are fewer batches than shards.
@@ -118,7 +121,7 @@ class Shard:
         batches = -(-len(whole) // batch)
         if batches < self.count:
             raise SpecError(
-                f"the batches of {batch:,} are too few for {self.count:,} shards: "
+                f"there are too few batches of {batch:,} for {self.count:,} shards: "
                 f"{count(len(whole), 'sample')} make {count(batches, 'batch')}",
                 where="shard",
                 remedy=f"Use at most {count(batches, 'shard')}, or a smaller `batch_size`.",
@@ -128,15 +131,15 @@ class Shard:
 
 
 def parse_shard(text: str) -> Shard:
-    """Return the shard that "I/N" stands for.
+    """Return the shard for "I/N".
 
     Raises:
-        SpecError: It has another form, or I is not below N.
+        SpecError: The text has a different form, or I is not below N.
     """
     match = _SHARD.fullmatch(text)
     shard = Shard(*map(int, match.groups())) if match else Shard(0, 0)
     if shard.index >= shard.count:
-        remedy = "Accepted: I/N with 0 ≤ I < N: workers are counted from 0."
+        remedy = "Accepted: I/N with 0 ≤ I < N. Shards are counted from 0."
         raise SpecError(f"found {text!r}", where="shard", remedy=remedy)
     return shard
 
@@ -145,20 +148,20 @@ def parse_shard(text: str) -> Shard:
 class Worker:
     """One of several processes that torchrun has started."""
 
-    shard: Shard  # what it computes
-    local: int | None  # its number on this machine, which picks the GPU; None if there is none
-    restarted: bool  # whether torchrun started it again, because a worker failed
+    shard: Shard  # the samples that the worker computes
+    local: int | None  # LOCAL_RANK, which selects the GPU, or None if it is not set
+    restarted: bool  # whether torchrun restarted the worker after a failure
 
     def device(self, wanted: str | None) -> str | None:
-        """Return this worker's own GPU where any was asked for."""
+        """Return this worker's GPU if `wanted` is "cuda", else `wanted`."""
         return f"cuda:{self.local}" if wanted == "cuda" and self.local is not None else wanted
 
 
 def this_worker(environment: Mapping[str, str]) -> Worker | None:
-    """Return which of several workers this process is, None where it is the only one.
+    """Return this process as one of several workers, or None if it is the only process.
 
     Raises:
-        SpecError: RANK and WORLD_SIZE do not fit together.
+        SpecError: RANK and WORLD_SIZE do not match.
     """
     count = environment.get("WORLD_SIZE", "1")
     if count == "1":
@@ -177,10 +180,10 @@ def this_worker(environment: Mapping[str, str]) -> Worker | None:
 
 
 def split_reference(reference: str) -> tuple[str, str]:
-    """Split "FILE.py:NAME" or "package.module:NAME" into the place and the name.
+    """Split "FILE.py:NAME" or "package.module:NAME" into file or module, and name.
 
     Raises:
-        SpecError: It has neither form.
+        SpecError: The text has neither form.
     """
     match = _REFERENCE.fullmatch(reference)
     if match is None:
@@ -189,21 +192,21 @@ def split_reference(reference: str) -> tuple[str, str]:
 
 
 def function_of(loss: str) -> str | None:
-    """Return the reference "FILE.py:NAME" in front of a loss's arguments, or None for a name."""
+    """Return the reference "FILE.py:NAME" of a loss without its arguments, or None for a name."""
     match = _WITH_ARGUMENTS.fullmatch(loss)
     return None if match is None else match["function"]
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a model is given by a folder, that of an adapter's base model."""
+    """Whether `path` is a folder: the model is then an adapter's base model."""
     try:
         return path.is_dir()
-    except (OSError, ValueError):  # too long, or not to be looked into
+    except (OSError, ValueError):  # the path is too long, or has no permission
         return False
 
 
 def parse_loss(text: str, kwargs: Mapping[str, Any] | None = None) -> Stage:
-    """Return the loss's name and its arguments: those of the text and those of a table.
+    """Return the loss's name and its arguments, from the text and from the table `kwargs`.
 
     Raises:
         SpecError: An argument is not of the form key=value, is given twice, or is a table.
@@ -217,7 +220,11 @@ def parse_loss(text: str, kwargs: Mapping[str, Any] | None = None) -> Stage:
         raise
     for key, value in (kwargs or {}).items():
         if key in given:
-            raise SpecError(f"{key!r} is given twice, in the name and in kwargs", where="loss")
+            raise SpecError(
+                f"{key!r} is given twice, in the name and in kwargs",
+                where="loss",
+                remedy="Remove one of the two.",
+            )
         if isinstance(value, list | tuple) and all(isinstance(v, int | float) for v in value):
             given[key] = ",".join(map(str, value)) + "," * (len(value) == 1)
         elif isinstance(value, str | int | float):
@@ -229,7 +236,7 @@ def parse_loss(text: str, kwargs: Mapping[str, Any] | None = None) -> Stage:
 
 
 def _parsed_by(parse: Callable[[str], object]) -> AfterValidator:
-    """Accept the texts that `parse` accepts."""
+    """Return the validator that accepts the same texts as `parse`."""
 
     def check(value: str) -> str:
         try:
@@ -243,7 +250,7 @@ def _parsed_by(parse: Callable[[str], object]) -> AfterValidator:
 
 def _path(value: Any) -> Path:
     text = str(value) if isinstance(value, str | Path) else ""
-    text.encode()  # a UnicodeEncodeError is a ValueError: the run is recorded as UTF-8
+    text.encode()  # raises UnicodeEncodeError, a ValueError: results record the run as UTF-8
     if not text or "\0" in text:
         raise ValueError("not a path")
     return Path(text)
@@ -279,7 +286,7 @@ def _distinct(value: tuple[str, ...]) -> tuple[str, ...]:
     return value
 
 
-# Parsing takes time quadratic in the length of a text, so texts are short.
+# The parsing time is quadratic in the length of a text, so the length is limited.
 Text = Annotated[str, Field(strict=True, min_length=1, max_length=10_000)]
 Texts = Annotated[tuple[Text, ...], Field(min_length=1)]
 Names = Annotated[Texts, AfterValidator(_distinct)]
@@ -293,7 +300,7 @@ LossName = Annotated[Text, _parsed_by(_loss)]
 Samples = Annotated[
     Text,
     _parsed_by(parse_samples),
-    Field(description='"A:B" with 0 ≤ A < B, either may be left out'),
+    Field(description='"A:B" with 0 ≤ A < B; A or B may be left out'),
 ]
 _OTHER_FORMATS = {
     *(".npz", ".npy", ".pt", ".pth", ".pkl", ".safetensors", ".csv", ".json", ".jsonl", ".parquet"),
@@ -303,13 +310,15 @@ _OTHER_FORMATS = {
 
 def _result_path(path: Path) -> Path:
     if path.suffix.lower() in _OTHER_FORMATS:
-        raise ValueError("its name is of another format")
+        raise ValueError("the ending belongs to a different format")
     return path
 
 
 ResultPath = Annotated[Path, AfterValidator(_result_path)]
 ShardText = Annotated[
-    Text, _parsed_by(parse_shard), Field(description='"I/N" with 0 ≤ I < N: part I, from 0, of N')
+    Text,
+    _parsed_by(parse_shard),
+    Field(description='"I/N" with 0 ≤ I < N: part I of N, counted from 0'),
 ]
 Memory = Annotated[
     Text, _parsed_by(parse_memory), Field(description='a size such as "2GB", "500MB" or "1.5GiB"')
@@ -317,7 +326,7 @@ Memory = Annotated[
 Compressed = Annotated[
     Text,
     _parsed_by(parse_compression),
-    Field(description="gzip, zstd or blosc2; :LEVEL may follow"),
+    Field(description="gzip, zstd or blosc2, optionally with :LEVEL"),
 ]
 Device = Annotated[
     str,
@@ -335,7 +344,7 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Numbers = Annotated[
     tuple[Annotated[float, Field(allow_inf_nan=False)], ...],
     BeforeValidator(lambda text: text.split(",")),
-    Field(description="numbers, with commas between"),
+    Field(description="numbers separated by commas"),
 ]
 Size = Annotated[int, Field(strict=True, ge=-1, lt=2**40)]
 Shape = Annotated[tuple[Size, ...], AfterValidator(_shape)]

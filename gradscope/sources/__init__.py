@@ -1,3 +1,3 @@
-"""What a run reads: the user's code, a model, its weights, a data set."""
+"""The inputs of a run: the user's code, a model, its weights and a data set."""
 
-from gradscope.sources import data, weights  # noqa: F401  they register their readers
+from gradscope.sources import data, weights  # noqa: F401  both register their readers

@@ -1,13 +1,13 @@
-"""The user's own functions, "FILE.py:NAME" and "package.module:NAME", and what code they stand for.
+"""Imports users' functions, "FILE.py:NAME" and "package.module:NAME", and digests their code.
 
-A file is imported under a private name, so that it can hide no module and no other file of the
-same name. Its folder can be imported from, first in line while the file itself is imported and
-last in line afterwards. Two folders may each have, say, a `utils.py`.
+A file is imported under a private name, so it hides no module and no file with the same name. While
+the file is imported, its folder is first in `sys.path`; afterwards it is last. Two folders can
+each have, for example, a `utils.py`.
 
-A function stands for its file and all that the file imports: the imports in the source, also
-within functions that have not run yet, and modules that were loaded along with it in any other
-way. They lie in the file's own folder and below; elsewhere, a module counts where it is loaded
-already and is not one that was installed.
+The code of a function is its file and everything that the file imports. This includes imports in
+the source (also inside functions that have not run yet) and modules that were loaded with the file
+in any other way. Modules in the file's folder and below always belong to the code. Modules in
+other places belong to it if they are loaded already and were not installed.
 """
 
 import ast
@@ -42,15 +42,15 @@ from gradscope.process.shortage import is_shortage
 from gradscope.process.stops import is_stop
 from gradscope.sources.training import without_training
 
-_PRIVATE = "_gradscope_"  # what names of files that are imported begin with
+_PRIVATE = "_gradscope_"  # prefix of the module names of imported files
 _IMPORTERS = {"import_module", "__import__"}
-_SLOW = 3.0  # seconds at one line of a script from which a note is made
-_POLL = 0.1  # seconds between looks at the line that is running
+_SLOW = 3.0  # least seconds in one line of a script for a note
+_POLL = 0.1  # seconds between two checks of the running line
 
-_neighbours: dict[str, dict[str, ModuleType]] = {}  # folder: the modules found in it, by name
-_codes: dict[str, dict[str, str]] = {}  # module: the digests of its code, by file
-_notes: dict[str, dict[int, str]] = {}  # module: what importing it was like, by line
-_arguments: dict[Path, tuple[str, ...]] = {}  # script: the command-line arguments it is given
+_neighbours: dict[str, dict[str, ModuleType]] = {}  # {folder: {name: module in the folder}}
+_codes: dict[str, dict[str, str]] = {}  # {module: {file: digest of its code}}
+_notes: dict[str, dict[int, str]] = {}  # {module: {line: note on its import}}
+_arguments: dict[Path, tuple[str, ...]] = {}  # {script: its command-line arguments}
 
 
 def load_function(reference: str, kind: str) -> Callable[..., Any]:
@@ -58,7 +58,7 @@ def load_function(reference: str, kind: str) -> Callable[..., Any]:
 
     Args:
         reference: "FILE.py:NAME" or "package.module:NAME"; NAME may have dots.
-        kind: What it is for, in messages: "model factory", "loss".
+        kind: The purpose of the function in messages: "model factory", "loss".
 
     Raises:
         SpecError: The reference has neither form.
@@ -66,7 +66,7 @@ def load_function(reference: str, kind: str) -> Callable[..., Any]:
     """
     module, _, name = _load(reference, kind)
     where = f"{kind} {reference}"
-    with user_file(where):  # a module may look its names up by code of its own
+    with user_file(where):  # the module may define __getattr__
         found: object = module
         for part in name.split("."):
             found = getattr(found, part, None)
@@ -76,7 +76,7 @@ def load_function(reference: str, kind: str) -> Callable[..., Any]:
     own = [k for k, v in public.items() if getattr(v, "__module__", None) == module.__name__]
     known = own or list(public)
     if found is None:
-        remedy = suggestion(name, known) if known else "It defines no function."
+        remedy = suggestion(name, known) if known else "The file defines no function."
         raise ModelError(f"there is no {name!r} in it", where=where, remedy=remedy)
     raise ModelError(
         f"{name!r} is {article(type(found).__name__)}, not a function",
@@ -86,24 +86,25 @@ def load_function(reference: str, kind: str) -> Callable[..., Any]:
 
 
 def code_digests(reference: str, kind: str) -> dict[str, str]:
-    """Return the SHA-256 of the code that a reference stands for, {file: digest}.
+    """Return the SHA-256 of the code of a reference, {file: digest}.
 
-    It is that of the files when they were imported. Files are named by their place below the
-    named file's folder, and those elsewhere by their module: nothing depends on where a folder is.
+    The digests are of the files when they were imported. A file in the folder of the named file, or
+    below, has its path relative to this folder as key. A file in another place has its module name
+    as key. So the digests do not depend on the location of folders.
     """
     _, key, _ = _load(reference, kind)
     return dict(_codes.get(key, {}))
 
 
 def give_arguments(reference: str, arguments: Iterable[str]) -> None:
-    """Let the file of FILE.py:NAME find command-line arguments in sys.argv when it is imported."""
+    """Set the command-line arguments in sys.argv during the import of the file of FILE.py:NAME."""
     place = reference.rpartition(":")[0]
     if place.endswith(".py"):
         _arguments[Path(place).absolute()] = tuple(arguments)
 
 
 def import_notes(reference: str, kind: str) -> tuple[str, ...]:
-    """Return notes on how a file was imported: what was left out, which line took seconds."""
+    """Return notes on the import of a file: skipped statements and slow lines."""
     _, key, _ = _load(reference, kind)
     return tuple(_notes.get(key, {}).values())
 
@@ -120,7 +121,7 @@ def class_digests(names: Iterable[str]) -> dict[str, str]:
 
 @contextmanager
 def loading(reference: str, kind: str) -> Iterator[None]:
-    """Count what is imported in the body as code that a reference stands for."""
+    """Add everything that the body imports to the code of a reference."""
     _, key, _ = _load(reference, kind)
     with _recording_code(key):
         yield
@@ -128,11 +129,11 @@ def loading(reference: str, kind: str) -> Iterator[None]:
 
 @contextmanager
 def user_file(what: str, file: Path | str = "", given: Iterable[str] = ()) -> Iterator[None]:
-    """Turn what the user's code raises, sys.exit included, into a `ModelError` that shows it.
+    """Turn an exception of the user's code, including sys.exit, into a `ModelError` that shows it.
 
-    `what` is running, such as "model factory model.py:build". What it prints goes to stderr, since
-    stdout is for results. `sys.argv` is `file` with the arguments `given`: those of the command
-    are not the user's.
+    `what` names the code in messages, such as "model factory model.py:build". The code's output is
+    sent to stderr, because stdout is for results. `sys.argv` is `file` with the arguments `given`,
+    so the code does not read the arguments of gradscope.
     """
     arguments = sys.argv
     sys.argv = [str(file), *given]
@@ -141,7 +142,7 @@ def user_file(what: str, file: Path | str = "", given: Iterable[str] = ()) -> It
             yield
     except MemoryError:
         raise
-    except BaseException as error:  # whatever the user's code raises
+    except BaseException as error:  # the user's code can raise anything
         if is_stop(error):
             raise
         raise _users(error).at(what) from error
@@ -150,27 +151,27 @@ def user_file(what: str, file: Path | str = "", given: Iterable[str] = ()) -> It
 
 
 def blamed(error: BaseException) -> GradscopeError | None:
-    """Return the error for what nobody nearer to it has caught; None where it is a bug of ours."""
+    """Return the error to show for an uncaught exception, or None if it is a bug in gradscope."""
     if is_users(error) or isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit):
         return _users(error)
     if (gone := device_error(error)) is not None:
         return gone
-    told, remedy = f"memory ran out: {first_line(error)}", "Free memory, or give it less to do."
+    told, remedy = f"memory ran out: {first_line(error)}", "Free memory, or use smaller batches."
     return RefusedError(told, remedy=remedy) if is_shortage(error) else None
 
 
 def _users(error: BaseException) -> ModelError:
-    """Return the error for what the user's code raised, with the user's part of the traceback."""
+    """Return the error for an exception of the user's code, with the user's traceback lines."""
     if isinstance(error, SystemExit) and (refused := _argparse_message(error)) is not None:
         return ModelError(
-            f"your script parses command-line arguments, and refuses {sys.argv[1:]}: {refused}",
-            remedy="Give it the arguments of the training, under [model] in the run file: "
+            f"your script parses command-line arguments and refuses {sys.argv[1:]}: {refused}",
+            remedy="Write the arguments of the training under [model] in the run file: "
             'argv = ["--option", "value"]. `gradscope init` writes a run file. Or call '
             'parse_args() only under if __name__ == "__main__".',
         )
     last = traceback.format_exception_only(error) if isinstance(error, SyntaxError) else []
     shown = "\n".join(filter(None, (own_lines(error), "".join(last).rstrip())))
-    remedy = f"It is yours to correct:\n{shown}" if shown else "Correct it there."
+    remedy = f"Correct your code:\n{shown}" if shown else "Correct your code."
     if isinstance(error, ModuleNotFoundError) and error.name:
         remedy = (
             f"Install {error.name.partition('.')[0]} for {sys.executable}, or put its folder on "
@@ -180,7 +181,7 @@ def _users(error: BaseException) -> ModelError:
 
 
 def _argparse_message(error: SystemExit) -> str | None:
-    """Return the message with which argparse ended the user's code, None if it did not."""
+    """Return argparse's error message if argparse ended the user's code, else None."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
         if code.co_name == "error" and Path(code.co_filename).stem == "argparse":
@@ -189,7 +190,7 @@ def _argparse_message(error: SystemExit) -> str | None:
 
 
 def _load(reference: str, kind: str) -> tuple[ModuleType, str, str]:
-    """Return the module that a reference names, what it is kept under, and the name in it."""
+    """Return the module that a reference names, its key in `_codes`, and the name in the module."""
     place, name = split_reference(reference)
     if place.endswith(".py"):
         return *_import_file(Path(place), kind), name
@@ -200,18 +201,18 @@ def _load(reference: str, kind: str) -> tuple[ModuleType, str, str]:
                 return importlib.import_module(place), place, name
         except ModuleNotFoundError as error:
             if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-                raise  # the module exists and imports another one that does not
-    remedy = "Install it, run in the folder that holds it, or give FILE.py:NAME."
+                raise  # the module exists, but a module that it imports does not
+    remedy = "Install the module, run in the folder that contains it, or give FILE.py:NAME."
     raise ModelError("there is no such module", where=what, remedy=remedy)
 
 
 def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
-    """Import a file, and return what it is kept under; the same content is imported once."""
+    """Import a file and return its module and key; the same content is imported once."""
     path = path.absolute()
     what = f"{kind} {path}"
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
-            raise OSError(None, "this is no regular file")
+            raise OSError(None, "this is not a regular file")
         content = path.read_bytes()
     except OSError as error:
         reason = f"cannot be read: {error.strerror}"
@@ -228,7 +229,7 @@ def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # the suffix is .py
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module
     try:
         with user_file(what, path, given), ExitStack() as around:
             tree, line = without_training(ast.parse(content, str(path)), path)
@@ -236,10 +237,10 @@ def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
                 text = linecache.getline(str(path), line).strip()
                 _notes.setdefault(name, {})[line] = (
                     f"{path.name} trains when it is imported, from line {line}: {text} "
-                    "From there on only its definitions and imports were run."
+                    "From this line on, only definitions and imports were run."
                 )
             package, folders = _package(path, tree)
-            if package:  # of relative imports; the name says the same to importlib
+            if package:  # for relative imports; importlib reads the name
                 spec.name, module.__package__ = f"{package}.{name}", package
             for folder in folders:
                 around.enter_context(importable(folder))
@@ -253,10 +254,10 @@ def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
 
 
 def _package(path: Path, tree: ast.Module) -> tuple[str, list[Path]]:
-    """Return the package that a file is in, "" for none, and the folders to import from.
+    """Return the package of a file ("" if it has no package), and the folders to import from.
 
-    The folders are the working directory if the file is below it, the file's own, and the one
-    that holds the package; the last one is searched first.
+    The folders are the working directory if the file is below it, the file's folder, and the folder
+    that contains the package. The last folder is searched first.
     """
     levels = [n.level for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
     depth = max(levels, default=0)
@@ -272,7 +273,7 @@ def _package(path: Path, tree: ast.Module) -> tuple[str, list[Path]]:
 
 
 def _loaded(path: Path) -> str | None:
-    """Return the name of the module that has run a file already, such as __main__; None if none."""
+    """Return the name of the module that has already run a file, such as __main__, or None."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and not name.startswith(_PRIVATE) and Path(file) == path:
@@ -282,26 +283,26 @@ def _loaded(path: Path) -> str | None:
 
 @contextmanager
 def _recording_code(key: str) -> Iterator[None]:
-    """Keep what code the module `key` is made of, some of which is imported in the body."""
+    """Record the code of the module `key`, including the modules that the body imports."""
     before = set(sys.modules)
     yield
     file = getattr(sys.modules.get(key), "__file__", None)
     fresh = _files_of(sys.modules.keys() - before)
     if file is not None and (fresh or key not in _codes):
         path = Path(file).absolute()
-        named = key.startswith(_PRIVATE)  # the modules beside it are looked up in its own folder
+        named = key.startswith(_PRIVATE)  # a file: paths are relative to its folder
         depth = 0 if named else key.count(".") + (path.stem == "__init__")
         _codes[key] = _codes.get(key, {}) | _digests(path, path.parents[depth], fresh)
 
 
 @contextmanager
 def _watching_slow_lines(key: str, path: Path) -> Iterator[None]:
-    """Keep a note on the line of a file that the import in the body waits for, if it is slow.
+    """Record a note on the slowest line of a file during the import in the body, if it is slow.
 
-    Lines that import are left out. While the line runs, stderr says so once.
+    Lines with imports are ignored. While the line runs, a message is printed once to stderr.
     """
     stopped, importing = threading.Event(), threading.get_ident()
-    seconds: dict[int, float] = defaultdict(float)  # by line of the module
+    seconds: dict[int, float] = defaultdict(float)  # {line of the module: seconds}
 
     def watch() -> None:
         last, told = time.perf_counter(), False
@@ -317,7 +318,7 @@ def _watching_slow_lines(key: str, path: Path) -> Iterator[None]:
     watcher = threading.Thread(target=watch, daemon=True)
     try:
         watcher.start()
-    except RuntimeError:  # the system starts no thread
+    except RuntimeError:  # the system cannot start a thread
         yield
         return
     try:
@@ -329,13 +330,13 @@ def _watching_slow_lines(key: str, path: Path) -> Iterator[None]:
     if longest > _SLOW and _is_slow_code(path, line):
         text = linecache.getline(str(path), line).strip()
         _notes.setdefault(key, {})[line] = (
-            f"Importing {path.name} ran line {line} for {longest:.1f} s: {text} If the script "
-            'trains there, put it under if __name__ == "__main__".'
+            f"Importing {path.name} ran line {line} for {longest:.1f} s: {text} If this line "
+            'trains, put it under if __name__ == "__main__".'
         )
 
 
 def _module_line(frame: FrameType | None, path: Path) -> int:
-    """Return the line of the module's own code that a stack of frames is at, 0 if it is in none."""
+    """Return the line of the module's top-level code in a stack of frames, or 0."""
     while frame is not None:
         if frame.f_code.co_filename == str(path) and frame.f_code.co_name == "<module>":
             return frame.f_lineno
@@ -344,13 +345,13 @@ def _module_line(frame: FrameType | None, path: Path) -> int:
 
 
 def _is_slow_code(path: Path, line: int) -> bool:
-    """Whether a line of a file does something else than to import."""
+    """Whether a line of a file is not an import."""
     return line > 0 and "import " not in linecache.getline(str(path), line)
 
 
 @contextmanager
 def importable(folder: Path) -> Iterator[None]:
-    """Let modules of a folder be imported: first in line here, last in line afterwards."""
+    """Make the modules of a folder importable: first in sys.path here, last afterwards."""
     text = str(folder)
     for other, known in _neighbours.items():
         if other != text:
@@ -371,13 +372,13 @@ def importable(folder: Path) -> Iterator[None]:
             sys.path.append(text)
         for name in sys.modules.keys() - before:
             file = getattr(sys.modules[name], "__file__", None)
-            own = name.partition(".")[0] not in before  # a new part of another package is not
+            own = name.partition(".")[0] not in before  # not a submodule of a known package
             if own and file is not None and _is_below(Path(file), folder):
                 mine[name] = sys.modules[name]
 
 
 def _digests(file: Path, folder: Path, loaded: Iterable[Path] = ()) -> dict[str, str]:
-    """Return the SHA-256 of a file, of what it imports and of `loaded` files in its folder."""
+    """Return the SHA-256 of a file, of the files it imports and of `loaded` files in its folder."""
     found: dict[str, str] = {}
     waiting = {file: ""} | {path: "" for path in loaded if _is_below(path, folder)}
     while waiting:
@@ -385,7 +386,7 @@ def _digests(file: Path, folder: Path, loaded: Iterable[Path] = ()) -> dict[str,
         place = module or path.relative_to(folder).as_posix()
         if place in found:
             continue
-        with suppress(OSError):  # a module that something other than a file holds
+        with suppress(OSError):  # the module is not a file
             content = path.read_bytes()
             found[place] = hashlib.sha256(content).hexdigest()
             own = module.split(".") if module else []
@@ -395,13 +396,13 @@ def _digests(file: Path, folder: Path, loaded: Iterable[Path] = ()) -> dict[str,
 
 
 def _imports(content: bytes) -> Iterator[tuple[str, int]]:
-    """Yield the dotted names that a source imports, and the dots in front of them.
+    """Yield the dotted names that a source imports, each with its number of leading dots.
 
-    Of `from a import b` both `a` and `a.b`, since b may be a module.
+    `from a import b` yields `a` and `a.b`, because b may be a module.
     """
     try:
         tree = ast.parse(content)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # or no Python at all
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the file may not be Python
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -421,10 +422,14 @@ def _imports(content: bytes) -> Iterator[tuple[str, int]]:
 def _files(
     name: str, level: int, path: Path, folder: Path, own: list[str]
 ) -> Iterator[tuple[Path, str]]:
-    """Yield the files that an import in `path` runs, and the modules of those that lie elsewhere.
+    """Yield the files that an import in `path` runs, with "" or the module of an outside file.
 
-    `level` is the number of dots in front of the name, `folder` that of the named file, `own` the
-    name of the importing module, in parts, where it lies elsewhere.
+    Args:
+        name: The dotted name to import.
+        level: The number of leading dots.
+        path: The importing file.
+        folder: The folder of the named file. Other files are outside.
+        own: The parts of the importing module's name if it is outside, else [].
     """
     if level:
         root = path.parents[min(level, len(path.parents)) - 1]
@@ -437,7 +442,7 @@ def _files(
         return
     top, parts = name.partition(".")[0], name.split(".")
     if top in sys.stdlib_module_names and not any(_is_below(f, folder) for f in _files_of([top])):
-        return  # Python's own module hides one of the folder that is called alike
+        return  # Python's own module hides a module of the folder with the same name
     roots = [folder, *(p for p in map(Path, sys.path) if p != folder and _is_below(p, folder))]
     places = (file for root in roots for _, file in _modules_below(root, name))
     inside = [file for file in places if _is_below(file, folder)]
@@ -448,7 +453,7 @@ def _files(
 
 
 def _modules_below(root: Path, name: str) -> Iterator[tuple[int, Path]]:
-    """Yield the files below a folder that importing a dotted name runs: part from 1, and file."""
+    """Yield (number of parts, file) for the files below a folder that a dotted import runs."""
     for depth, part in enumerate(name.split("."), 1):
         module, package = root / f"{part}.py", root / part
         if (package / "__init__.py").is_file():
@@ -460,7 +465,7 @@ def _modules_below(root: Path, name: str) -> Iterator[tuple[int, Path]]:
 
 
 def _files_of(names: Iterable[str]) -> set[Path]:
-    """Return the files of some loaded modules, those that were installed left out."""
+    """Return the files of loaded modules, without installed modules."""
     places = (getattr(sys.modules.get(name), "__file__", None) for name in names)
     found = {Path(place) for place in places if isinstance(place, str)}
     return {path for path in found if not is_installed(path)}

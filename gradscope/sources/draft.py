@@ -1,6 +1,6 @@
-"""A commented run file for a checkpoint and a data file, with what can be guessed marked as such.
+"""Writes a commented run file for a checkpoint and a data file, and marks guessed settings.
 
-Nothing of the user's is executed: Python files are parsed, not imported.
+No user code is executed: Python files are parsed, not imported.
 """
 
 import ast
@@ -28,34 +28,35 @@ from gradscope.sources.weights.fit import state_dict_under, state_dicts
 from gradscope.sources.weights.hugging_face import CONFIG
 from gradscope.sources.weights.readers import ADAPTER
 
-_SHOWN = 6  # tensors named in a comment
-_READ = 10_000  # targets that are read for their texts
+_SHOWN = 6  # number of tensors named in a comment
+_READ = 10_000  # number of targets to read for their texts
 _TARGETS = {"target", "targets", "label", "labels", "y", "class", "classes", "following"}
-_NO_INPUTS = {"id", "ids", "idx", "index", "indices"}  # a name that is only this
-# columns in which pandas stores the numbers of rows
+_NO_INPUTS = {"id", "ids", "idx", "index", "indices"}  # full names of arrays that are not inputs
+# columns in which pandas stores row numbers
 _OF_PANDAS = re.compile(r"unnamed: \d+|__index_level_\d+__|level_\d+")
 _GRAPHS = {"adj", "adjacency", "edge", "edges", "laplacian"}
 _KEYWORDS = {"input_ids", "attention_mask", "token_type_ids", "pixel_values", "position_ids"}
-# keywords of the masks of what is padded
+# {padded input: the keyword of its mask}
 _PADDING = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}
-# losses that targets suggest if nothing else is known
+# losses that are chosen from the targets only
 _GENERAL = ("cross_entropy", "token_cross_entropy", "mse", "bce_with_logits")
-_LIKELY, _DOUBT, _OTHERS = 0.5, 0.1, 3  # of a model: the least fit; others are shown within DOUBT
-_DEPTH, _FOLDERS, _FILES = 3, 300, 500  # how deep and how many scripts are looked for
+# the least fit of a model, the largest difference of fits to show, and how many models to show
+_LIKELY, _DOUBT, _OTHERS = 0.5, 0.1, 3
+_DEPTH, _FOLDERS, _FILES = 3, 300, 500  # limits of the search for scripts
 _SKIPPED = re.compile(r"[._]|site-packages$|node_modules$|tests?$")  # folders without a model
 _FACTORIES = ("build", "build_model", "make_model", "create_model", "get_model", "model", "net")
 
 _TEMPLATE = """\
-# A run file for gradscope. What was guessed is marked. Paths are relative to this file.
+# A run file for gradscope. Guessed settings are marked. Paths are relative to this file.
 #   gradscope check --config FILE                loads, proves the first batch, writes nothing
 #   gradscope compute --config FILE -o OUT.h5
 version = 1
 
 [model]
-# FILE.py:NAME, a class or a function that returns the model
+# FILE.py:NAME: a class or a function that returns the model
 {model}
 mode = {mode}
-# argv = ["--width", "64"]         # command-line arguments, if the file parses some when imported
+# argv = ["--width", "64"]         # command-line arguments, if the file parses any when imported
 
 [model.kwargs]                     # the keyword arguments of NAME, such as width = 64
 {kwargs}
@@ -67,7 +68,7 @@ mode = {mode}
 {dataset}
 
 [loss]
-# of `gradscope list losses`, or FILE.py:FUNCTION
+# a name from `gradscope list losses`, or FILE.py:FUNCTION
 # (outputs, targets) -> one number a sample
 {loss}
 
@@ -75,34 +76,34 @@ mode = {mode}
 {compute}
 """
 
-# of [compute]: a line for each setting that is not given
+# [compute]: a line for each setting that is not given
 _EXAMPLES = {
     "backend": 'backend = "auto"',
-    "transform": 'transform = ["identity"]           # every sample\'s gradient; or such as '
+    "transform": 'transform = ["identity"]           # every sample\'s gradient; or, for example, '
     '"clip:max_norm=1.0 | mean"',
-    "parameters": '# parameters = ["*"]               # only parameters of these names',
-    "samples": '# samples = "0:100"                # only some samples',
-    "batch_size": "# batch_size = 32                  # samples computed at a time",
+    "parameters": '# parameters = ["*"]               # only parameters with these names',
+    "samples": '# samples = "0:100"                # only samples 0 to 99',
+    "batch_size": "# batch_size = 32                  # number of samples in a batch",
 }
 
 
 @dataclass
 class Draft:
-    """A run file to be looked at."""
+    """A drafted run file."""
 
     text: str = ""  # TOML
     guessed: dict[str, str] = field(default_factory=dict)  # {key: "value: why"}
     # keys that could not be guessed; their values are examples
     missing: list[str] = field(default_factory=list)
-    unused: dict[str, str] = field(default_factory=dict)  # {array that is left out: why}
+    unused: dict[str, str] = field(default_factory=dict)  # {unused array: why}
 
 
 def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     """Return a run file for a folder.
 
     Args:
-        spec: The settings of the command line, which are written as they are. The function guesses
-            the other settings of the model, the checkpoint, the data and the loss.
+        spec: The settings of the command line, which are written unchanged. The function guesses
+            the remaining settings of the model, the checkpoint, the data and the loss.
         data: A data file, a dataset spec ending in .toml, or FILE.py:FACTORY.
         folder: The folder of the run file.
     """
@@ -117,7 +118,7 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     model_lines, argument_lines = _model(result, model, checkpoint, folder, files, stored)
     found, why = "mse", "an example"
     described = data.suffix.lower() == ".toml"
-    # the samples of a function are not looked at
+    # the samples of a function are not read
     if described or function_of(str(data)) is not None:
         reference = _relative(data, folder) if described else _anchored(str(data), folder)
         dataset_lines = [f"{'spec' if described else 'path'} = {quoted(reference)}"]
@@ -144,13 +145,13 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
 
 
 def _given(spec: RunSpec, section: str) -> dict[str, Any]:
-    """Return the settings {key: value} of a table that were given on the command line."""
+    """Return the settings {key: value} of a table that the command line gives."""
     table: Any = getattr(spec, section)
     return {key: value for key, value in table if spec.is_flag(section, key)}
 
 
 def _compute(spec: RunSpec, folder: Path) -> list[str]:
-    """Return the lines of [compute]: the given settings, and examples of the usual settings."""
+    """Return the lines of [compute]: the given settings, and examples of common settings."""
     given = _given(spec, "compute")
     here = Path(os.path.relpath(Path.cwd(), folder.absolute()))
     if "transform" in given:  # in a run file, paths are relative to it
@@ -160,17 +161,17 @@ def _compute(spec: RunSpec, folder: Path) -> list[str]:
 
 
 def quoted(text: str) -> str:
-    """Return a text as TOML writes it."""
+    """Return a text as a TOML string."""
     plain = text.replace("\\", "\\\\").replace('"', '\\"')
     return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in plain) + '"'
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
     content: Any
-    shapes: Mapping[str, tuple[int, ...]]  # of the tensors of its largest state dict
+    shapes: Mapping[str, tuple[int, ...]]  # {name: shape} of its largest state dict
 
 
 def _model(
@@ -181,10 +182,10 @@ def _model(
     files: Sequence[Path],
     stored: _Stored,
 ) -> tuple[list[str], list[str]]:
-    """Return the lines on the factory, and those on its arguments.
+    """Return the lines for the factory, and the lines for its arguments.
 
-    The factory is the one given, config.json's, a class or function whose parts have the names of
-    the checkpoint's tensors, or a function with a usual name.
+    The factory is the given factory; the model that config.json describes; a class or function with
+    parts named like the checkpoint's tensors; or a function with a common name.
     """
     if model is not None:
         file, _, name = (function_of(model) or "").rpartition(":")
@@ -205,16 +206,16 @@ def _model(
     if likely[0].unknown if likely else not usual:
         likely = [*find_trained(files, stored.content), *likely]
     if held is not None:
-        value, why = FROM_CHECKPOINT, f"the checkpoint's {held} describes it"
+        value, why = FROM_CHECKPOINT, f"the checkpoint's {held} describes the model"
     elif likely:
         value, why = _anchored(likely[0].reference, folder), likely[0].why
     elif usual:
         value = _anchored(min(usual, key=lambda each: each[:2])[2], folder)
-        why = "the name of a function in a file beside it"
+        why = "the name of a function in a nearby file"
     else:
         result.missing.append("model.factory")
         line = f"factory = {quoted(_anchored('model.py:build', folder))}"
-        what = "# AN EXAMPLE: nothing that looks like it was found; write your own"
+        what = "# AN EXAMPLE: no model was found in your scripts; write your own"
         return [what, line], _arguments(result, None)
     result.guessed["model.factory"] = f"{value}: {why}"
     others = [
@@ -226,10 +227,10 @@ def _model(
 
 
 def _arguments(result: Draft, found: FoundModel | None) -> list[str]:
-    """Return the lines on the arguments of a model: those known, and those to be filled in."""
+    """Return the lines for the known arguments of a model, and for the arguments to fill in."""
     if found is None:
         return []
-    lines: dict[str, list[str]] = {"": []}  # by table: of the arguments, and of each config
+    lines: dict[str, list[str]] = {"": []}  # {table: lines}, "" for the arguments themselves
     for name, argument in found.arguments.items():
         table, _, key = name.rpartition(".")
         line = f"{_key(key)} = {_value(argument.value)}  # guessed: {_comment(argument.why)}"
@@ -237,7 +238,7 @@ def _arguments(result: Draft, found: FoundModel | None) -> list[str]:
         result.guessed[f"model.kwargs.{name}"] = f"{_value(argument.value)}: {argument.why}"
     for name in found.unknown:
         table, _, key = name.rpartition(".")
-        lines.setdefault(table, []).append(f"# {_key(key)} =  # fill in: it was not found")
+        lines.setdefault(table, []).append(f"# {_key(key)} =  # fill in: no value was found")
         result.missing.append(f"model.kwargs.{name}")
     tables = [f"\n[model.kwargs.{_key(table)}]" if table else "" for table in lines]
     blocks = zip(tables, lines.values(), strict=True)
@@ -249,7 +250,7 @@ def _key(name: str) -> str:
 
 
 def _scripts(places: Iterable[Path]) -> tuple[list[Path], list[Path]]:
-    """Return the Python files in some folders, and those in the folders below, nearest first."""
+    """Return the Python files in some folders, and in the folders below them, nearest first."""
     near: dict[Path, None] = {}
     below: dict[Path, None] = {}
     waiting = deque((place, 0) for place in dict.fromkeys(places))
@@ -272,7 +273,7 @@ def _scripts(places: Iterable[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def _loss_of_script(called: Sequence[str], of_data: str, why: str) -> tuple[str, str]:
-    """Return the loss that scripts call, and why; `of_data` is what the targets alone suggest."""
+    """Return the loss that scripts call, and why; `of_data` is the guess from the targets."""
     of_tokens = of_data == "token_cross_entropy"
     name = "cross_entropy" if of_tokens else of_data
     own = [each for each in called if each.partition(":")[0] == name]
@@ -280,8 +281,8 @@ def _loss_of_script(called: Sequence[str], of_data: str, why: str) -> tuple[str,
     if of_tokens and own:
         return f"token_{found}", why
     rest = [each for each in called if each != found]
-    others = f"; also {listed(rest)}: for their sum write a function" if rest else ""
-    return found, f"a script beside it calls it{others}"
+    others = f"; it also calls {listed(rest)}: for a sum write a function" if rest else ""
+    return found, f"a nearby script calls it{others}"
 
 
 def _description(checkpoint: Path) -> str | None:
@@ -293,12 +294,12 @@ def _functions(file: Path) -> list[str]:
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return []  # it will be told when it is used
+        return []  # the error is reported when the file is used
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
 
 
 def _checkpoint(result: Draft, spec: RunSpec, folder: Path) -> tuple[list[str], _Stored]:
-    """Return the lines on the checkpoint, and what it holds."""
+    """Return the lines for the checkpoint, and its content."""
     checkpoint, given = spec.checkpoint.path, _given(spec, "checkpoint")
     content, report = read(checkpoint, unsafe_pickle=spec.checkpoint.unsafe_pickle)
     found = state_dicts(content) if isinstance(content, Mapping | nn.Module) else []
@@ -312,7 +313,7 @@ def _checkpoint(result: Draft, spec: RunSpec, folder: Path) -> tuple[list[str], 
     ]
     most = max((len(tensors) for _, tensors in weights), default=0)
     if not most:
-        what, remedy = "there are no named tensors in it", "Save model.state_dict()."
+        what, remedy = "the checkpoint has no named tensors", "Save model.state_dict()."
         raise CheckpointError(what, where=str(checkpoint), remedy=remedy)
     largest = [(key, tensors) for key, tensors in weights if len(tensors) == most]
     shown = _comment(listed(largest[0][1], _SHOWN))
@@ -331,10 +332,10 @@ def _checkpoint(result: Draft, spec: RunSpec, folder: Path) -> tuple[list[str], 
 
 @dataclass(frozen=True)
 class _DataArray:
-    """What is known of an array of the data file before its rows are read."""
+    """The length, sample shape and dtype of an array, known before its rows are read."""
 
     length: int
-    sample: tuple[int, ...] | None  # None for texts and for sequences of different lengths
+    sample: tuple[int, ...] | None  # the shape; for texts and sequences of different lengths None
     dtype: str  # or "text"
 
     @classmethod
@@ -354,7 +355,7 @@ class _DataArray:
 def _dataset(
     result: Draft, data: Path, folder: Path, *, keywords: bool
 ) -> tuple[list[str], str, str]:
-    """Return what is known of a data file, a loss that takes its targets, and why.
+    """Return the lines for a data file, a loss for its targets, and why.
 
     With `keywords`, the model takes each input by its name.
     """
@@ -387,7 +388,7 @@ def _dataset(
         masks = {known[k]: f"{k}{MASK}" for k in free}
         guess("inputs", {**inputs, **masks}, why)
     elif len(inputs) > 1 and all(arrays[k].sample == () for k in inputs):
-        guess("columns", {"table": inputs}, "numbers that stand side by side")
+        guess("columns", {"table": inputs}, "columns with one number a sample")
         guess("inputs", ["table"], why)
     else:
         guess("inputs", inputs, why)
@@ -397,7 +398,7 @@ def _dataset(
     if train := next((name for name in nodes if "train" in name.lower()), None):
         guess("select", train, "the nodes to train on")
     if padded:
-        of = "of different lengths; NAME_mask says which entries are their own"
+        of = "different lengths; NAME_mask marks the entries that are not padding"
         guess("pad", dict.fromkeys(padded, 0), of)
     lines += _pixels(arrays, inputs, guess)
     texts = opened.load(targets[0]) if targets else None
@@ -405,7 +406,7 @@ def _dataset(
         first = sorted(set(texts.read(0, min(texts.n, _READ))))
         guess("classes", {targets[0]: first}, f"the texts of the first {_READ:,} samples, sorted")
     if not targets:
-        return lines, "mse", "there are no targets: name a function of your own, FILE.py:LOSS"
+        return lines, "mse", "there are no targets: write your own function, FILE.py:LOSS"
     target = arrays[targets[0]]
     alike = [arrays[k] for k in inputs if arrays[k].sample == target.sample]
     of_tokens = len(alike) == len(inputs) == 1 and "int" in alike[0].dtype
@@ -415,9 +416,9 @@ def _dataset(
 
 
 def _graph(arrays: Mapping[str, _DataArray], n: int) -> list[str]:
-    """Return the arrays that are a graph of n nodes by their names and shapes.
+    """Return the arrays whose names and shapes describe a graph of n nodes.
 
-    These are adjacency matrices (n, n), lists of edges (2, E), and numbers of edges (E, ...).
+    These are adjacency matrices (n, n), lists of edges (2, E), and values of edges (E, ...).
     """
     words = {name: {*re.split(r"[\W_]+", name.lower())} for name in arrays}
     named = {name: a for name, a in arrays.items() if words[name] & _GRAPHS}
@@ -430,7 +431,7 @@ def _graph(arrays: Mapping[str, _DataArray], n: int) -> list[str]:
 def _unused(
     arrays: Mapping[str, _DataArray], used: set[str], graph: Collection[str]
 ) -> dict[str, str]:
-    """Return {name: why} of the arrays that are neither used nor a part of a graph."""
+    """Return {name: why} for the arrays that are neither used nor part of a graph."""
     n = next(arrays[name].length for name in used)
 
     def why(name: str, array: _DataArray) -> str:
@@ -438,14 +439,14 @@ def _unused(
             return "texts"
         if array.length != n:
             return f"{count(array.length, 'sample')}, not {n:,}"
-        return "its name says that it numbers samples"
+        return "the name of a sample index"
 
     used = {*used, *graph}
     return {name: why(name, array) for name, array in arrays.items() if name not in used}
 
 
 def _numbers_samples(name: str, arrays: Mapping[str, _DataArray]) -> bool:
-    """Whether an array is the index of a table by its name, or the unnamed first column."""
+    """Whether the name is a table's index, or the array is the unnamed first column."""
     unnamed = name == "0" and not all(other.isdigit() for other in arrays)
     known = name.lower() in _NO_INPUTS or _OF_PANDAS.fullmatch(name.lower()) is not None
     return unnamed or known
@@ -454,7 +455,7 @@ def _numbers_samples(name: str, arrays: Mapping[str, _DataArray]) -> bool:
 def _require_inputs(
     data: Path, arrays: Mapping[str, _DataArray], unused: Mapping[str, str]
 ) -> None:
-    """Refuse to leave out numbers that a model which takes keywords might take."""
+    """Raise if an unused array has numbers that a model with keyword inputs might need."""
     dropped = [
         f"{name} ({why})"
         for name, why in unused.items()
@@ -462,7 +463,7 @@ def _require_inputs(
     ]
     if dropped:
         raise DatasetError(
-            f"the arrays cannot all be inputs: {listed(dropped)}",
+            f"not all arrays can be inputs: {listed(dropped)}",
             where=str(data),
             remedy="Give each array one entry a sample. Or write a dataset.toml with path, inputs "
             "and targets, and give it as DATASET.",
@@ -474,16 +475,16 @@ def _pixels(
     inputs: Iterable[str],
     guess: Callable[[str, Any, str], None],
 ) -> list[str]:
-    """Guess that whole numbers which are pixels become float32; return a comment on their scale."""
+    """Guess the dtype float32 for pixels; return a comment with their scale."""
     pixels = [k for k in inputs if arrays[k].dtype in ("uint8", "bool") and arrays[k].sample]
-    if isinstance(inputs, dict):  # a keyword's mask is no picture
+    if isinstance(inputs, dict):  # the mask of a keyword is not a picture
         pixels = [k for k in pixels if "mask" not in k]
     if not pixels:
         return []
     kinds = listed(sorted({arrays[k].dtype for k in pixels}))
     guess("dtype", dict.fromkeys(pixels, "float32"), f"inputs are {kinds}")
     scales = _value(dict.fromkeys(pixels, 1 / 255))
-    return [f"# scale = {scales}  # times this, as the model was trained"]
+    return [f"# scale = {scales}  # the factor used in training, if any"]
 
 
 def _loss(
@@ -491,7 +492,7 @@ def _loss(
 ) -> tuple[str, str]:
     """Return a loss for the targets of inputs with these names, and why.
 
-    With `of_tokens` the inputs are whole numbers of the targets' shape.
+    With `of_tokens`, the inputs are integers of the targets' shape.
     """
     if "int" in target.dtype and "input_ids" in inputs and target.sample != ():
         if "decoder_input_ids" in inputs:
@@ -501,7 +502,7 @@ def _loss(
         return "token_cross_entropy", "targets are token ids, one a position of the inputs"
     if "int" in target.dtype or target.dtype == "text":
         kind = "texts" if target.dtype == "text" else "integers"
-        return "cross_entropy", f"targets are {kind}, taken for classes"
+        return "cross_entropy", f"targets are {kind}, read as classes"
     if target.dtype == "bool":
         return "bce_with_logits", "targets are true or false"
     return "mse", f"targets are {target.dtype}"
@@ -510,9 +511,9 @@ def _loss(
 def _columns(
     arrays: Mapping[str, _DataArray], *, keywords: bool
 ) -> tuple[list[str] | dict[str, str], list[str], str]:
-    """Return which arrays are the inputs, a list or {keyword: name}, which the targets, and why.
+    """Return the input arrays (a list or {keyword: name}), the target arrays, and why.
 
-    Either all inputs have a keyword, the array's name, or no input has: no array is dropped.
+    Either all inputs have a keyword (the array's name) or no input has. No array is dropped.
     """
     lengths = Counter(array.length for array in arrays.values())
     n = max(lengths, key=lambda length: (lengths[length], length), default=0)  # train, not test
@@ -530,9 +531,9 @@ def _columns(
     elif all(arrays[k].sample == () or arrays[k].dtype == "text" for k in rest):
         *others, last = rest
         inputs = [k for k in others if arrays[k].dtype != "text"] or others
-        targets, why = [last], "of a table, the last column is the target"
+        targets, why = [last], "the last column of a table is the target"
     elif len(inputs) == 2:
-        inputs, targets, why = inputs[:1], inputs[1:], "of two arrays, the first and the second"
+        inputs, targets, why = inputs[:1], inputs[1:], "the first and the second of two arrays"
     else:
         why = "by their names"
     return {k: k for k in inputs} if keywords or known else inputs, targets, why
@@ -549,12 +550,12 @@ def _value(value: Any) -> str:
 
 
 def _comment(text: str) -> str:
-    """Return a text that may stand in a comment, on one line."""
+    """Return a text for a comment, on one line."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _anchored(reference: str, folder: Path) -> str:
-    """Make the file of FILE.py:FUNCTION relative to the folder, or the folder of a base model."""
+    """Make FILE.py of FILE.py:FUNCTION, or a base model's folder, relative to `folder`."""
     if is_folder(Path(reference)) and reference != FROM_CHECKPOINT:
         return _relative(Path(reference), folder)
     file = (function_of(reference) or "").rpartition(":")[0]

@@ -1,6 +1,6 @@
-"""File formats: the registries of readers, which reader a file needs, and what its errors mean.
+"""File formats: the registries of readers, the choice of a reader, and the translation of errors.
 
-A reader is found by a file's first bytes, not by its suffix. It executes nothing of the file.
+The first bytes of a file select the reader, not its suffix. A reader executes no code of the file.
 """
 
 import errno
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-HEAD = 4096  # bytes that are looked at to tell what a file is
+HEAD = 4096  # number of first bytes that identify a format
 
 
 CONVERT = """\
@@ -36,13 +36,13 @@ Save tensors with one entry a sample, in your script:
 
 
 class Reader(Generic[T]):
-    """What reads the files of one format.
+    """A reader of one file format.
 
     Args:
-        matches: Whether a file that begins with these bytes, at most 4,096, is of the format.
+        matches: Returns whether a file with these first bytes (at most 4,096) has the format.
         read: Returns the content of a file: a `StoredArrays`, or a checkpoint's plain containers
-            of tensors. Whatever it raises is translated into an error that names the file. The
-            first line of its docstring is what `gradscope list formats` shows.
+            of tensors. Its exceptions are translated into an error that names the file.
+            `gradscope list formats` shows the first line of its docstring.
     """
 
     def __init__(self, matches: Callable[[bytes], bool], read: Callable[[Path], T]) -> None:
@@ -55,7 +55,7 @@ class Reader(Generic[T]):
 
 
 def matching(matches: Callable[[bytes], bool]) -> Callable[[Callable[[Path], T]], Reader[T]]:
-    """Return a decorator that makes a function the `Reader` of the files that match."""
+    """Return a decorator that turns a function into the `Reader` of matching files."""
     return lambda read: Reader(matches, read)
 
 
@@ -64,22 +64,22 @@ dataset_readers: Registry[Reader["StoredArrays"]] = Registry("dataset format")
 
 
 def is_zip(head: bytes) -> bool:
-    """Whether a file that begins like this is a zip archive."""
+    """Whether a file with these first bytes is a zip archive."""
     return head.startswith((b"PK\x03\x04", b"PK\x05\x06"))
 
 
 def is_saved_by_torch(head: bytes) -> bool:
-    """Whether a file that begins like this is a zip archive of torch.save."""
+    """Whether a file with these first bytes is a zip archive of torch.save."""
     return is_zip(head) and b"/data.pkl" in head[:HEAD]
 
 
 def is_safetensors(head: bytes) -> bool:
-    """Whether a file that begins like this is a safetensors file: a length, then JSON."""
+    """Whether a file with these first bytes is a safetensors file: a length, then JSON."""
     return head[8:9] == b"{"
 
 
 def find_reader(registry: Registry[Reader[T]], path: Path, error: type[InputError]) -> str:
-    """Return the name of the reader for a file, or raise `error` that says what it is instead."""
+    """Return the name of the reader for a file, or raise `error` with the type of the file."""
     head = _head(path, error)
     for name in registry:
         if registry.get(name).matches(head):
@@ -91,16 +91,16 @@ def find_reader(registry: Registry[Reader[T]], path: Path, error: type[InputErro
     elif registry is dataset_readers and remedy in (CONVERT_IT, AGAIN):
         convert = f"\n{CONVERT}"
     raise error(
-        f"this is {found}, no {registry.kind} that can be read",
+        f"this is {found}, not a supported {registry.kind}",
         where=str(path),
         remedy=f"{remedy} Supported: {', '.join(registry)}.{convert}",
     )
 
 
 def require_regular(path: Path, error: type[InputError]) -> None:
-    """Refuse a pipe or a device, which would be waited for, and cannot be read twice."""
+    """Raise for a pipe or a device: reading it may block, and it cannot be read twice."""
     if path.exists() and not path.is_file():
-        raise error("this is no regular file", where=str(path), remedy="Give a file on disk.")
+        raise error("this is not a regular file", where=str(path), remedy="Give a file on disk.")
 
 
 def _head(path: Path, error: type[InputError]) -> bytes:
@@ -119,7 +119,7 @@ def _head(path: Path, error: type[InputError]) -> bytes:
 
 @contextmanager
 def reachable(path: Path, error: type[InputError]) -> Iterator[None]:
-    """Translate what the system says of a path, such as that it is too long."""
+    """Translate an OSError about a path, such as a path that is too long."""
     try:
         yield
     except OSError as failure:
@@ -130,7 +130,7 @@ def reachable(path: Path, error: type[InputError]) -> Iterator[None]:
 
 @contextmanager
 def reading(error: type[InputError], where: Path | str) -> Iterator[None]:
-    """Translate what libraries raise about a file into an error that says where it is."""
+    """Translate a library's exception about a file into an `error` that names the file."""
     try:
         with located(where):
             yield
@@ -139,29 +139,29 @@ def reading(error: type[InputError], where: Path | str) -> Iterator[None]:
     except Exception as failure:  # a damaged file can make a parser raise anything
         reason, remedy = first_line(failure), AGAIN
         if isinstance(failure, zipfile.BadZipFile) and "not a zip file" in str(failure):
-            reason = "the directory at its end is missing"
+            reason = "the zip directory at its end is missing"
         if isinstance(failure, OSError) and failure.errno == errno.EINVAL:
-            reason = "its directory points outside of it"
+            reason = "its zip directory points outside of the file"
         what = f"the file is damaged or cut off: {reason}"
         if is_shortage(failure):
-            what = f"it needs more memory than there is: {reason}"
-            remedy = "Split the file, or write it again if it should not be that large."
+            what = f"the file needs more memory than is available: {reason}"
+            remedy = "Split the file. If it should not be that large, write it again."
         raise error(what, where=str(where), remedy=remedy) from failure
 
 
 class DuplicateKeyError(ValueError):
-    """A JSON object has one key twice, which Python's json does not mind."""
+    """A JSON object has the same key twice, which Python's json module accepts."""
 
     def __init__(self, key: str) -> None:
-        super().__init__(f"{key!r} stands in it twice")
+        super().__init__(f"it has the key {key!r} twice")
         self.key = key
 
 
 def distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of these pairs, as the `object_pairs_hook` of json.
+    """Return the pairs as a dict; use it as the `object_pairs_hook` of json.
 
     Raises:
-        DuplicateKeyError: A key is there twice.
+        DuplicateKeyError: A key occurs twice.
     """
     [(key, times)] = Counter(key for key, _ in pairs).most_common(1) or [("", 0)]
     if times > 1:
@@ -173,7 +173,7 @@ _EXTRAS = {"pyarrow": "data", "PIL": "data", "transformers": "hf", "peft": "peft
 
 
 def need(module: str, what: str, error: type[InputError] = DatasetError) -> Any:
-    """Import a module of an optional library; the error says what needs it, and how to get it."""
+    """Import a module of an optional library, or raise an error that says how to install it."""
     library = module.partition(".")[0]
     try:
         return importlib.import_module(module)
@@ -195,16 +195,19 @@ def sha256(path: Path) -> str:
 
 
 def sha256_of_list(digests: Iterable[tuple[str, str]]) -> str:
-    """Return the SHA-256 of lines "DIGEST  NAME", as sha256sum prints them, of (name, digest)."""
+    """Return the SHA-256 of the lines "DIGEST  NAME", as sha256sum prints them.
+
+    `digests` are pairs (name, digest).
+    """
     lines = "".join(f"{digest}  {name}\n" for name, digest in digests)
     return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def sha256_of_sources(paths: Sequence[Path]) -> str:
-    """Return the SHA-256 of one file; of several, or of a folder's, that of the list of theirs.
+    """Return the SHA-256 of a file, or of the list of digests for a folder or several files.
 
     Raises:
-        DatasetError: One cannot be read.
+        DatasetError: A file cannot be read.
     """
 
     def digest(path: Path) -> str:

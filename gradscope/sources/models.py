@@ -1,4 +1,4 @@
-"""A model with its weights: of the user's factory, or the one that the checkpoint itself holds."""
+"""Loads a model with its weights, from the user's factory or from the checkpoint."""
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -40,12 +40,12 @@ _FACTORY = 'Write a function that builds the model, and name it with model="FILE
 class LoadedModel:
     """A model with its weights."""
 
-    model: nn.Module  # in the mode asked for
-    checkpoint: CheckpointReport  # what was loaded
-    # SHA-256 of what describes the model, by file: the factory's code, config.json, or the code
-    # of classes that were pickled; empty where the checkpoint alone does
+    model: nn.Module  # in the requested mode
+    checkpoint: CheckpointReport
+    # {file: SHA-256} of the files that describe the model: the factory's code, config.json, or the
+    # code of pickled classes; empty if the checkpoint is the only file
     digests: dict[str, str]
-    notes: tuple[str, ...]  # what the user may not expect
+    notes: tuple[str, ...]  # facts that the user may not expect
 
 
 def load_model(
@@ -58,20 +58,20 @@ def load_model(
     """Build a model and load its weights.
 
     Args:
-        model: Which factory.
-        checkpoint: Which weights.
-        lean: The model will be divided: if the factory permits it, its parameters take no memory
-            until then but that of the checkpoint, which safetensors leaves in the file.
-        dtype: What the model is cast to before its weights are loaded, which keep their digits.
+        model: The factory.
+        checkpoint: The weights.
+        lean: The model will be sharded. If the factory permits it, parameters take no memory until
+            then except for the checkpoint's tensors, which safetensors leaves in the file.
+        dtype: The dtype to cast the model to before its weights are loaded.
 
     Raises:
-        ModelError: The factory raised, or there is no trainable model.
+        ModelError: The factory raised, or the model is not trainable.
         CheckpointError: The checkpoint cannot be read or does not fit.
     """
     if is_adapter(checkpoint.path):
         made, report, digests = _adapted(model, checkpoint, dtype)
     elif is_folder(Path(model.factory)):
-        what = "CHECKPOINT is no adapter, whose base model a folder could be"
+        what = "the model is a folder, but CHECKPOINT is not an adapter with this base model"
         raise ModelError(what, where=f"model {model.factory}", remedy=_FACTORY)
     elif model.factory == FROM_CHECKPOINT:
         made, report, digests = _model_in_checkpoint(model, checkpoint, dtype)
@@ -111,10 +111,10 @@ def _cast(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 def _lean(
     model: ModelSpec, checkpoint: CheckpointSpec, dtype: torch.dtype | None
 ) -> tuple[nn.Module, CheckpointReport]:
-    """Build a model without its parameters' values; where that is not the same, as any other.
+    """Build a model without its parameters' values if that gives the same model, else with them.
 
-    It is not where the factory reads values, or draws random numbers for anything else: it would
-    draw others for that when the parameters have drawn none.
+    The model may differ if the factory reads values of parameters, or draws further random numbers:
+    these differ if the parameters draw none.
     """
     before = torch.get_rng_state()
     try:
@@ -125,17 +125,17 @@ def _lean(
         kept = (t for m in made.modules() for t in (*vars(m).values(), *m._buffers.values()))
         if any(isinstance(t, Tensor) and t.is_meta for t in (*kept, *made.parameters())):
             raise RuntimeError("it computes tensors from parameters")
-    except Exception as error:  # if it is not for that, it happens again
+    except Exception as error:  # an error with a different cause is raised again below
         torch.set_rng_state(before)
         made, report = _whole(model, checkpoint, dtype)
-        note = f"Each process has built the model whole, one by one: {first_line(error)}."
+        note = f"Each process built the whole model, one after another: {first_line(error)}."
         report = replace(report, notes=(*report.notes, note))
     return made, report
 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Let parameters have no values from when a module is given them; tied ones stay tied."""
+    """Move parameters to the meta device on registration; tied parameters stay tied."""
     own = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -157,28 +157,28 @@ def parameters_on_meta() -> Iterator[None]:
 def build(
     factory: str, kwargs: Mapping[str, Any], mode: Literal["eval", "train"] = "eval"
 ) -> nn.Module:
-    """Call a factory and return its model in the mode asked for.
+    """Call a factory and return its model in the requested mode.
 
     Args:
         factory: "FILE.py:NAME" or "package.module:NAME".
         kwargs: The factory's keyword arguments.
-        mode: Whether batch normalisation and dropout behave as in evaluation or in training.
+        mode: "eval" or "train", the mode of batch normalisation and dropout.
 
     Raises:
         SpecError: The reference has neither form.
-        ModelError: It cannot be imported, it raised, or what it returned is no trainable model.
+        ModelError: The factory cannot be imported, raised, or returned no trainable model.
     """
     function = load_function(factory, "model factory")
     where = f"model factory {factory}"
     if isinstance(function, nn.Module):  # a variable of a script
         made, function = function, lambda: deepcopy(made)
-    with suppress(TypeError, ValueError):  # some builtins have none; the call itself will tell
+    with suppress(TypeError, ValueError):  # a builtin without a signature: the call checks it
         signature = inspect.signature(function)
         try:
             signature.bind(**kwargs)
         except TypeError as error:
             taken = ", ".join(map(str, signature.parameters.values())) or "none"
-            what = f"the arguments do not fit: {error}"
+            what = f"the arguments do not fit the factory: {error}"
             remedy = f"It takes: {taken}. Correct `kwargs` under [model] in the run file."
             raise ModelError(what, where=where, remedy=remedy) from error
     with user_file(where), loading(factory, "model factory"):
@@ -190,7 +190,7 @@ def build(
 
 
 class Config(dict[str, Any]):
-    """A table of a factory's arguments: its entries are attributes, too, as of a config object."""
+    """A table of a factory's arguments, with its entries as attributes, like a config object."""
 
     def __getattr__(self, name: str) -> Any:
         """Return an entry."""
@@ -198,8 +198,8 @@ class Config(dict[str, Any]):
             return self[name]
         except KeyError:
             raise AttributeError(
-                f"{name!r} is not among the arguments of the run file's [model.kwargs]. Add it "
-                "there; if it is None, write a function that builds the model"
+                f"[model.kwargs] of the run file has no argument {name!r}. Add it to this table. "
+                "For the value None, write a function that builds the model"
             ) from None
 
 
@@ -210,11 +210,11 @@ def _with_attributes(value: Any) -> Any:
 
 
 def _require_trainable(model: Any, where: str) -> None:
-    """Refuse what is no model, or has nothing to differentiate by."""
+    """Raise if the object is not a model, or has no trainable parameter."""
     if not isinstance(model, nn.Module):
         kind = "None" if model is None else article(type(model).__name__)
         what = f"the factory returned {kind}, not a torch.nn.Module"
-        remedy = "Return the model itself."
+        remedy = "Return the model."
         if model is None:
             remedy = "Return the model: the function has no `return`."
         elif isinstance(model, type):
@@ -230,46 +230,46 @@ def _require_trainable(model: Any, where: str) -> None:
         what = f"the parameters {', '.join(lazy[:10])} have no shape yet"
         remedy = "Give lazy layers their sizes, or run one forward pass in the factory."
     elif meta:
-        what = f"the parameters {', '.join(meta[:10])} are on the meta device and hold no numbers"
+        what = f"the parameters {', '.join(meta[:10])} are on the meta device and have no values"
         remedy = "Build the model on the CPU."
     elif not any(p.requires_grad for p in parameters.values()):
         what = f"the model has no {'trainable parameter' if parameters else 'parameter at all'}"
-        remedy = "Leave requires_grad set on the parameters whose gradients you want."
+        remedy = "Set requires_grad on the parameters whose gradients you need."
     else:
         return
     raise ModelError(what, where=where, remedy=remedy)
 
 
 def require_order(model: nn.Module, inputs: Sequence[str] | Mapping[str, str]) -> None:
-    """Refuse arrays in another order than the arguments of `forward` that have their names.
+    """Raise if arrays have the names of `forward`'s arguments, but a different order.
 
     Args:
         model: Any module.
         inputs: Names of arrays, which are passed by position; or {keyword: name}.
 
     Raises:
-        SpecError: An array is passed to an argument, and another argument has its name.
+        SpecError: An array is passed to an argument, but a different argument has its name.
     """
     if isinstance(inputs, Mapping):
         return
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     taken: list[str] = []
-    with suppress(TypeError, ValueError):  # some callables have no signature
+    with suppress(TypeError, ValueError):  # callables may lack a signature
         every = inspect.signature(model.forward).parameters.values()
         taken = [p.name for p in every if p.kind in by_position]
     for name, argument in zip(inputs, taken, strict=False):
         if name != argument and name in taken:
             pairs = ", ".join(f'{k} = "{k}"' if k in taken else f'... = "{k}"' for k in inputs)
             raise SpecError(
-                f"the array {name!r} would be the model's argument {argument!r}, and it has an "
-                f"argument {name!r}",
+                f"the array {name!r} would be passed as the model's argument {argument!r}, but "
+                f"the model has an argument {name!r}",
                 where="dataset: inputs",
                 remedy=f"Name the arguments: inputs = {{ {pairs} }}.",
             )
 
 
 def notes_on(model: nn.Module) -> tuple[str, ...]:
-    """Return what the user should know of a model: tied parameters, frozen ones."""
+    """Return notes on a model's tied and frozen parameters."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -278,10 +278,10 @@ def notes_on(model: nn.Module) -> tuple[str, ...]:
     frozen = [name for name, parameter in every.items() if not parameter.requires_grad]
     notes = []
     if tied:
-        notes.append(f"Tied, so one parameter under its first name: {listed(tied)}.")
+        notes.append(f"Tied parameters are one parameter under the first name: {listed(tied)}.")
     if frozen:
         count = f"{len(frozen)} of {len(every)} parameters"
-        notes.append(f"Frozen, so without gradients: {count} ({listed(frozen)}).")
+        notes.append(f"Frozen parameters have no gradients: {count} ({listed(frozen)}).")
     return tuple(notes)
 
 
@@ -291,7 +291,7 @@ def _model_in_checkpoint(
     dtype: torch.dtype | None,
     brought: Collection[str] = (),
 ) -> tuple[nn.Module, CheckpointReport, dict[str, str]]:
-    """Return the model that a checkpoint holds, or that the config.json beside it describes."""
+    """Return the model stored in a checkpoint, or described by the config.json next to it."""
     value, report = read(checkpoint.path, unsafe_pickle=checkpoint.unsafe_pickle)
     path = checkpoint.path
     config = (path if path.is_dir() else path.parent) / CONFIG
@@ -299,7 +299,7 @@ def _model_in_checkpoint(
         if config.exists() and not isinstance(value, nn.Module):
             if not isinstance(value, Mapping):
                 kind = type(value).__name__
-                raise CheckpointError(f"it holds a {kind}, not a state dict", remedy=_FACTORY)
+                raise CheckpointError(f"it has a {kind}, not a state dict", remedy=_FACTORY)
             model, notes = build_from_config(config.parent, value, spec.kwargs, brought, dtype)
             model = _cast(model, dtype)
             notes += _rounding(value, model)
@@ -313,8 +313,8 @@ def _model_in_checkpoint(
             report = replace(report, notes=report.notes + _rounding(stored, model))
             digests = class_digests(type(module).__module__ for module in model.modules())
             if spec.kwargs:
-                what = "there is no factory that takes the arguments"
-                remedy = "Leave them out: the model is as the checkpoint holds it."
+                what = "arguments are given, but the model is stored in the checkpoint"
+                remedy = "Remove the arguments."
                 raise ModelError(what, where="model.kwargs", remedy=remedy)
         _require_trainable(model, str(report.path))
         state = model.state_dict()
@@ -326,8 +326,8 @@ def _model_in_checkpoint(
         if not isinstance(error.__cause__, NotImplementedError):
             raise
         if spec.mode == "train":
-            what = "an exported program stays in the mode in which it was exported"
-            remedy = "Leave `mode` out, or export it again in train mode."
+            what = "the mode of an exported program cannot be changed"
+            remedy = "Leave `mode` out, or export the program again in train mode."
             raise CheckpointError(what, where=str(report.path), remedy=remedy) from error
     return model, replace(report, tensors=len(state)), digests
 
@@ -340,7 +340,7 @@ def _rounding(state: Mapping[str, Any], model: nn.Module) -> tuple[str, ...]:
 def _adapted(
     spec: ModelSpec, checkpoint: CheckpointSpec, dtype: torch.dtype | None
 ) -> tuple[nn.Module, CheckpointReport, dict[str, str]]:
-    """Return a base model with an adapter: its folder's or a factory's, the adapter's weights."""
+    """Return a base model (of a folder or a factory) with the adapter and its weights."""
     state, report = read(checkpoint.path, unsafe_pickle=checkpoint.unsafe_pickle)
     folder, files = report.path.parent, (*report.files, report.path.parent / ADAPTER)
     if spec.factory == FROM_CHECKPOINT or is_folder(Path(spec.factory)):
@@ -349,7 +349,7 @@ def _adapted(
         brought = [str(name).removeprefix("base_model.model.") for name in names]
         below = checkpoint.model_copy(update={"path": place})
         base, under, digests = _model_in_checkpoint(spec, below, dtype, brought)
-        notes = (f"The base model is that of {place.name}.", *under.notes)
+        notes = (f"The base model is {place.name}.", *under.notes)
         both = [(each.path.name, each.sha256) for each in (report, under)]
         report = replace(report, files=files + under.files, sha256=sha256_of_list(both))
     else:
@@ -366,26 +366,29 @@ def _adapted(
 
 
 def _require_whole(path: Path) -> None:
-    """Refuse the weights of an adapter where a whole model is asked for."""
+    """Raise for an adapter's weights if a whole model is needed."""
     if path.stem != ADAPTER_WEIGHTS:
         return
-    what = f"an adapter's {ADAPTER} is missing beside these weights"
+    what = f"an adapter's {ADAPTER} is missing in the folder of these weights"
     remedy = "Save the adapter again with save_pretrained."
     if (path.parent / ADAPTER).exists():
         what = "the base model of the adapter is itself an adapter"
-        remedy = 'Save it merged, merge_and_unload().save_pretrained(FOLDER): model="FOLDER".'
+        remedy = (
+            "Merge the base model with merge_and_unload().save_pretrained(FOLDER), and give "
+            'model="FOLDER".'
+        )
     raise CheckpointError(what, remedy=remedy)
 
 
 def _module(value: Any, key: str | None) -> nn.Module:
-    """Return the one module in what a trusted file held."""
+    """Return the only module in the content of a trusted file."""
     held = {"": value} if isinstance(value, nn.Module) else {}
     if isinstance(value, Mapping):
         held = {k: v for k, v in value.items() if isinstance(v, nn.Module) and key in (None, k)}
     if len(held) == 1:
         return next(iter(held.values()))
-    what, remedy = "the checkpoint holds weights, not the model they belong to", _FACTORY
+    what, remedy = "the checkpoint has weights, but no model", _FACTORY
     if held:
-        what = f"it holds several models, under {', '.join(map(repr, held))}"
-        remedy = "Name one with `key`."
+        what = f"the checkpoint has several models, under {', '.join(map(repr, held))}"
+        remedy = "Name the model with `key`."
     raise CheckpointError(what, remedy=remedy)

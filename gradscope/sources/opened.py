@@ -1,7 +1,7 @@
-"""Samples as they are: pictures, texts and rows of numbers, from the data that a run recorded.
+"""Shows samples of a run as pictures, texts or rows of numbers.
 
-The data are opened again where the recorded run had them, and must be the same by their digest. A
-data set that the user's own code makes is not: a file is not to say what code is run.
+The data are opened again at the recorded path, and their digest must be unchanged. A data set made
+by user code is not opened, because a result file must not decide which code runs.
 """
 
 from base64 import b64decode, b64encode
@@ -23,9 +23,9 @@ from gradscope.sources.data import Dataset, open_dataset, words
 from gradscope.sources.data.columns import runs
 
 _LEAST_SIDE = 4  # pixels: narrower arrays are tables of numbers
-_SQUARE = 64  # numbers of the shortest row that is taken for a picture
-_LETTERS, _NUMBERS = 1000, 64  # of a sample that are shown
-_TOGETHER = 256  # samples that are read together
+_SQUARE = 64  # least length of a row that is shown as a picture
+_LETTERS, _NUMBERS = 1000, 64  # the most letters and numbers of a sample to show
+_TOGETHER = 256  # the most samples to read at once
 
 Decode = Callable[[list[int]], str]
 Content = NDArray[Any] | str | dict[str, float]  # pixels (h, w) or (h, w, 3), a text, numbers
@@ -33,14 +33,14 @@ Content = NDArray[Any] | str | dict[str, float]  # pixels (h, w) or (h, w, 3), a
 
 @dataclass(frozen=True)
 class ShownData:
-    """The data of a run, to be looked at."""
+    """The data of a run, for display."""
 
     dataset: Dataset | None
-    why: str = ""  # they cannot be shown
-    texts: Mapping[str, Decode] = field(default_factory=dict)  # of arrays that stand for texts
+    why: str = ""  # the reason why the samples cannot be shown
+    texts: Mapping[str, Decode] = field(default_factory=dict)  # {array of encoded texts: decoder}
     spec: DatasetSpec | None = None
-    kept: Mapping[int, Content] = field(default_factory=dict)  # previews, where the data are gone
-    # the sample of each row, where rows are tokens
+    kept: Mapping[int, Content] = field(default_factory=dict)  # previews, if the data are missing
+    # the sample of each row, if rows are tokens
     of_row: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -50,23 +50,23 @@ class ShownData:
         samples: Mapping[str, NDArray[Any]] | None = None,
         most: int | None = None,
     ) -> "ShownData":
-        """Open the data set of a run as a file records it, with its spec and its digests.
+        """Open the data set of a run from the record in its result file.
 
         Args:
-            run: The record.
-            samples: The file's sample table {column: (N,)}, whose previews are taken where the
-                data cannot be opened.
-            most: More bytes than this are not read, which takes time; None for any number.
+            run: The record, with the run's spec and digests.
+            samples: The file's sample table {column: (N,)}. Its previews are used if the data
+                cannot be opened.
+            most: The most bytes to read, because reading takes time, or None for no limit.
         """
         try:
             spec = RunSpec.model_validate(run.get("spec")).dataset
         except ValueError:
-            return cls(None, "the file does not say where the data are")
+            return cls(None, "the file has no path of the data")
         if run.get("tokens") and "position" not in (samples or {}):
-            return cls(None, "its rows are tokens of them: the table has sample and position")
+            return cls(None, "the rows are tokens: the table has their sample and position")
         why = ""
         if spec.factory is not None:
-            why = f"they are made by {spec.factory}, and code is not run to show them"
+            why = f"{spec.factory} makes the data, and gradscope runs no code to show samples"
         elif most is not None and _bytes(spec.path) > most:
             why = "the data are large: gradscope stats --html reads them"
         else:
@@ -74,7 +74,7 @@ class ShownData:
                 found = open_dataset(spec)
                 if found.sha256 == (run.get("digests") or {}).get("dataset"):
                     return replace(cls.made(found), of_row=_tokens(samples or {}))
-                why = f"{spec.path} has changed since"
+                why = f"{spec.path} has changed since the run"
             except GradscopeError as error:
                 why = f"{error}".partition("\n")[0]
         kept = previews_of(run, samples or {})
@@ -82,13 +82,13 @@ class ShownData:
 
     @classmethod
     def made(cls, dataset: Dataset) -> "ShownData":
-        """Return the samples of a data set that is open."""
+        """Return the samples of an open data set."""
         texts = {name: words(dataset.spec, name) for name in dataset.spec.arrays}
         known = {k: v for k, v in texts.items() if v is not None}
         return cls(dataset, texts=known, spec=dataset.spec)
 
     def contents(self, indexes: Sequence[int]) -> list[Content | None]:
-        """Return, for each sample, its first input that can be shown; None where there is none."""
+        """Return the first input of each sample that can be shown, or None."""
         if self.dataset is None:
             return [self.kept.get(k) for k in indexes]
         indexes = [self.of_row.get(k, k) for k in indexes]
@@ -96,13 +96,13 @@ class ShownData:
         for rows in _together(sorted(set(indexes))):
             try:
                 found |= self._read(rows)
-            except GradscopeError:  # one of them cannot be read
+            except GradscopeError:  # a row cannot be read
                 for k in rows if len(rows) > 1 else ():
                     found |= dict(zip([k], self.contents([k]), strict=True))
         return [found.get(k) for k in indexes]
 
     def class_name(self, target: Any) -> str | None:
-        """Return the name that the data have for a class, if they have one."""
+        """Return the data set's name of a class, or None."""
         named = () if self.spec is None else self.spec.targets[:1]
         names = [*self.spec.classes.get(named[0], ())] if self.spec and named else []
         known = isinstance(target, int) and 0 <= target < len(names)
@@ -120,7 +120,7 @@ class ShownData:
         return {row: next(self._shown(pairs, k), None) for k, row in enumerate(rows)}
 
     def _shown(self, pairs: Sequence[tuple[str, Any]], k: int) -> Iterator[Content]:
-        """Yield what can be shown of the k-th sample's inputs."""
+        """Yield the inputs of the k-th sample that can be shown."""
         assert self.dataset is not None
         for name, value in pairs:
             if isinstance(value, Tensor) and value.dim() and not value.is_complex():
@@ -131,13 +131,14 @@ class ShownData:
 
 
 class Previews:
-    """Small forms of a data set's samples, to be kept in a result file.
+    """Small previews of a data set's samples for a result file.
 
-    A picture becomes whole blocks' means in bytes, black its least number and white its largest,
-    in base64; anything else the beginning of its text. What it is at first it is for all.
+    A picture is reduced to the means of blocks, in bytes (its smallest number is black, its largest
+    white), and encoded in base64. Any other sample becomes the first bytes of its text. The first
+    sample decides the kind of all previews.
 
     Attributes:
-        record: What the file says of them: `kind`, `picture` or `text`; of pictures `shape`.
+        record: The record in the file: `kind` ("picture" or "text"), and `shape` of pictures.
     """
 
     def __init__(self, dataset: Dataset, most: int, first: int) -> None:
@@ -148,7 +149,7 @@ class Previews:
             self.record = {"kind": "picture", "shape": [*self._small(content).shape]}
 
     def of(self, indexes: Sequence[int]) -> Tensor:
-        """Return the previews (n, w) uint8 of some samples, with zeros behind each."""
+        """Return the previews (n, w) uint8 of some samples, padded with zeros."""
         found = np.zeros((len(indexes), self._most), np.uint8)
         for row, content in zip(found, self._opened.contents(indexes), strict=True):
             text = np.frombuffer(self._text(content), np.uint8)
@@ -164,10 +165,10 @@ class Previews:
         if isinstance(content, dict):
             content = ", ".join(f"{name} {value:.4g}" for name, value in content.items())
         whole = content.replace("\0", "").encode("utf-8", "replace")[: self._most]
-        return whole.decode("utf-8", "ignore").encode()  # without half a letter
+        return whole.decode("utf-8", "ignore").encode()  # without an incomplete letter
 
     def _small(self, picture: NDArray[Any]) -> NDArray[np.uint8]:
-        """Return the means of as large blocks as it takes, in 3/4 of the bytes there are."""
+        """Return the means of the smallest blocks that fit into 3/4 of the allowed bytes."""
         step = 1
         while 4 * -(-picture.size // step**2 // 3) > self._most:
             step += 1
@@ -181,7 +182,7 @@ class Previews:
 
 
 def previews_of(run: Mapping[str, Any], samples: Mapping[str, NDArray[Any]]) -> dict[int, Content]:
-    """Return the previews that a file keeps, by position; what is none is left out."""
+    """Return the valid previews in a file, {position: content}."""
     told, texts = run.get("previews"), samples.get("preview")
     if not isinstance(told, Mapping) or texts is None:
         return {}
@@ -201,26 +202,26 @@ def previews_of(run: Mapping[str, Any], samples: Mapping[str, NDArray[Any]]) -> 
 
 
 def _tokens(samples: Mapping[str, NDArray[Any]]) -> dict[int, int]:
-    """Return the sample of each row whose rows are tokens; nothing where they are samples."""
+    """Return {row: sample} if rows are tokens; {} if rows are samples."""
     if "position" not in samples:
         return {}
     return dict(zip(samples["index"].tolist(), samples["sample"].tolist(), strict=True))
 
 
 def _bytes(path: Path) -> int:
-    """Return the bytes of a file, or of all in a folder; none where there is nothing."""
+    """Return the bytes of a file or of all files in a folder; 0 if the path does not exist."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _together(indexes: Sequence[int]) -> Iterator[range]:
-    """Yield the ranges, of at most so many samples, that rising positions are made of."""
+    """Yield ascending positions as ranges of at most `_TOGETHER` samples."""
     for first, end in runs(indexes) if indexes else ():
         yield from (range(k, min(k + _TOGETHER, end)) for k in range(first, end, _TOGETHER))
 
 
 def _text(row: Tensor, decode: Decode | None) -> str | None:
-    """Return the text that whole numbers (t,) stand for; many that stand for none as they are."""
+    """Return the text that integers (t,) encode; many integers without a text are listed."""
     numbers = row.tolist()
     if decode is not None:
         return decode(numbers)[:_LETTERS]
@@ -234,7 +235,7 @@ def _text(row: Tensor, decode: Decode | None) -> str | None:
 def _content(names: Sequence[str], row: NDArray[Any]) -> Content:
     """Return a sample's array as a picture, or as numbers with the names of its columns.
 
-    A long row of numbers without names that fills a square, or three, is the picture it makes.
+    A long row without column names is a picture if its numbers fill one square or three squares.
     """
     square = [(c, s, s) for c in (1, 3) if (s := isqrt(row.size // c)) ** 2 * c == row.size]
     if row.ndim == 1 and len(names) != row.size and square and row.size >= _SQUARE:

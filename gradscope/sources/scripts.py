@@ -1,8 +1,8 @@
-"""What training scripts say of their model, read from their syntax trees. Nothing of them is run.
+"""Finds the model of a checkpoint in the syntax trees of training scripts. No script is run.
 
-A model class names its parts in its `__init__`. Those names are the beginnings of the checkpoint's
-keys, so the class whose parts explain most keys is the model of the checkpoint. The sizes of its
-tensors say what many arguments of the class were.
+A model class names its parts in its `__init__`. The checkpoint's keys begin with these names, so
+the class whose parts explain most keys is the model of the checkpoint. The sizes of its tensors
+give the values of many arguments of the class.
 """
 
 import ast
@@ -67,7 +67,7 @@ _PLAIN = re.compile(
 _MOVED = {"to", "cuda", "eval", "train", "double", "float", "prepare", "compile"}
 _MOVED |= {"DataParallel", "DistributedDataParallel"}
 _REGISTER = {"register_buffer", "register_parameter", "add_module"}
-_PRETRAINED = {"pretrained", "weights"}  # the checkpoint's weights take their place
+_PRETRAINED = {"pretrained", "weights"}  # the checkpoint replaces these weights
 _ARGUMENTS = ("model_args", "hyper_parameters", "hparams", "model_config", "config", "cfg", "args")
 _LOSSES = {
     "cross_entropy": "cross_entropy", "CrossEntropyLoss": "cross_entropy",
@@ -86,7 +86,7 @@ _LOSS_OPTIONS = {"ignore_index", "label_smoothing", "delta", "margin"}
 
 @dataclass(frozen=True)
 class Argument:
-    """The value of an argument, and where it is from."""
+    """The value of an argument, and its source."""
 
     value: Any
     why: str
@@ -103,7 +103,7 @@ class FoundModel:
     why: str
     arguments: Mapping[str, Argument]  # known, by name; CONFIG.NAME within a config
     unknown: Sequence[str]  # names of arguments that must be given
-    package: str = ""  # the installed module that holds it instead of the file
+    package: str = ""  # the installed module that defines it, if the file does not
 
     @property
     def reference(self) -> str:
@@ -130,16 +130,16 @@ def find_models(files: Iterable[Path], shapes: Shapes, stored: Any = None) -> li
     ]
 
     def rank(model: FoundModel) -> tuple[float, bool, bool, bool]:
-        # a function without arguments passes the arguments of its class itself
+        # a function without arguments passes the arguments of its class
         return -round(model.fit, 2), bool(model.unknown), bool(model.arguments), model.is_class
 
     return sorted(found, key=rank)
 
 
 def find_trained(files: Iterable[Path], stored: Any = None) -> list[FoundModel]:
-    """Return the models whose parameters scripts give to an optimizer.
+    """Return the models whose parameters scripts pass to an optimizer.
 
-    A model is a variable at the top level of its script, or made by a function of a package.
+    A model is a variable at the top level of its script, or the result of a package's function.
 
     Args:
         files: Python files. They are parsed, not run.
@@ -173,7 +173,7 @@ def _called_name(
 ) -> str:
     """Return the dotted name of a function of a package that an expression calls, or "".
 
-    `models.__dict__[args.arch]()` and `getattr(models, args.arch)()` are such calls, too.
+    Examples are `models.__dict__[args.arch]()` and `getattr(models, args.arch)()`.
     """
     if not isinstance(node, ast.Call):
         return ""
@@ -199,7 +199,7 @@ def _named_constant(node: ast.expr, sources: "Sources", given: Mapping[str, Any]
 def _given(
     node: ast.expr, sources: "Sources", given: Mapping[str, Any]
 ) -> tuple[dict[str, Argument], list[str]]:
-    """Return the known keyword arguments of a call, and the names of the others."""
+    """Return the known keyword arguments of a call, and the names of the unknown arguments."""
     known, unknown = {}, []
     for keyword in node.keywords if isinstance(node, ast.Call) else ():
         if keyword.arg is not None and keyword.arg not in _PRETRAINED:
@@ -213,7 +213,7 @@ def _given(
 
 
 def stored_arguments(content: Any) -> dict[str, Any]:
-    """Return the arguments of a model that a checkpoint holds in addition to its weights."""
+    """Return the arguments of a model that a checkpoint stores with its weights."""
     found: dict[str, Any] = {}
     if isinstance(content, Mapping):
         for name in reversed(_ARGUMENTS):
@@ -225,10 +225,10 @@ def stored_arguments(content: Any) -> dict[str, Any]:
 
 
 def losses_called(files: Iterable[Path]) -> list[str]:
-    """Return the losses of torch that scripts call, as gradscope names them, most frequent first.
+    """Return the torch losses that scripts call, by gradscope's names, most frequent first.
 
-    Constant options are given with them: "cross_entropy:ignore_index=-1". If scripts that train
-    call some, the others do not count.
+    A name includes constant options: "cross_entropy:ignore_index=-1". If scripts that train call
+    losses, the remaining scripts do not count.
     """
     scripts = [script for file in files if (script := Script.read(file)) is not None]
     training = [script for script in scripts if script.trained or trains(script.tree)]
@@ -264,7 +264,7 @@ class Script:
 
     @classmethod
     def read(cls, file: Path) -> "Script | None":
-        """Return the parsed file, None if it is no Python."""
+        """Return the parsed file, or None if it is not Python."""
         try:
             return cls(file, ast.parse(file.read_bytes()))
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
@@ -282,7 +282,7 @@ class Script:
 
     @cached_property
     def calls(self) -> dict[str, list[ast.Call]]:
-        """The calls, by the last name of what is called."""
+        """The calls, by the last name of the called function."""
         found: dict[str, list[ast.Call]] = {}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Call):
@@ -295,7 +295,7 @@ class Script:
         found: dict[str, Any] = {}
         for call in self.calls.get("add_argument", ()):
             found |= _option(call)
-        for node in ast.walk(self.tree):  # config.width = 64, wherever that is
+        for node in ast.walk(self.tree):  # for example config.width = 64
             target = node.targets[0] if isinstance(node, ast.Assign) else None
             if isinstance(node, ast.Assign) and (
                 node in self.tree.body
@@ -308,7 +308,7 @@ class Script:
 
     @cached_property
     def trained(self) -> list[tuple[str, ast.Assign]]:
-        """The variables whose parameters are given to something, and what they are assigned."""
+        """The variables with a call of `parameters()`, and their assignments."""
         owners = {
             _tail(call.func.value)
             for call in self.calls.get("parameters", ())
@@ -326,7 +326,7 @@ class Script:
 
     @cached_property
     def imported(self) -> dict[str, str]:
-        """The dotted name of what each imported name stands for."""
+        """The full dotted name of each imported name."""
         found: dict[str, str] = {}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
@@ -337,7 +337,7 @@ class Script:
         return found
 
     def imports(self, other: "Script") -> bool:
-        """Whether a name is imported from another script, as far as the file's name tells."""
+        """Whether this script imports from the script `other`, judged by the file's name."""
         names = {part for dotted in self.imported.values() for part in dotted.split(".")}
         return other.file.stem in names
 
@@ -345,8 +345,8 @@ class Script:
 class Sources:
     """A script and the scripts next to it: classes by name, constants, options of argparse.
 
-    What the script itself defines hides what others define by the same name, and what it imports
-    hides the rest.
+    A name in the script hides the same name in other scripts. Names in scripts that it imports hide
+    the same names in the rest.
     """
 
     def __init__(self, own: Script, scripts: Sequence[Script]) -> None:
@@ -360,7 +360,7 @@ class Sources:
         return [call for script in self._scripts for call in script.calls.get(name, ())]
 
     def is_module(self, name: str, depth: int = 0) -> bool:
-        """Whether a class is a torch.nn.Module, as far as its bases tell."""
+        """Whether a class is a torch.nn.Module, judged by its bases."""
         node = self.classes.get(name)
         if node is None or depth > 8:
             return False
@@ -375,13 +375,13 @@ class Sources:
         """Return the value of an expression: a literal, a constant, or the default of an option."""
         with suppress(ValueError):
             value = ast.literal_eval(node)
-            return Argument(value, "as the script writes it") if _is_plain(value) else None
+            return Argument(value, "the value in the script") if _is_plain(value) else None
         value = self.constants.get(_tail(node))
         named = isinstance(node, ast.Name | ast.Attribute) and _is_plain(value)
         return Argument(value, "the script's default") if named else None
 
     def fields(self, names: set[str]) -> dict[str, Argument]:
-        """Return the defaults of the class whose annotated fields are most of some names."""
+        """Return the defaults of the class with the most annotated fields among `names`."""
         best: dict[str, Argument] = {}
         covered = 0
         for name, node in self.classes.items():
@@ -409,13 +409,13 @@ def _option(call: ast.Call) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a model as an `__init__` makes it."""
+    """A part of a model that an `__init__` makes."""
 
     kind: str  # a layer of torch; "module", "indexed", "named", "parameter", "plain" or "unknown"
     call: ast.Call | None = None
     parts: Mapping[str, "Part"] = field(default_factory=dict)
-    repeated: Sequence["Part"] = ()  # the kinds of entries of a list of any length
-    count: ast.expr | None = None  # how many entries it has
+    repeated: Sequence["Part"] = ()  # the kinds of entries in a list of variable length
+    count: ast.expr | None = None  # the number of entries
     name: str = ""  # the class's name
 
 
@@ -455,7 +455,7 @@ class ModelClass:
 
     @cached_property
     def names(self) -> dict[str, ast.expr]:
-        """What `__init__` assigns to its variables, and to self.NAME if that is no part."""
+        """The values assigned in methods to variables and to self.NAME, except parameters."""
         found: dict[str, ast.expr] = {}
         for target, value in self._assignments():
             key = target.id if isinstance(target, ast.Name) else f"self.{target.attr}"
@@ -465,7 +465,7 @@ class ModelClass:
 
     @cached_property
     def parts(self) -> dict[str, list[Part]]:
-        """The parts by the name of their attribute; several where branches make different ones."""
+        """The parts by attribute name; an attribute has several parts if branches differ."""
         found: dict[str, list[Part]] = {}
         for target, value in self._assignments():
             if isinstance(target, ast.Attribute):
@@ -588,7 +588,7 @@ class ModelClass:
         return ModelClass(self.sources, part.name, self.depth + 1)
 
     def explained(self, key: Sequence[str], shape: Shape, part: Part | None = None) -> float:
-        """Return how well the parts explain a key: 1, 0.5 if a part is not known, or 0."""
+        """Return how well the parts explain a key: 1, 0.5 (with an unknown part), or 0."""
         if part is None:
             alternatives = self.parts.get(key[0], ())
             return max((self.explained(key[1:], shape, a) for a in alternatives), default=0.0)
@@ -610,7 +610,7 @@ class ModelClass:
         return float(all(_agrees(node, size) for node, size in sizes(part, {key[0]: shape})))
 
     def equations(self, shapes: Shapes, depth: int = 0) -> Iterator[tuple[ast.expr, int, str]]:
-        """Yield (expression of the parameters of `__init__`, its value, where it is from)."""
+        """Yield (expression of the parameters of `__init__`, its value, the source's name)."""
         for name, alternatives in self.parts.items():
             own = _below(shapes, name)
 
@@ -641,7 +641,7 @@ class ModelClass:
             yield from ((node, size, where) for node, size in sizes(part, shapes))
 
     def share_of_counts(self, shapes: Shapes) -> float:
-        """Return the share of lists whose number of entries in a checkpoint is the given one."""
+        """Return the share of lists with the same number of entries in class and checkpoint."""
         found = [1.0]
         for name, alternatives in self.parts.items():
             indices = {key.partition(".")[0] for key in _below(shapes, name)}
@@ -652,14 +652,14 @@ class ModelClass:
         return sum(found) / len(found)
 
     def resolved(self, expression: ast.expr) -> ast.expr:
-        """Replace variables of `__init__` by what was assigned to them."""
+        """Replace variables of `__init__` by their assigned values."""
         found = expression
         for _ in range(4):
             found = _Substituted(self.names).visit(_copied(found))
         return found
 
     def configs(self) -> dict[str, set[str]]:
-        """Return {parameter: the attributes that are read of it, in the class or below}."""
+        """Return {parameter: the names of its attributes that the class or its parts read}."""
         return self._configs(frozenset())
 
     def _configs(self, seen: frozenset[str]) -> dict[str, set[str]]:
@@ -685,7 +685,7 @@ class ModelClass:
 
 
 def sizes(part: Part, shapes: Shapes) -> Iterator[tuple[ast.expr, int]]:
-    """Yield (argument of a layer, its size) as the layer's tensors {name: shape} tell."""
+    """Yield (argument of a layer, its size), derived from the layer's tensors {name: shape}."""
     if part.call is None:
         return
     if part.kind == "parameter" and () not in shapes.values() and "" in shapes:
@@ -706,7 +706,7 @@ def sizes(part: Part, shapes: Shapes) -> Iterator[tuple[ast.expr, int]]:
 
 
 def _size(kind: str, axis: int, name: str, shapes: Shapes) -> int | None:
-    """Return the size that the tensors of a layer show for one of its arguments."""
+    """Return the size of a layer's argument, derived from the layer's tensors, or None."""
     if kind in _TRANSFORMERS:
         return _size_of_transformer(name, shapes)
     if kind in _RECURRENT:
@@ -720,13 +720,13 @@ def _size(kind: str, axis: int, name: str, shapes: Shapes) -> int | None:
         return None if first is None else first[1]
     weight = shapes.get("in_proj_weight" if kind == "MultiheadAttention" else "weight")
     if weight is None:
-        bias = shapes.get("bias")  # a bias alone shows the outputs
+        bias = shapes.get("bias")  # the bias has the size of the outputs
         return bias[0] if bias and axis == 0 and not kind.startswith("ConvT") else None
     return weight[axis] if 0 <= axis < len(weight) else None
 
 
 def _size_of_transformer(name: str, shapes: Shapes) -> int | None:
-    """Return the size that the tensors of torch's transformers show for one of their arguments."""
+    """Return the size of an argument of torch's transformers, derived from tensors, or None."""
     if name in ("d_model", "dim_feedforward"):
         first = next((s for k, s in shapes.items() if k.endswith("linear1.weight")), None)
         return None if first is None else first[name == "d_model"]
@@ -738,7 +738,7 @@ def _size_of_transformer(name: str, shapes: Shapes) -> int | None:
 
 
 def _agrees(node: ast.expr, size: int) -> bool:
-    """Whether an argument may have a size: a literal of another value does not."""
+    """Whether an argument can have this size: a literal must have the same value."""
     with suppress(ValueError):
         value = ast.literal_eval(node)
         return not isinstance(value, int) or value == size
@@ -748,7 +748,7 @@ def _agrees(node: ast.expr, size: int) -> bool:
 def _examined(
     sources: Sources, script: Script, name: str, shapes: Shapes, given: Mapping[str, Any]
 ) -> FoundModel | None:
-    """Return what is known of a class or function that may build the model; None if it does not."""
+    """Return the class or function as a possible model, or None if it cannot build the model."""
     function = script.functions.get(name)
     node = _returned(function) if function is not None else None
     of_class = name if function is None else ("" if node is None else _tail(node.func))
@@ -779,7 +779,7 @@ def _examined(
 
 
 def _entry(node: ast.expr, given: Mapping[str, ast.expr]) -> int | None:
-    """Return NAME[K] where NAME is given as a list of whole numbers, or the number NAME."""
+    """Return the integer NAME, or NAME[K] for a list of integers NAME in `given`, or None."""
     with suppress(ValueError, TypeError, IndexError, KeyError):
         if isinstance(node, ast.Subscript):
             found = ast.literal_eval(given[_tail(node.value)])[ast.literal_eval(node.slice)]
@@ -790,7 +790,7 @@ def _entry(node: ast.expr, given: Mapping[str, ast.expr]) -> int | None:
 
 
 def _returned(function: ast.FunctionDef) -> ast.Call | None:
-    """Return the call whose result a function returns, None if it is not evident."""
+    """Return the call whose result a function returns, or None if there is no such call."""
     made: dict[str, ast.Call] = {}
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
@@ -813,11 +813,11 @@ def _returned(function: ast.FunctionDef) -> ast.Call | None:
 def _of_function(
     sources: Sources, function: ast.FunctionDef, given: Mapping[str, Any]
 ) -> tuple[dict[str, Argument], list[str]]:
-    """Return the known arguments of a function without a default, and the names of the others."""
+    """Return a function's known arguments, and the names of unknown arguments without default."""
     found, unknown = {}, []
     for name, default in _parameters(function.args).items():
         if name in given and _is_plain(given[name]):
-            found[name] = Argument(given[name], "the checkpoint holds it")
+            found[name] = Argument(given[name], "stored in the checkpoint")
         elif default is None:
             unknown.append(name)
     return found, unknown
@@ -826,7 +826,7 @@ def _of_function(
 def _arguments(
     sources: Sources, model: ModelClass, shapes: Shapes, given: Mapping[str, Any]
 ) -> tuple[dict[str, Argument], list[str]]:
-    """Return the known arguments of a class, and the names of those that must be filled in."""
+    """Return the known arguments of a class, and the names of the arguments to fill in."""
     solved = _solved(model.equations(shapes))
     configs = model.configs()
     called = _called(sources, model)
@@ -853,7 +853,7 @@ def _config(
     solved: Mapping[str, Argument],
     given: Mapping[str, Any],
 ) -> tuple[dict[str, Argument], list[str]]:
-    """Return the known entries of a config, and the names of those that are read and not known."""
+    """Return the known entries of a config, and the names of entries that are read but unknown."""
     defaults = sources.fields(attributes)
     found: dict[str, Argument] = {}
     for key in sorted(attributes | defaults.keys()):
@@ -867,7 +867,7 @@ def _config(
 
 def _stored(given: Mapping[str, Any], name: str) -> Argument | None:
     if name in given and _is_plain(given[name]):
-        return Argument(given[name], "the checkpoint holds it")
+        return Argument(given[name], "stored in the checkpoint")
     return None
 
 
@@ -879,7 +879,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _called(sources: Sources, model: ModelClass) -> dict[str, Argument]:
-    """Return the constant arguments with which scripts make a model."""
+    """Return the constant arguments that scripts pass to a model's class."""
     for call in sources.calls(model.name):
         given = _bound(call, list(model.parameters))
         known = {name: sources.constant(node) for name, node in given.items()}
@@ -904,7 +904,7 @@ def _solved(equations: Iterable[tuple[ast.expr, int, str]]) -> dict[str, Argumen
 def _unknown_in(
     node: ast.expr, value: int, known: Mapping[str, Argument]
 ) -> tuple[str, int] | None:
-    """Return the only unknown name of an expression and its value, None if it is not evident."""
+    """Return the only unknown name of an expression and its value, or None if not solvable."""
     name = _dotted(node)
     if name is not None:
         return name, value
@@ -928,14 +928,14 @@ def _unknown_in(
 
 
 def _value(node: ast.expr, known: Mapping[str, Argument]) -> int | None:
-    """Return the value of a whole number or of a known name."""
+    """Return the value of an integer or of a known name, or None."""
     name = _dotted(node) or ""
     found = known[name].value if name in known else getattr(node, "value", None)
     return found if isinstance(found, int) and not isinstance(found, bool) else None
 
 
 def _parameters(arguments: ast.arguments, skip: int = 0) -> dict[str, ast.expr | None]:
-    """Return {parameter: default} without *these and **those."""
+    """Return {parameter: default} without *args and **kwargs."""
     names = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
     defaults: list[ast.expr | None] = [None] * (len(names) - len(arguments.defaults))
     found = dict(zip(names, [*defaults, *arguments.defaults], strict=True))
@@ -946,7 +946,7 @@ def _parameters(arguments: ast.arguments, skip: int = 0) -> dict[str, ast.expr |
 
 
 def _bound(call: ast.Call, names: Sequence[str]) -> dict[str, ast.expr]:
-    """Return the expressions that a call gives to parameters of some names."""
+    """Return {parameter: expression} for the parameters `names` of a call."""
     if any(isinstance(a, ast.Starred) for a in call.args):
         return {}
     found = dict(zip(names, call.args, strict=False))
@@ -954,21 +954,21 @@ def _bound(call: ast.Call, names: Sequence[str]) -> dict[str, ast.expr]:
 
 
 def _below(shapes: Shapes, name: str) -> dict[str, Shape]:
-    """Return the shapes of the keys below a name; the tensor of that very name has the key ""."""
+    """Return the shapes of the keys below a name; the tensor with exactly this name has key ""."""
     start = f"{name}."
     found = {key[len(start) :]: shape for key, shape in shapes.items() if key.startswith(start)}
     return found | ({"": shapes[name]} if name in shapes else {})
 
 
 def _tail(node: ast.AST) -> str:
-    """Return the last name of a dotted one, "" for any other expression."""
+    """Return the last part of a dotted name, or "" for a different expression."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def _dotted(node: ast.expr) -> str | None:
-    """Return NAME or NAME.ATTRIBUTE, None for any other expression."""
+    """Return NAME or NAME.ATTRIBUTE, or None for a different expression."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -981,7 +981,7 @@ def _copied(node: ast.expr) -> ast.expr:
 
 
 class _Substituted(ast.NodeTransformer):
-    """Replaces names, and self.NAME, by expressions."""
+    """Replaces names and self.NAME by expressions."""
 
     def __init__(self, names: Mapping[str, ast.expr]) -> None:
         self.names = names
@@ -991,7 +991,7 @@ class _Substituted(ast.NodeTransformer):
         return self.names.get(node.id, node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        """Replace self.NAME, or the name within NAME.ATTRIBUTE."""
+        """Replace self.NAME, or the name in NAME.ATTRIBUTE."""
         if isinstance(node.value, ast.Name) and node.value.id == "self":
             return self.names.get(f"self.{node.attr}", node)
         return self.generic_visit(node)

@@ -1,6 +1,6 @@
-"""The part of a training script that trains when the script is imported, found in its tree.
+"""Finds and removes the statements of a training script that train during its import.
 
-Importing such a script would train anew and overwrite the checkpoint it saves.
+An import with these statements would train again and overwrite the script's checkpoint.
 """
 
 import ast
@@ -10,20 +10,20 @@ from pathlib import Path
 
 _DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 _FIT = {"fit", "train", "run"}  # methods of a trainer that train
-_DEPTH = 3  # how many imports in a row are followed
+_DEPTH = 3  # the longest chain of imports to follow
 
 
 def without_training(tree: ast.Module, path: Path) -> tuple[ast.Module, int | None]:
     """Return a script without its training, and the line of its first statement that trains.
 
-    The line is None if the script does not train.
+    A script that does not train has no such line: None.
 
-    From the first statement that trains, only definitions and imports are left. A statement trains
-    if it calls `backward()`, or names a function or calls a method that does.
+    From the first statement that trains on, only definitions and imports are kept. A statement
+    trains if it calls `backward()`, names a function that trains, or calls a method that trains.
 
     Args:
         tree: The script.
-        path: Its file. Functions that it imports from files in its folder are followed.
+        path: Its file. Functions imported from files in its folder are also analysed.
     """
     functions, methods = _training_names(tree, path)
     trainers = {
@@ -44,7 +44,7 @@ def without_training(tree: ast.Module, path: Path) -> tuple[ast.Module, int | No
 
 
 def trains(tree: ast.Module) -> bool:
-    """Whether a script calls `backward()`, or holds the step of a training by Lightning."""
+    """Whether a script calls `backward()`, or defines a `training_step` of Lightning."""
     return _trains(tree, set(), set(), set()) or any(
         isinstance(node, ast.FunctionDef) and node.name == "training_step"
         for node in ast.walk(tree)
@@ -52,7 +52,7 @@ def trains(tree: ast.Module) -> bool:
 
 
 def _training_names(tree: ast.Module, path: Path, depth: int = 0) -> tuple[set[str], set[str]]:
-    """Return the names of functions of a script that train, and the names of such methods."""
+    """Return the names of a script's functions that train, and of its methods that train."""
     functions, methods = set(_imported(tree, path, depth)), set[str]()
     inside = {
         id(method)
@@ -62,7 +62,7 @@ def _training_names(tree: ast.Module, path: Path, depth: int = 0) -> tuple[set[s
     }
     own = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     before = -1
-    while len(functions) + len(methods) > before:  # a function may call another one that trains
+    while len(functions) + len(methods) > before:  # a function may call a function that trains
         before = len(functions) + len(methods)
         for node in own:
             if _trains(node, functions, methods, set()):
@@ -71,7 +71,7 @@ def _training_names(tree: ast.Module, path: Path, depth: int = 0) -> tuple[set[s
 
 
 def _imported(tree: ast.Module, path: Path, depth: int) -> Iterator[str]:
-    """Yield the names of imported functions that train, of files in the script's folder."""
+    """Yield the names of functions that train and are imported from files in the folder."""
     for node in tree.body if depth < _DEPTH else ():
         if isinstance(node, ast.ImportFrom) and node.module:
             file = path.parent.joinpath(*node.module.split(".")).with_suffix(".py")
@@ -94,7 +94,7 @@ def _trains(node: ast.AST, functions: set[str], methods: set[str], trainers: set
 
 
 def _name_of_call(node: ast.expr) -> str:
-    """Return the last name of what is called, "" if nothing is."""
+    """Return the last name of the called function, or "" if the node is not a call."""
     called = node.func if isinstance(node, ast.Call) else None
     return getattr(called, "attr", None) or getattr(called, "id", None) or ""
 
@@ -107,7 +107,7 @@ def _is_main(node: ast.stmt) -> bool:
 
 
 def _tried(node: ast.stmt) -> ast.stmt:
-    """Let a definition that needs what the training would have made be left out."""
+    """Return the definition in a try statement: it may need results of the training."""
     handler = ast.ExceptHandler(ast.Name("NameError", ast.Load()), None, [ast.Pass()])
     made = ast.Try([node], [handler], [], [])
     return ast.copy_location(made, node)

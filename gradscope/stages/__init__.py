@@ -1,1 +1,1 @@
-"""What happens to gradients: transforms, reducers, losses, labels and their chains."""
+"""Losses, labels, transforms of gradients, reducers over samples, and their chains."""

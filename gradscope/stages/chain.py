@@ -1,11 +1,11 @@
-"""A chain: what happens to each sample, how samples are reduced, what happens to the result.
+"""A chain: transforms of each sample, then a reducer over samples, then transforms of the result.
 
-`clip:max_norm=1 | mean` is E[T(g)]; `mean | clip:max_norm=1` is T(E[g]). After a reducer the
-aggregate is treated as a batch of one, so the same transforms serve on both sides.
+`clip:max_norm=1 | mean` is E[T(g)]; `mean | clip:max_norm=1` is T(E[g]). The result of a reducer is
+a batch of one, so the same transforms can be used before and after the reducer.
 
-Some transforms need the mean of what reaches them before they can act on a sample (`center`), and
-some reducers the result of another one (`ekfac`). Such a chain says which chain is to be computed
-first (`first_pass`) and is then completed with its result (`given`).
+The transform `center` needs the mean of its inputs before it can act on a sample. The reducer
+`ekfac` needs the result of an earlier reducer. In such cases `Chain.first_pass` returns the chain
+that must be computed first, and `Chain.given` completes the chain with its result.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,11 +40,11 @@ from gradscope.stages.transforms.base import (
 class Chain:
     """A bound chain."""
 
-    stages: tuple[Stage, ...]  # as they are written
+    stages: tuple[Stage, ...]  # names and arguments as the user wrote them
     before: tuple[TransformStep, ...]  # transforms of each sample
-    reducer: Reducer | None  # what takes the expectation, or None when rows are kept
+    reducer: Reducer | None  # takes the expectation over samples, or None (rows are kept)
     after: tuple[TransformStep, ...] = ()  # transforms of the aggregate
-    lasting: bool = False  # it is the same whenever its text is bound: it reads no file
+    lasting: bool = False  # the text alone defines the chain: it reads no file
 
     @cached_property
     def text(self) -> str:
@@ -53,20 +53,20 @@ class Chain:
 
     @property
     def key(self) -> str | None:
-        """What its sums are known by: its text, if that says what happens to the gradients."""
+        """The key of the chain's sums: its text, or None if the text does not define the sums."""
         more = any(isinstance(step, NeedsMean | NeedsProblem) for step in self.before)
         sums = self.reducer is not None and self.reducer.additive and not self.reducer.raw
         return self.text if sums and self.lasting and not more else None
 
     @property
     def tells(self) -> bool:
-        """Whether its sums, or the norms it reads, show that a raw gradient is not finite."""
+        """Whether the chain's sums or norms show that a raw gradient is not finite."""
         norms = len(self.before) == 1 and isinstance(self.before[0], ReadsNorms)
         return bool(reducer_of(self).powers) and (not self.before or norms)
 
     @property
     def transforms(self) -> tuple[str, ...]:
-        """The transforms of each sample as they are written: chains with the same share rows."""
+        """The text of the transforms before the reducer: chains with equal text share rows."""
         count = len(self.before)
         return (str(count), *map(str, self.stages[:count]))
 
@@ -85,9 +85,9 @@ class Chain:
         )
 
     def given(self, found: Mapping[str, Tensor], *, rehearsed: bool = False) -> "Chain":
-        """Complete the first stage that waits with the result of `first_pass`.
+        """Complete the first stage that waits for the result of `first_pass`.
 
-        If `rehearsed`, only time and memory of what follows have to be right.
+        If `rehearsed`, only time and memory of the completed chain have to be right.
         """
         for k, step in enumerate(self.before):
             if isinstance(step, NeedsMean):
@@ -100,7 +100,7 @@ class Chain:
         )
 
     def prepare(self, problem: Problem) -> None:
-        """Give the model's parameters to the transforms that look at them."""
+        """Pass the shapes of all model parameters to the transforms that need them."""
         for step in (*self.before, *self.after):
             if isinstance(step, KnowsModel):
                 step.know({k: tuple(p.shape) for k, p in problem.model.named_parameters()})
@@ -110,14 +110,14 @@ class Chain:
     ) -> Gradients:
         """Transform each sample of a batch of raw gradients.
 
-        `problem` and `batch` are what they were computed from; some transforms evaluate it again.
+        `problem` and `batch` are the source of the gradients; `hvp` evaluates them again.
         """
         return _applied(self.before, gradients, problem, batch)
 
     def start(
         self, gradients: Gradients, problem: Problem | None = None, batch: Batch | None = None
     ) -> State:
-        """Return the reducer's state of a batch of raw gradients; see `rows`."""
+        """Return the reducer's state for a batch of raw gradients; see `rows`."""
         reducer = reducer_of(self)
         return reducer.start(self.rows(gradients, problem, batch).with_powers(reducer.powers))
 
@@ -133,7 +133,7 @@ class Chain:
 
 
 def reducer_of(chain: Chain) -> Reducer:
-    """Return the reducer of a chain that has one."""
+    """Return the reducer of a chain that has a reducer."""
     assert chain.reducer is not None
     return chain.reducer
 
@@ -155,13 +155,13 @@ def _applied(
 
 @dataclass(frozen=True)
 class Readers:
-    """What reads the files that a chain names; stages open none themselves."""
+    """Functions that read the files named in a chain; stages open no files."""
 
-    function: Callable[[str], Any]  # of FILE.py:NAME
-    arguments: Mapping[type, Callable[[str], Any]]  # by the declared type of an argument
+    function: Callable[[str], Any]  # loads FILE.py:NAME
+    arguments: Mapping[type, Callable[[str], Any]]  # the reader for each declared argument type
 
 
-# what other libraries call a stage
+# names of stages in other libraries
 _SYNONYMS = {
     "avg": "mean",
     "average": "mean",
@@ -183,10 +183,11 @@ def bind(chain: Chained, *, reduced: bool = False, readers: Readers | None = Non
     """Parse a chain and bind every name and argument in it.
 
     Args:
-        chain: For example "clip:max_norm=1 | mean"; or a function from the rows {name: (n, *shape)}
-            to such a dict, each row by itself; or a list of both kinds: [function, "mean"].
+        chain: For example "clip:max_norm=1 | mean". Or a function that takes the rows
+            {name: (n, *shape)}, returns such a dict, and treats each row separately. Or a list of
+            both kinds: [function, "mean"].
         reduced: Append `mean` when the chain has no reducer.
-        readers: Read the files that the chain names.
+        readers: Functions that read the files named in the chain.
 
     Raises:
         SpecError: A name is unknown, an argument does not fit, or a second reducer follows.
@@ -202,18 +203,22 @@ def bind(chain: Chained, *, reduced: bool = False, readers: Readers | None = Non
         if isinstance(made, Reducer):
             if reducer is not None:
                 raise stage.error(
-                    "a second reducer has no samples left to reduce", "Keep one reducer a chain."
+                    "a chain can have one reducer only: this second one has no samples to reduce",
+                    "Remove one of the two reducers.",
                 )
             if made.raw and before:
                 raise stage.error(
-                    f"{stage.name!r} reads the factors of raw gradients",
-                    "Put no transform before it.",
+                    f"{stage.name!r} needs raw gradients and cannot follow a transform",
+                    "Remove the transforms before it.",
                 )
             reducer = made
         elif reducer is None:
             before.append(made)
         elif isinstance(made, NeedsMean | NeedsProblem):
-            raise stage.error(f"{stage.name!r} needs samples, and none are left after a reducer")
+            raise stage.error(
+                f"{stage.name!r} acts on samples and cannot follow a reducer",
+                "Move it before the reducer.",
+            )
         else:
             after.append(made)
     if reducer is None and reduced:
@@ -225,7 +230,7 @@ def bind(chain: Chained, *, reduced: bool = False, readers: Readers | None = Non
 
 
 def _written(piece: str | StageFunction, readers: Readers | None) -> list[tuple[Stage, Any]]:
-    """Return the stages of a piece of a chain, and what each of them makes."""
+    """Return each stage of a piece of a chain with its transform or reducer."""
     if isinstance(piece, str):
         return [(stage, _made(stage, readers)) for stage in parse(piece)]
     name = getattr(piece, "__qualname__", type(piece).__name__)
@@ -237,15 +242,15 @@ def _written(piece: str | StageFunction, readers: Readers | None) -> list[tuple[
 
 def _made(stage: Stage, readers: Readers | None) -> TransformStep | Reducer:
     if readers is None and (stage.files or ".py:" in stage.name):
-        raise stage.error(f"{stage.name!r} names a file, and files are not read here")
+        raise stage.error(f"{stage.name!r} names a file, but this function reads no files")
     if readers is not None and ".py:" in stage.name:
         factory = readers.function(stage.name)
         if not isinstance(factory, StageFactory):
             raise stage.error(
-                f"{stage.name!r} does not say what it is",
-                'Put @gradscope.transform("elementwise") above a function of a tensor ("factor" '
-                'for one of norms, "vector" for one of dense rows), or @gradscope.reducer above '
-                "one that returns a reducer.",
+                f"{stage.name!r} is not declared as a transform or a reducer",
+                'Put @gradscope.transform("elementwise") above a function of a tensor '
+                '("factor" above a function of norms, "vector" above a function of dense rows). '
+                "Put @gradscope.reducer above a function that returns a reducer.",
             )
     elif stage.name in transforms:
         factory = transforms.get(stage.name)

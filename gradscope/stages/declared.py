@@ -1,11 +1,12 @@
-"""Stages that users write in a file of their own: functions of tensors, and reducers.
+"""Stages that users write in their own files: functions of tensors, and reducers.
 
     @gradscope.transform("elementwise")
     def soft_threshold(g, level: float = 0.1):
         return g.sign() * (g.abs() - level).clamp_min(0)
 
-In a chain that is `FILE.py:soft_threshold:level=0.2`. What a scope promises is tried on numbers; a
-function that breaks it is refused. A reducer is a function that returns three:
+A chain uses it as `FILE.py:soft_threshold:level=0.2`. gradscope tests on numbers that the function
+keeps to its scope, and raises an error if it does not. A reducer is a function that returns three
+functions:
 
     @gradscope.reducer
     def largest_norm():
@@ -44,7 +45,7 @@ T = TypeVar("T")
 
 _SCOPES = {scope.name.lower(): scope for scope in TransformScope}
 
-# Uneven numbers of both signs, large, small and zero; no two of one magnitude.
+# Numbers of both signs, large, small and zero. No two have the same magnitude.
 _PROBE = [0.3, -1.7, 0.0, 2.9, -0.04, 11.0, -5.3, 1e-3, 0.71, -230.0, 1.1, -0.9]
 
 
@@ -52,17 +53,18 @@ def transform(scope: str) -> Callable[[Callable[..., Any]], TransformFactory]:
     """Declare a function as a transform, for chains as FILE.py:NAME or through an entry point.
 
     Args:
-        scope: "elementwise": from gradients of any shape to as many, each entry by itself.
-            "factor": from the norms (n,) of the samples' gradients to one factor a sample (n,).
-            "linear" or "vector": from {name: (n, *shape)} to {name: (n, ...)}, each sample by
-            itself; the dense gradients are formed. Options follow as further arguments.
+        scope: "elementwise": takes gradients of any shape and returns a tensor of the same shape;
+            each entry is treated separately. "factor": takes the norms (n,) of the samples'
+            gradients and returns one factor a sample (n,). "linear" or "vector": takes
+            {name: (n, *shape)} and returns {name: (n, ...)}; each sample is treated separately,
+            and the dense gradients are formed. Further arguments of the function are its options.
 
     Raises:
-        SpecError: There is no such scope.
+        SpecError: The scope is unknown.
     """
     if scope not in _SCOPES:
         raise SpecError(
-            f"{scope!r} is not a scope",
+            f"unknown scope {scope!r}",
             where="gradscope.transform",
             remedy=f'Write @gradscope.transform("elementwise"), or: {", ".join(_SCOPES)}.',
         )
@@ -90,7 +92,7 @@ def of_rows(name: str, function: Callable[[dict[str, Tensor]], Any]) -> Transfor
 
 
 def _made(name: str, scope: TransformScope, function: Callable[[Any], Any]) -> Transform:
-    """Return the transform, having tried what can be tried without data."""
+    """Return the transform, after the tests that need no data."""
     if scope in (TransformScope.LINEAR, TransformScope.VECTOR):
         return of_rows(name, function)
     fn = _guarded(name, function)
@@ -106,7 +108,7 @@ def _made(name: str, scope: TransformScope, function: Callable[[Any], Any]) -> T
 
 
 def _guarded(name: str, fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return `fn`, which must give a floating-point tensor of its argument's shape."""
+    """Return `fn` with a check: it must return a floating-point tensor of its argument's shape."""
     running = _running(f"transform {name}", fn)
 
     def checked(values: Any) -> Any:
@@ -118,7 +120,7 @@ def _guarded(name: str, fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
             raise SpecError(
                 f"{name!r} returned {found} for values of shape {tuple(values.shape)}",
                 where="transform",
-                remedy="It must return one value for each that it is given.",
+                remedy="Return a tensor of the same shape as the argument.",
             )
         if not (result.is_floating_point() or result.is_complex()):
             raise SpecError(
@@ -134,9 +136,9 @@ def _guarded(name: str, fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _require_own(
     name: str, fn: Callable[[Tensor], Tensor], what: str, probe: Tensor, shape: tuple[int, ...]
 ) -> None:
-    """Check that each value of fn(probe) depends on its own entry only, and probe is not changed.
+    """Raise if a value of fn(probe) depends on further entries, or if fn changes probe in place.
 
-    An entry that is given alone has the `shape`, and is `what` in words.
+    Each entry is also passed alone, with shape `shape`. `what` is its name in messages.
     """
     given = probe.clone()
     together = fn(given).flatten()
@@ -144,22 +146,22 @@ def _require_own(
         raise SpecError(
             f"{name!r} changes its argument in place",
             where="transform",
-            remedy="Return a new tensor: other chains need the gradients as they are.",
+            remedy="Return a new tensor: other chains read the same gradients.",
         )
     for k, entry in enumerate(probe.flatten()):
         alone = fn(entry.clone().reshape(shape)).flatten()[0]
         if not torch.allclose(alone, together[k], rtol=1e-9, atol=1e-12, equal_nan=True):
             one, many = unequal(float(alone.real), float(together[k].real))
             raise SpecError(
-                f"{name!r} gives {one} for {float(entry):.3g} alone and {many} among others: a "
-                f"value must depend on its own {what} only, and on nothing random",
+                f"{name!r} returns {one} for {float(entry):.3g} alone, but {many} in a batch: a "
+                f"value must depend on its own {what} only, and must not be random",
                 where="transform",
-                remedy='Declare another scope: "factor" for one factor a sample, or "vector".',
+                remedy='Declare the scope "factor" (one factor a sample) or "vector".',
             )
 
 
 def _on_rows(name: str, fn: Callable[[dict[str, Tensor]], Any], gradients: Gradients) -> Gradients:
-    """Apply a function of dense rows to copies of them; the last sample is also tried alone."""
+    """Apply a function to copies of the dense rows; the last sample is also tested alone."""
     rows = {key: block.dense().clone() for key, block in widened(gradients).items()}
     last = {key: value[-1:].clone() for key, value in rows.items()}
     found = _rows(name, fn(rows), gradients.n)
@@ -169,10 +171,10 @@ def _on_rows(name: str, fn: Callable[[dict[str, Tensor]], Any], gradients: Gradi
             gap = float((alone[0] - together).abs().nan_to_num().sum())
             if gap > 1e-2 * float(together.abs().nan_to_num().sum()):
                 raise SpecError(
-                    f"{name!r} gives a sample another {key!r} alone than among others",
+                    f"{name!r} returns a different {key!r} for a sample alone than in its batch",
                     where="transform",
-                    remedy="A row must depend on its own sample only; what joins samples is a "
-                    "reducer.",
+                    remedy="Let each row depend on its own sample only. To combine samples, write "
+                    "a reducer.",
                 )
     return gradients.of({key: DenseBlock(value) for key, value in found.items()})
 
@@ -187,7 +189,7 @@ def _rows(name: str, found: Any, n: int) -> dict[str, Tensor]:
     raise SpecError(
         f"{name!r} returned {shapes or type(found).__name__} for {n} samples",
         where="transform",
-        remedy="It must return a dict {name: (n, ...)} with one row a sample.",
+        remedy="Return a dict {name: (n, ...)} with one row a sample.",
     )
 
 
@@ -224,7 +226,7 @@ def reducer(factory: Callable[..., Any]) -> StageFactory[Reducer]:
 
 
 def _running(what: str, function: Callable[P, T]) -> Callable[P, T]:
-    """Return the function, which says whose code raised; errors of gradscope's own pass through."""
+    """Return the function with errors that name `what`; errors of gradscope are unchanged."""
 
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
         with own_stage(what):
@@ -234,15 +236,15 @@ def _running(what: str, function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _with_state(name: str, start: Callable[[Gradients], Any]) -> Callable[[Gradients], State]:
-    """Return `start`, which must give a flat dict of tensors: only these can be stored."""
+    """Return `start` with a check: it must return a flat dict of tensors, which can be stored."""
 
     def checked(gradients: Gradients) -> State:
         state = start(gradients)
         if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
             raise SpecError(
-                f"the state that {name!r} starts with is not a dict of tensors",
+                f"the start function of {name!r} does not return a dict of tensors",
                 where="reducer",
-                remedy="Return {name: tensor}, numbers as tensors too.",
+                remedy="Return {name: tensor}, and convert numbers to tensors.",
             )
         return state
 

@@ -1,16 +1,15 @@
-"""Which labels the losses are held against: the data's, drawn ones, or all of them.
+"""The labels that losses are computed with: the data's labels, sampled labels, or all labels.
 
-- `data`: the targets as they are; `square | mean` is the diagonal of the empirical Fisher.
-- `sampled`: one draw from the model's own predictive distribution: the Fisher by Monte Carlo. The
+- `data`: the data's targets. `square | mean` is the diagonal of the empirical Fisher.
+- `sampled`: one draw from the model's predictive distribution: the Fisher by Monte Carlo. The
   random numbers depend on the seed and the sample's index only.
-- `exact`: the expectation over all classes, E_{y ~ p(y|x)} T(∇L(x, y)), in every sample's place:
-  `square | mean` is the diagonal of the exact Fisher. A sample costs as many gradients as there
-  are classes. An expectation over labels goes through T(g) only in a linear reducer: mean, sum, or
-  none (Kunstner et al. 2019, arXiv:1905.12558; Martens 2020, arXiv:1412.1193).
-  A sample of several positions needs one gradient for each position and class, for what is linear
-  or quadratic in g. So does a squared error (`positions`).
+- `exact`: for each sample, the expectation over all classes E_{y ~ p(y|x)} T(∇L(x, y)).
+  `square | mean` is the diagonal of the exact Fisher. A sample costs one gradient for each class.
+  The reducer must be linear in T(g), for example mean or sum, or be absent (Kunstner et al. 2019,
+  arXiv:1905.12558; Martens 2020, arXiv:1412.1193). For several positions a sample, or a squared
+  error, T must be linear or quadratic in g; module `positions` has the formulas.
 
-The weights p are no function of the parameters here: no gradient goes through them.
+The probabilities p are constants here: no gradient goes through them.
 """
 
 import hashlib
@@ -37,25 +36,25 @@ from gradscope.stages.transforms.base import NeedsProblem, Transform, transforms
 
 Mode = Literal["data", "sampled", "exact"]
 
-LINEAR = ("mean", "sum", "second_moment")  # second_moment is square | mean
-QUADRATIC = ("kfac", "ekfac")  # read raw gradients and their weights
+LINEAR = ("mean", "sum", "second_moment")  # second_moment equals square | mean
+QUADRATIC = ("kfac", "ekfac")  # these reducers read raw gradients and their weights
 _HOMOGENEOUS = {"adam", "dot", "identity", "precondition", "project", "scale"}  # linear in g
 
 
 class PositionWeights(NamedTuple):
-    """What the rows of a sample weigh where they are not its labels, but positions of these."""
+    """Weights of a sample's rows that each belong to a position and class, not to a label."""
 
-    linear: Tensor  # (samples, c), in an expectation of what is linear in g
-    losses: Tensor  # (samples, c), in that of the loss
-    labels: str  # why not all labels are gone through
+    linear: Tensor  # (samples, c), weights for the expectation of a linear function of g
+    losses: Tensor  # (samples, c), weights for the expectation of the loss
+    labels: str  # the reason why the labels are not enumerated
 
 
 @dataclass(frozen=True)
 class LabelledBatch(Batch):
-    """Each sample once a class, the classes of a sample next to each other."""
+    """A batch that repeats each sample for every class; a sample's classes are adjacent."""
 
-    # (samples, c), the probabilities of the classes; if they are split, the weights of what is
-    # quadratic in g
+    # (samples, c): the probabilities of the classes; with `split`, the weights for a quadratic
+    # function of g
     weights: Tensor
     split: PositionWeights | None = None
 
@@ -63,26 +62,26 @@ class LabelledBatch(Batch):
 class Labels:
     """The labels of a scope, bound to its model and loss.
 
-    With `own_loss` samples are coupled, so that none may be repeated in its batch.
+    With `own_loss` samples are coupled, so a sample must not be repeated in its batch.
     """
 
     def __init__(self, mode: Mode, problem: Problem, seed: int, *, own_loss: bool) -> None:
         require(mode, problem.loss)
         if mode == "exact" and own_loss:
             raise SpecError(
-                "exact labels repeat each sample for every class, which changes what coupled "
-                "samples see of each other",
+                "labels exact cannot be combined with own-loss gradients: it repeats each sample "
+                "for every class, which changes the losses of coupled samples",
                 where="labels exact",
                 remedy='Use labels="sampled".',
             )
         self.mode: Mode = mode
-        self.note = ""  # says how norms are defined where that is special
+        self.note = ""  # the definition of norms, if they are not ‖g‖
         self._problem, self._seed = problem, seed
         self._last: tuple[Batch, Batch] | None = None
-        self._outputs: Tensor | None = None  # of the last one
+        self._outputs: Tensor | None = None  # the outputs of the last batch
 
     def of(self, batch: Batch) -> Batch:
-        """Return the batch against the labels; asked again for the last one, it is the same."""
+        """Return the batch with its labels; the last batch is cached."""
         if self.mode == "data":
             return batch
         if self._last is None or self._last[0] is not batch:
@@ -90,15 +89,15 @@ class Labels:
         return self._last[1]
 
     def outputs(self, batch: Batch) -> Tensor | None:
-        """Return the outputs that a batch's labels were drawn from; None for the data's labels."""
+        """Return the outputs that define a batch's labels, or None for the data's labels."""
         self.of(batch)
         return self._outputs
 
     def chain(self, chain: Chain) -> Chain:
-        """Return what a chain becomes under these labels.
+        """Return the chain to compute with these labels.
 
-        With all labels their expectation comes last before the reducer, so that every transform
-        sees single labels.
+        With exact labels the expectation is inserted directly before the reducer, so each transform
+        acts on the gradients of single labels.
         """
         if self.mode != "exact":
             return chain
@@ -115,7 +114,7 @@ class Labels:
         return replace(chain, before=(*before, last), reducer=reducer)
 
     def _of_same_positions(self, start: Callable[[Gradients], State], rows: Gradients) -> State:
-        """Start `kfac`, or refuse rows of a sample that are from different positions of it."""
+        """Start `kfac`, or raise if a sample's rows come from different positions."""
         labelled = None if self._last is None else self._last[1]
         split = labelled.split if isinstance(labelled, LabelledBatch) else None
         if (
@@ -124,33 +123,32 @@ class Labels:
             and labelled.weights.shape[1] > 1
         ):
             raise SpecError(
-                f"{split.labels}, and Kronecker factors with exact labels need one position a "
-                "sample",
+                f"{split.labels}, but kfac with exact labels needs samples with one position",
                 where="labels exact: kfac",
                 remedy='Use labels="sampled".',
             )
         return start(rows)
 
     def each(self, batch: Batch) -> int:
-        """Return how many gradients a sample costs."""
+        """Return the number of gradients to compute for a sample."""
         return len(self._labelled(batch.one(0))) if self.mode == "exact" else 1
 
     def require_one(self) -> None:
-        """Refuse exact labels, with which a sample has one gradient for each class."""
+        """Raise for exact labels: a sample then has one gradient for each class."""
         if self.mode == "exact":
             raise SpecError(
-                "with exact labels a sample has one gradient for each class",
+                "with exact labels a sample has one gradient for each class, not a single gradient",
                 where="labels exact",
                 remedy='Ask for an expectation such as "square | mean", or use labels="sampled".',
             )
 
     def _labelled(self, batch: Batch) -> Batch:
-        """Return the batch against drawn labels, or expanded to all.
+        """Return the batch with sampled labels, or expanded to all labels.
 
-        Its own targets say at most which entries are ignored.
+        The data's targets are used only to find ignored entries.
         """
         loss = self._problem.loss
-        assert isinstance(loss, BoundLoss)  # `require` has let it through
+        assert isinstance(loss, BoundLoss)  # checked by `require`
         found, n = loss.predictive, len(batch)
         seen: list[Any] = []
 
@@ -158,7 +156,7 @@ class Labels:
             seen.append(map_tensors(Tensor.detach, answer))
             return torch.zeros(next((len(t) for t in tensors((targets, answer)) if t.dim()), n))
 
-        replace(self._problem, loss=keep).losses(batch)  # random numbers may need passes before it
+        replace(self._problem, loss=keep).losses(batch)  # it may run several passes: use the last
         answer = seen[-1]
         outputs = output(answer)
         if isinstance(found, Gaussian):
@@ -167,7 +165,7 @@ class Labels:
                 noise = _normal(outputs.shape[1:], batch.index, self._seed).to(outputs)
                 return replace(batch, targets=outputs + found.std * noise)
             entries = positions.required(positions.residuals(loss, outputs), loss)
-            return self._split(batch, entries, "the labels of a squared error are infinitely many")
+            return self._split(batch, entries, "a squared error has infinitely many labels")
         assert found is not None
         p = _probabilities(found, outputs, n).cpu()
         self._outputs = outputs
@@ -177,7 +175,7 @@ class Labels:
         *places, classes = p.shape[1:]
         if prod(places) != 1:
             rows = positions.classes(loss, found, answer, p, batch.targets)
-            many = f"{prod(places)} positions have {classes}^{prod(places)} labels"
+            many = f"{prod(places)} positions have {classes}^{prod(places)} possible labels"
             return self._split(batch, positions.required(rows, loss), many)
         many_labels = batch.select(torch.arange(n).repeat_interleave(classes))
         every = torch.arange(classes, device=outputs.device).repeat(n)
@@ -187,11 +185,10 @@ class Labels:
         return LabelledBatch(many_labels.inputs, targets, many_labels.index, weights)
 
     def _split(self, batch: Batch, rows: positions.LabelRows, labels: str) -> LabelledBatch:
-        """Return the batch once a row of each sample."""
+        """Return the batch with each sample repeated for each of its rows."""
         self.note = (
-            f"labels exact: {labels}; what is linear or quadratic in the gradient has its "
-            "expectation from one gradient for each position and class, and norms of samples are "
-            "√E‖g‖²"
+            f"labels exact: {labels}. The expectations are computed from one gradient for each "
+            "position and class. A sample's norm is √E‖g‖²"
         )
         n, r = rows.squares.shape
         many = batch.select(torch.arange(n).repeat_interleave(r))
@@ -200,16 +197,16 @@ class Labels:
 
 
 def require(mode: Mode, loss: Loss, chains: Iterable[Chain] = ()) -> None:
-    """Refuse a loss without predictive distribution, and chains without expectation over labels."""
+    """Raise if the loss has no predictive distribution, or a chain no expectation over labels."""
     if mode == "data":
         return
     if _predictive(loss) is None:
         name = getattr(loss, "__name__", type(loss).__name__)
         known = [name for name in losses.names() if _predictive(losses.get(name)) is not None]
         raise SpecError(
-            f"the loss {name!r} defines no distribution that labels could be drawn from",
+            f"the loss {name!r} defines no distribution of labels",
             where=f"labels {mode}",
-            remedy=f'Losses that do: {", ".join(known)}. Or use labels="data".',
+            remedy=f'Use one of the losses {", ".join(known)}; or use labels="data".',
         )
     if mode == "exact":
         for chain in chains:
@@ -226,7 +223,7 @@ def mean_loss(losses: Tensor, batch: Batch) -> Tensor:
 def mean_norm(norms: Tensor, batch: Batch) -> Tensor:
     """Return the expectation (samples,) of norms (n,) over a batch's labels.
 
-    Where the rows are positions of labels it is √E‖g‖², which they tell.
+    With `split` weights (a row for each position and class) the result is √E‖g‖² instead.
     """
     if not isinstance(batch, LabelledBatch):
         return norms
@@ -240,12 +237,12 @@ def _weighted(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def samples(batch: Batch) -> int:
-    """Return how many samples a batch has, however many labels each of them has."""
+    """Return the number of samples in a batch; a sample with several labels counts once."""
     return len(batch.weights) if isinstance(batch, LabelledBatch) else len(batch)
 
 
 def over_labels(mask: Tensor, batch: Batch) -> Tensor:
-    """Return the mask (n·c,) of a batch, false for every label of a sample where one is false."""
+    """Return the mask (n·c,), set to false for all labels of a sample if any is false."""
     if not isinstance(batch, LabelledBatch):
         return mask
     classes = batch.weights.shape[1]
@@ -253,7 +250,7 @@ def over_labels(mask: Tensor, batch: Batch) -> Tensor:
 
 
 def chosen(batch: Batch, mask: Tensor) -> Batch:
-    """Return the samples of a mask (n,) that keeps the labels of a sample together."""
+    """Return the samples selected by a mask (n,), which is equal for all labels of a sample."""
     part = batch.select(mask)
     if not isinstance(batch, LabelledBatch):
         return part
@@ -269,21 +266,21 @@ def _predictive(loss: Loss) -> Predictive | Gaussian | None:
 
 
 def _checked(outputs: Any, n: int) -> Tensor:
-    """Return the outputs of n samples, from which labels are drawn."""
+    """Return the outputs of n samples, or raise if labels cannot be sampled from them."""
     of_samples = isinstance(outputs, Tensor) and outputs.shape[:1] == (n,)
     if of_samples and outputs.is_floating_point():
         found: Tensor = outputs
         return found
     told = f"{tuple(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
     raise ModelError(
-        f"no labels can be drawn from what the model returns for {count(n, 'sample')}: {told}",
+        f"the model returns {told} for {count(n, 'sample')}: labels cannot be sampled from it",
         where="labels",
-        remedy="It must be outputs as the loss takes them, the sample axis first.",
+        remedy="Return a floating-point tensor (n, ...), the loss's outputs, sample axis first.",
     )
 
 
 def _probabilities(found: Predictive, outputs: Any, n: int) -> Tensor:
-    """Return what the outputs of n samples say of labels (n, *positions, c)."""
+    """Return the probabilities (n, *positions, c) of labels, from the outputs of n samples."""
     try:
         return found.probabilities(_checked(outputs, n))
     except IndexError:  # there is no axis of classes
@@ -291,9 +288,9 @@ def _probabilities(found: Predictive, outputs: Any, n: int) -> Tensor:
 
 
 def _drawn(probabilities: Tensor, index: Tensor, seed: int) -> Tensor:
-    """Return classes (n, *positions) by inverting the distribution functions (n, *positions, c).
+    """Return classes (n, *positions) drawn by inverting the cumulative distributions.
 
-    The random numbers belong to a sample, whatever batch it is in.
+    `probabilities` are (n, *positions, c). A sample's random numbers do not depend on its batch.
     """
     rows = [generator.random(probabilities.shape[1:-1]) for generator in _generators(index, seed)]
     below = probabilities.cumsum(-1)
@@ -302,13 +299,13 @@ def _drawn(probabilities: Tensor, index: Tensor, seed: int) -> Tensor:
 
 
 def _normal(shape: tuple[int, ...], index: Tensor, seed: int) -> Tensor:
-    """Return standard normal numbers (n, *shape) in float64, each sample's its own."""
+    """Return standard normal numbers (n, *shape) in float64, from each sample's generator."""
     rows = [np.asarray(g.standard_normal(shape)) for g in _generators(index, seed)]
     return torch.from_numpy(np.stack(rows))
 
 
 def _generators(index: Tensor, seed: int) -> Iterator[np.random.Generator]:
-    """Yield the random numbers of each sample."""
+    """Yield the random number generator of each sample."""
     for i in index:
         digest = hashlib.sha256(f"labels {seed} {int(i)}".encode()).digest()
         yield np.random.Generator(np.random.Philox(key=np.frombuffer(digest[:16], dtype=np.uint64)))
@@ -322,8 +319,8 @@ def _expectation(text: str, degree: int | None, problem: Problem, batch: Batch) 
             raise SpecError(
                 f"{split.labels}, and the chain is neither linear nor quadratic in the gradient",
                 where=f"labels exact: {text}",
-                remedy="Use second_moment, square | mean or norm | second_moment, after no stages "
-                f"but {', '.join(sorted(_HOMOGENEOUS))}; or use labels sampled.",
+                remedy="Use second_moment, square | mean or norm | second_moment, with no stages "
+                f'before it except {", ".join(sorted(_HOMOGENEOUS))}; or use labels="sampled".',
             )
         weights = split.linear if degree == 1 else weights
 
@@ -336,7 +333,7 @@ def _expectation(text: str, degree: int | None, problem: Problem, batch: Batch) 
 
 
 def _degree(chain: Chain) -> int | None:
-    """Return 1 where a chain's rows are linear in g, 2 where they are quadratic, else None."""
+    """Return 1 if a chain's rows are linear in g, 2 if they are quadratic in g, else None."""
     before = list(chain.stages[: len(chain.before)])
     names = [stage.name for stage in before]
     squared = _linear_reducer(chain) == "second_moment"
@@ -344,12 +341,12 @@ def _degree(chain: Chain) -> int | None:
         names, before, squared = names[:-1], before[:-1], True
     if squared and names[-1:] == ["norm"] and float(before[-1].arguments.get("p", 2)) == 2:
         names, before = names[:-1], before[:-1]
-    steps = any(stage.arguments.get("form") == "step" for stage in before)  # of adam
+    steps = any(stage.arguments.get("form") == "step" for stage in before)  # adam:form=step
     return None if steps or not set(names) <= _HOMOGENEOUS else 2 if squared else 1
 
 
 def _linear_reducer(chain: Chain) -> str | None:
-    """Return the name of a chain's reducer, if it has one, and refuse one of another kind."""
+    """Return the name of a chain's reducer or None; raise if exact labels do not support it."""
     if chain.reducer is None:
         return None
     stage = next((stage for stage in chain.stages if stage.name in reducers), None)
@@ -358,7 +355,7 @@ def _linear_reducer(chain: Chain) -> str | None:
         raise SpecError(
             f"{name!r} has no expectation over labels: it is not linear in T(g)",
             where=f"labels exact: {chain.text}",
-            remedy=f"Reducers that go with exact labels: {', '.join((*LINEAR, *QUADRATIC))}, "
-            "or none.",
+            remedy=f"Use {', '.join((*LINEAR, *QUADRATIC))} or no reducer; or use "
+            'labels="sampled".',
         )
     return name

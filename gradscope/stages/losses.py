@@ -1,11 +1,11 @@
 """Losses by name, unreduced: `(outputs, targets) -> (n,)`.
 
-Options are keyword arguments, set as those of a stage: `cross_entropy:label_smoothing=0.1`. A loss
-over several entries a sample (positions, pixels, outputs) takes their mean or their sum, as
-`per_sample` says: the two differ by the number of entries, so it is recorded with every result.
+Options are keyword arguments and are written like a stage's: `cross_entropy:label_smoothing=0.1`.
+A sample may have several entries (positions, pixels, outputs). `per_sample` says whether the loss
+is their mean or their sum. The two differ by the number of entries, so every result records it.
 
-A weighted loss is weight times loss for each sample. torch's weighted mean divides by the sum of
-the weights in the batch, which makes a sample's gradient depend on its neighbours: not here.
+A weighted loss is weight times loss for each sample. torch's weighted mean also divides by the sum
+of the weights in the batch. A sample's gradient would then depend on the rest of the batch.
 """
 
 import inspect
@@ -34,17 +34,17 @@ Normaliser = Literal["mean", "sum"]
 Fraction = NewType("Fraction", float)
 Positive = NewType("Positive", float)
 
-IGNORED = -100  # torch's own word for a position that does not count
-_WORDS = {"reduction": "per_sample"}  # torch's word for it
+IGNORED = -100  # torch's default `ignore_index`
+_WORDS = {"reduction": "per_sample"}  # torch's name of the option
 NO_SMOOTHING = Fraction(0.0)
 ONE = Positive(1.0)
 TWO = Positive(2.0)
 SMALL = Positive(1e-6)
 _RESHAPE = "Reshape one of them: broadcasting would mix the samples."
 _LAST = (
-    " Here the classes seem to be on the last axis, as transformers has them for tokens: use the "
-    "loss token_cross_entropy, for logits (n, ..., c) and classes (n, ...); or causal_lm, which "
-    "compares each position with the next token."
+    " Here the classes seem to be on the last axis, as in transformers models for tokens. Use the "
+    "loss token_cross_entropy for logits (n, ..., c) and classes (n, ...), or causal_lm to "
+    "compare each position with the next token."
 )
 
 
@@ -52,9 +52,9 @@ losses: Registry[Loss] = Registry("loss")
 
 
 def loss(name: str, predictive: Predictive | Gaussian | None = None) -> Callable[[Loss], BoundLoss]:
-    """Register a loss under a name; `predictive` is the distribution over labels it stands for.
+    """Register a loss under a name; `predictive` is the distribution over labels it assumes.
 
-    Of a model's answer that is no tensor it is given the logits, or the only tensor there is.
+    If the model does not return a tensor, the loss receives the logits, or the only tensor in it.
     """
 
     def add(function: Loss) -> BoundLoss:
@@ -71,13 +71,13 @@ def loss(name: str, predictive: Predictive | Gaussian | None = None) -> Callable
 
 
 def resolve(loss: str | Loss) -> Loss:
-    """Return the loss of a name such as `mse:per_sample=sum`, or the callable itself."""
+    """Return the loss for a name such as `mse:per_sample=sum`; a callable is returned unchanged."""
     if isinstance(loss, str):
         stage = parse_loss(loss)
         return bound(losses.get(stage.name), stage)
     if callable(loss):
         return loss
-    raise SpecError(f"a loss is a name or a callable, not {type(loss).__name__}", where="loss")
+    raise SpecError(f"loss must be a name or a callable, not {type(loss).__name__}", where="loss")
 
 
 def bound(loss: Loss, stage: Stage) -> Loss:
@@ -87,13 +87,17 @@ def bound(loss: Loss, stage: Stage) -> Loss:
     own = signature(loss).parameters
     given = {k if k in own else _WORDS.get(k, k): v for k, v in stage.arguments.items()}
     if len(given) < len(stage.arguments):
-        raise SpecError("reduction and per_sample are the same option", where="loss")
+        raise SpecError(
+            "reduction and per_sample are the same option",
+            where="loss",
+            remedy="Give per_sample only.",
+        )
     whole = loss if isinstance(loss, BoundLoss) else BoundLoss(loss)
 
     def factory(**options: Any) -> BoundLoss:
         return BoundLoss(whole.function, options, whole.predictive, of_model=whole.of_model)
 
-    update_wrapper(factory, loss)  # whose signature says which options there are
+    update_wrapper(factory, loss)  # the signature of `loss` lists the options
     try:
         return replace(stage, arguments=given).bind(factory, _CONVERTERS, _leading(loss))
     except SpecError as error:
@@ -102,25 +106,27 @@ def bound(loss: Loss, stage: Stage) -> Loss:
 
 
 def of_tokens(loss: Loss) -> Loss:
-    """Return the form of a loss of ours that keeps positions apart, (n, t); others as they are.
+    """Return a built-in loss with one value a position (n, t); return a user's loss unchanged.
 
     Raises:
-        SpecError: A mean over positions is asked for.
+        SpecError: The loss asks for a mean over positions.
     """
     if not isinstance(loss, BoundLoss) or not reduces(loss):
         return loss
     if loss.options.get("per_sample") == "mean":
         raise SpecError(
-            "a token's loss is divided by nothing, so there is no mean over positions",
+            "per_sample=mean cannot be combined with one row a token: a token's loss is not "
+            "averaged over positions",
             where="loss per_sample",
-            remedy="Leave it out: with per_sample sum, a sample's row is the sum of its tokens'.",
+            remedy="Leave per_sample out. The sum of a sample's token rows is its row with "
+            "per_sample=sum.",
         )
     kept = loss.options | {"per_sample": "none"}
     return BoundLoss(loss.function, kept, loss.predictive, of_model=loss.of_model)
 
 
 def reduces(loss: Loss) -> bool:
-    """Whether a loss sums or averages over positions, as it is told."""
+    """Whether a loss has the option `per_sample`, the sum or mean over positions."""
     try:
         return bool(inspect.signature(loss).parameters["per_sample"].annotation == Normaliser)
     except (KeyError, TypeError, ValueError):
@@ -131,7 +137,7 @@ def options(loss: Loss) -> dict[str, Any]:
     """Return a loss's options by name, with the values in force, as plain data."""
     try:
         own = list(inspect.signature(loss).parameters.values())
-    except (TypeError, ValueError):  # some built-in functions have none
+    except (TypeError, ValueError):  # built-in functions may lack a signature
         own = []
     values = {p.name: p.default for p in own[_leading(loss) :] if p.default is not p.empty}
     if isinstance(loss, BoundLoss):
@@ -142,10 +148,10 @@ def options(loss: Loss) -> dict[str, Any]:
 def per_sample_loss(
     values: Tensor, per_sample: Normaliser | Literal["none"], counted: Tensor | None = None
 ) -> Tensor:
-    """Reduce the losses of entries (n, ...) to (n,): their sum, or the mean of those that count.
+    """Reduce the losses of entries (n, ...) to (n,): the sum, or the mean over counted entries.
 
-    Entries outside of `counted` (n, ...) are zero; a sample of which none counts has loss 0.
-    With "none" the entries (n, t) are returned as they are, and which of them count.
+    Entries outside of `counted` (n, ...) must be zero. A sample without counted entries has loss 0.
+    With "none" the function returns the entries (n, t) and their flags `counted` (n, t).
     """
     if values.dim() == 1:
         return values
@@ -160,14 +166,15 @@ def per_sample_loss(
 
 
 def class_weights(weight: tuple[float, ...] | None, logits: Tensor, axis: int) -> Tensor | None:
-    """Return the weights (c,), one for each entry of `axis`, as a tensor that fits `logits`."""
+    """Return the weights (c,), one for each entry of `axis`, with dtype and device of `logits`."""
     if weight is None:
         return None
     if len(weight) != logits.shape[axis]:
         raise SpecError(
-            f"{len(weight)} weights are given for {logits.shape[axis]} classes",
+            f"{len(weight)} weights are given for {logits.shape[axis]} classes: outputs are "
+            f"{tuple(logits.shape)}, with classes on axis {axis}",
             where="loss",
-            remedy=f"Outputs are {tuple(logits.shape)}, classes on axis {axis}.",
+            remedy="Give one weight for each class.",
         )
     return torch.tensor(weight, dtype=logits.dtype, device=logits.device)
 
@@ -208,14 +215,14 @@ def _require_tensors(outputs: Any, targets: Any) -> None:
     for what, value in (("what the model returns is", outputs), ("the targets are", targets)):
         if not isinstance(value, Tensor):
             raise ModelError(
-                f"{what} no tensor, which the loss takes, but {type(value).__name__}",
+                f"{what} not a tensor but {type(value).__name__}",
                 where="loss",
-                remedy="Give a loss (outputs, targets) -> (n,) of your own that takes these.",
+                remedy="Write your own loss (outputs, targets) -> (n,) for this type.",
             )
 
 
 def _misfit(what: str, outputs: Tensor, targets: Tensor, remedy: str) -> ModelError:
-    """Return the error of outputs and targets that a loss cannot hold against each other."""
+    """Return the error for outputs and targets that a loss cannot compare."""
     return ModelError(
         f"{what}: outputs are {tuple(outputs.shape)} {outputs.dtype}, "
         f"targets {tuple(targets.shape)} {targets.dtype}",
@@ -225,28 +232,29 @@ def _misfit(what: str, outputs: Tensor, targets: Tensor, remedy: str) -> ModelEr
 
 
 def _on_classes(outputs: Tensor, targets: Tensor) -> str:
-    """Return what to do about targets that are no classes (n, ...) of outputs (n, c, ...)."""
+    """Return the remedy for targets that are not classes (n, ...) of outputs (n, c, ...)."""
     if outputs.dim() > 1 and targets.shape == outputs.shape:
         return (
-            "One-hot targets must be classes, y.argmax(1), or probabilities in floating point: a "
-            'dataset spec says dtype = { NAME = "float32" }.'
+            "Convert one-hot targets to classes with y.argmax(1), or to floating-point "
+            'probabilities: in a dataset spec, write dtype = { NAME = "float32" }.'
         )
     if outputs.dim() > 1 and targets.shape == (*outputs.shape[:1], *outputs.shape[2:]):
         return (
-            'Classes must be int64: a dataset spec says dtype = { NAME = "int64" }. A missing '
-            "class makes floating-point numbers of its whole column: leave that sample out."
+            'Convert the classes to int64: in a dataset spec, write dtype = { NAME = "int64" }. If '
+            "a class is missing in a column, the whole column is read as floating point: remove "
+            "that sample."
         )
     wanted = (*outputs.shape[:1], *outputs.shape[2:])
     if outputs.dim() > 1 and targets.dtype == torch.int64 and targets.numel() == prod(wanted):
         shape = list(wanted[1:])
         return (
-            f"The classes must be {tuple(wanted)}: a dataset spec says "
+            f"Reshape the classes to {tuple(wanted)}: in a dataset spec, write "
             f"reshape = {{ NAME = {shape} }}."
         )
     last = outputs.dim() > 2 and targets.shape == outputs.shape[:-1]
     return (
-        "Outputs must be (n, c, ...), c classes on the second axis, and targets the classes "
-        f"(n, ...) as int64.{_LAST if last else ''}"
+        "Give outputs (n, c, ...) with c classes on the second axis, and classes (n, ...) as int64 "
+        f"targets.{_LAST if last else ''}"
     )
 
 
@@ -259,11 +267,11 @@ def _in_range(
     *,
     shares: bool = False,
 ) -> Tensor:
-    """Return the losses of classes (n, ...), or probabilities (n, c, ...), by logits (n, c, ...).
+    """Return the losses of logits (n, c, ...) and classes (n, ...) or probabilities (n, c, ...).
 
     Raises:
-        ModelError: The shapes or dtypes do not go together.
-        IndexError: A class is out of range; who catches it knows the samples.
+        ModelError: The shapes or dtypes do not match.
+        IndexError: A class is out of range; the caller knows the samples.
     """
     _require_tensors(outputs, targets)
     shared = shares and targets.is_floating_point()
@@ -271,7 +279,7 @@ def _in_range(
     dtypes = torch.int64, torch.uint8, *([targets.dtype] if shared else [])
     if outputs.dim() < 2 or tuple(targets.shape) != tuple(wanted) or targets.dtype not in dtypes:
         raise _misfit(
-            "targets are no classes of these outputs",
+            "targets do not fit the outputs as classes",
             outputs,
             targets,
             _on_classes(outputs, targets),
@@ -281,7 +289,7 @@ def _in_range(
         return fn(outputs, targets, own, ignore_index=ignore_index, reduction="none")
     except IndexError as error:
         shape = tuple(outputs.shape)
-        text = f"{str(error).rstrip('.')}: outputs {shape} have the classes 0 to {shape[1] - 1}"
+        text = f"{str(error).rstrip('.')}: outputs {shape} have classes 0 to {shape[1] - 1}"
         raise IndexError(text) from error
 
 
@@ -299,14 +307,14 @@ def _reshaped(outputs: Tensor, targets: Tensor) -> str:
 def _entrywise(
     fn: Callable[..., Tensor], outputs: Tensor, targets: Tensor, per_sample: Normaliser, **how: Any
 ) -> Tensor:
-    """Refuse shapes that differ: torch would broadcast (n, 1) with (n,) to (n, n)."""
+    """Return a loss of equal shapes, else raise: torch would broadcast (n, 1), (n,) to (n, n)."""
     _require_tensors(outputs, targets)
     if outputs.shape != targets.shape:
         raise SpecError(
             f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} differ in shape",
             where="loss",
             remedy=f"The model returned {count(len(outputs), 'row')} for "
-            f"{count(len(targets), 'sample')}: give view and reshape no fixed number of samples. "
+            f"{count(len(targets), 'sample')}: use no fixed number of samples in view and reshape. "
             f"{PACKED}"
             if outputs.dim() and targets.dim() and len(outputs) != len(targets)
             else _reshaped(outputs, targets),
@@ -320,14 +328,14 @@ def _two_classes(outputs: Tensor) -> Tensor:
 
 
 def _as_classes(drawn: Tensor, targets: Any, settings: dict[str, Any]) -> Tensor:
-    """Entries that the data's labels ignore stay ignored."""
+    """Return drawn labels; entries ignored in the data's labels stay ignored."""
     if not isinstance(targets, Tensor) or targets.shape != drawn.shape:
         return drawn
     return torch.where(targets == settings["ignore_index"], targets, drawn)
 
 
 def _as_tokens(drawn: Tensor, targets: Any, settings: dict[str, Any]) -> Any:
-    """The first token has no prediction: it stays, and so does a mask."""
+    """Return drawn tokens; the first token (which has no prediction) and a mask stay unchanged."""
     if isinstance(targets, tuple):
         return (_as_tokens(drawn, targets[0], settings), *targets[1:])
     if not isinstance(targets, Tensor):
@@ -359,8 +367,8 @@ def cross_entropy(
     """Cross-entropy of logits (n, c, ...) with classes (n, ...) or probabilities (n, c, ...).
 
     `label_smoothing` is the share of a uniform target. `weight` multiplies the loss of each entry
-    by its class's factor. Entries of the class `ignore_index` count for nothing: `per_sample` is
-    the mean over those that count, or their sum, and 0 where none is left.
+    by the factor of its class. Entries of the class `ignore_index` do not count. `per_sample` is
+    the mean or the sum over the counted entries. It is 0 if a sample has no counted entry.
     """
     values = _in_range(
         partial(F.cross_entropy, label_smoothing=label_smoothing),
@@ -386,20 +394,20 @@ def token_cross_entropy(
 ) -> Tensor:
     """Cross-entropy of logits (n, t, c) with the classes (n, t) of the same positions, no shift.
 
-    Of an encoder with a decoder, a masked language model, or a class a token: transformers has the
-    classes on the last axis. There may be more position axes, (n, ..., c) with (n, ...), or none.
-    The options are those of `cross_entropy`: positions of the class `ignore_index` count for
-    nothing. `causal_lm` compares each position with the next token instead.
+    Use it for encoder-decoder models, masked language models and token classification, where
+    transformers models return the classes on the last axis. It also takes more or fewer position
+    axes, (n, ..., c) with (n, ...). It has the options of `cross_entropy`. Positions of the class
+    `ignore_index` do not count. `causal_lm` compares each position with the next token instead.
     """
     _require_tensors(outputs, targets)
     classes = targets.dtype in (torch.int64, torch.uint8)
     if outputs.dim() < 2 or targets.shape != outputs.shape[:-1] or not classes:
         raise _misfit(
-            "targets are no classes of these outputs",
+            "targets do not fit the outputs as classes",
             outputs,
             targets,
-            "Outputs must be (n, t, c), c classes on the last axis, and targets the classes "
-            '(n, t) as int64: a dataset spec says dtype = { NAME = "int64" }. With classes on the '
+            "Give outputs (n, t, c) with c classes on the last axis, and classes (n, t) as int64 "
+            'targets. In a dataset spec, write dtype = { NAME = "int64" }. With classes on the '
             "second axis, (n, c, ...), use the loss cross_entropy.",
         )
     return cross_entropy(
@@ -423,7 +431,7 @@ def nll(
 ) -> Tensor:
     """Negative log-likelihood of log-probabilities (n, c, ...) with classes (n, ...).
 
-    The options are those of `cross_entropy`.
+    It has the options of `cross_entropy`.
     """
     values = _in_range(F.nll_loss, outputs, targets, weight=weight, ignore_index=ignore_index)
     return per_sample_loss(values, per_sample, targets != ignore_index)
@@ -432,8 +440,11 @@ def nll(
 def _require_probabilities(outputs: Any, targets: Any) -> None:
     _require_tensors(outputs, targets)
     if not targets.is_floating_point():
-        remedy = 'They are probabilities: a dataset spec says dtype = { NAME = "float32" }.'
-        raise _misfit("targets are no floating-point numbers", outputs, targets, remedy)
+        remedy = (
+            "Convert the targets to floating-point probabilities: in a dataset spec, write "
+            'dtype = { NAME = "float32" }.'
+        )
+        raise _misfit("targets are not floating-point numbers", outputs, targets, remedy)
 
 
 @loss("bce_with_logits", _BITS)
@@ -444,10 +455,10 @@ def bce_with_logits(
     pos_weight: tuple[float, ...] | None = None,
     per_sample: Normaliser = "mean",
 ) -> Tensor:
-    """Binary cross-entropy of logits, outputs and targets of one shape (n, ...).
+    """Binary cross-entropy of logits; outputs and targets have the same shape (n, ...).
 
-    Targets are probabilities. The positive part is multiplied by `pos_weight`: one factor, or one
-    for each entry of the last axis.
+    Targets are probabilities. `pos_weight` multiplies the positive part. It has a single factor, or
+    a factor for each entry of the last axis.
     """
     _require_probabilities(outputs, targets)
     if outputs.shape == targets.shape and outputs.dim() == 1:
@@ -461,16 +472,17 @@ def bce_with_logits(
 
 @loss("bce", _CHANCES)
 def bce(outputs: Tensor, targets: Tensor, *, per_sample: Normaliser = "mean") -> Tensor:
-    """Binary cross-entropy of probabilities, outputs and targets of one shape (n, ...).
+    """Binary cross-entropy of probabilities; outputs and targets have the same shape (n, ...).
 
     For logits use `bce_with_logits`.
     """
     _require_probabilities(outputs, targets)
-    with suppress(RuntimeError):  # vmap reads no number
+    with suppress(RuntimeError):  # vmap cannot read a number
         if not ((outputs >= 0) & (outputs <= 1)).all():
             low, high = (float(v) for v in outputs.detach().aminmax())
             raise ModelError(
-                f"outputs are from {low:.3g} to {high:.3g}, and bce takes probabilities",
+                f"outputs are from {low:.3g} to {high:.3g}, but bce needs probabilities from 0 to "
+                "1",
                 where="loss bce",
                 remedy="For logits use the loss bce_with_logits.",
             )
@@ -484,7 +496,7 @@ def kl(
     """Kullback-Leibler divergence Σ t (log t - log p) of log-probabilities log p (n, c, ...).
 
     Targets are the probabilities t of the same shape, or their logarithms with `log_target`. The
-    sum is over all entries of a sample, as torch's `batchmean` has it.
+    sum is over all entries of a sample, as in torch's `batchmean`.
     """
     return _entrywise(F.kl_div, outputs, targets, per_sample, log_target=log_target)
 
@@ -501,28 +513,29 @@ def gaussian_nll(
 ) -> Tensor:
     """Negative log-likelihood ½(log v + (y - m)² / v) of a normal distribution.
 
-    The model returns (m, v), means and variances of the targets' shape (n, ...); or log v with
-    `log_variance`. Variances below `eps` count as `eps`, as torch's GaussianNLLLoss has it. `full`
-    adds ½ log 2π.
+    The model returns (m, v), means and variances with the targets' shape (n, ...). With
+    `log_variance` it returns (m, log v). Variances below `eps` are replaced by `eps`, as in torch's
+    GaussianNLLLoss. `full` adds ½ log 2π.
     """
     if not (isinstance(outputs, tuple | list) and len(outputs) == 2):
         raise ModelError(
-            f"the model returned {type(outputs).__name__}, and gaussian_nll takes (mean, variance)",
+            f"the model returned {type(outputs).__name__}, but gaussian_nll needs a tuple (mean, "
+            "variance)",
             where="loss gaussian_nll",
-            remedy="Return the tuple (mean, variance); with log_variance=true, (mean, log).",
+            remedy="Return (mean, variance), or (mean, log variance) with log_variance=true.",
         )
     mean, second = outputs
     _require_tensors(second, targets)
     variance = second.exp() if log_variance else second
     if variance.shape != targets.shape:
-        raise _misfit("variances have another shape than targets", variance, targets, _RESHAPE)
-    with suppress(RuntimeError):  # vmap reads no number
+        raise _misfit("variances and targets differ in shape", variance, targets, _RESHAPE)
+    with suppress(RuntimeError):  # vmap cannot read a number
         if (variance < 0).any():
             raise ModelError(
                 f"a variance is negative: {float(variance.detach().min()):.3g}",
                 where="loss gaussian_nll",
-                remedy="Return variances, for example softplus of an output; or their logarithms, "
-                "with log_variance=true.",
+                remedy="Return positive variances, for example softplus of an output. Or return "
+                "log variances and set log_variance=true.",
             )
     bounded = variance + (variance.clamp(min=eps) - variance).detach()
 
@@ -537,11 +550,11 @@ def gaussian_nll(
 def triplet(
     outputs: Any, targets: Any, *, margin: Positive = ONE, p: Positive = TWO, swap: bool = False
 ) -> Tensor:
-    """Triplet loss max(0, d(a, b) - d(a, c) + margin), d the p-norm of a difference.
+    """Triplet loss max(0, d(a, b) - d(a, c) + margin), where d is the p-norm of a difference.
 
-    A sample is three inputs, and the model returns the three embeddings: the tuple (a, b, c) of
-    anchor, positive and negative (n, d), or one tensor (n, 3, d). Targets are not used. With `swap`
-    d(b, c) takes the place of d(a, c) if it is less (Balntas et al. 2016).
+    A sample has three inputs. The model returns their embeddings: the tuple (a, b, c) of anchor,
+    positive and negative (n, d), or one tensor (n, 3, d). Targets are not used. With `swap`,
+    d(a, c) is replaced by d(b, c) if that is smaller (Balntas et al. 2016).
     """
     anchor, positive, negative = _embeddings(outputs, 3, "triplet")
     return F.triplet_margin_loss(
@@ -551,16 +564,18 @@ def triplet(
 
 @loss("contrastive")
 def contrastive(outputs: Any, targets: Tensor, *, margin: Positive = ONE) -> Tensor:
-    """Contrastive loss ½ y d² + ½ (1 - y) max(0, margin - d)², d the distance of two embeddings.
+    """Contrastive loss ½ y d² + ½ (1 - y) max(0, margin - d)² of embeddings with distance d.
 
-    A sample is a pair of inputs, and the model returns the two embeddings: the tuple (a, b), (n, d)
-    each, or one tensor (n, 2, d). Targets y (n,) are 1 for a pair of one kind and 0 for others
-    (Hadsell, Chopra & LeCun 2006, where y is the other way round).
+    A sample is a pair of inputs. The model returns their embeddings: the tuple (a, b), (n, d) each,
+    or one tensor (n, 2, d). Targets y (n,) are 1 for similar pairs and 0 for dissimilar pairs
+    (Hadsell, Chopra & LeCun 2006, where y has the opposite meaning).
     """
     first, second = _embeddings(outputs, 2, "contrastive")
     _require_tensors(first, targets)
     if targets.shape != first.shape[:1]:
-        raise _misfit("targets are not one number a pair", first, targets, "Give y (n,), 1 or 0.")
+        raise _misfit(
+            "targets must have one number a pair", first, targets, "Give y (n,) of 1 and 0."
+        )
     distance = F.pairwise_distance(first, second)
     alike = targets.to(distance.dtype)
     apart = (margin - distance).clamp(min=0)
@@ -568,7 +583,7 @@ def contrastive(outputs: Any, targets: Tensor, *, margin: Positive = ONE) -> Ten
 
 
 def _embeddings(outputs: Any, count: int, name: str) -> tuple[Tensor, ...]:
-    """Return the embeddings (n, d) of what a sample consists of."""
+    """Return the `count` embeddings (n, d) of each sample."""
     whole = isinstance(outputs, Tensor) and outputs.dim() == 3 and outputs.shape[1] == count
     found = outputs.unbind(1) if whole else outputs
     embeddings = isinstance(found, tuple | list) and len(found) == count
@@ -576,7 +591,7 @@ def _embeddings(outputs: Any, count: int, name: str) -> tuple[Tensor, ...]:
         return tuple(found)
     shown = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
     raise ModelError(
-        f"the model returned {shown}, and {name} takes {count} embeddings a sample",
+        f"the model returned {shown}, but {name} needs {count} embeddings a sample",
         where=f"loss {name}",
         remedy=f"Return a tuple of {count} tensors (n, d), or one tensor (n, {count}, d).",
     )
@@ -584,13 +599,13 @@ def _embeddings(outputs: Any, count: int, name: str) -> tuple[Tensor, ...]:
 
 @loss("mse", Gaussian(std=0.5**0.5))
 def mse(outputs: Tensor, targets: Tensor, *, per_sample: Normaliser = "mean") -> Tensor:
-    """Squared error, outputs and targets of one shape (n, ...)."""
+    """Squared error; outputs and targets have the same shape (n, ...)."""
     return _entrywise(F.mse_loss, outputs, targets, per_sample)
 
 
 @loss("l1")
 def l1(outputs: Tensor, targets: Tensor, *, per_sample: Normaliser = "mean") -> Tensor:
-    """Absolute error, outputs and targets of one shape (n, ...)."""
+    """Absolute error; outputs and targets have the same shape (n, ...)."""
     return _entrywise(F.l1_loss, outputs, targets, per_sample)
 
 
@@ -598,7 +613,7 @@ def l1(outputs: Tensor, targets: Tensor, *, per_sample: Normaliser = "mean") -> 
 def huber(
     outputs: Tensor, targets: Tensor, *, delta: Positive = ONE, per_sample: Normaliser = "mean"
 ) -> Tensor:
-    """Huber's loss: e²/2 up to |e| = δ, then δ(|e| − δ/2); outputs and targets of one shape."""
+    """Huber loss: e²/2 up to |e| = δ, then δ(|e| − δ/2); outputs and targets of the same shape."""
     return _entrywise(F.huber_loss, outputs, targets, per_sample, delta=delta)
 
 
@@ -611,10 +626,10 @@ def poisson_nll(
     full: bool = False,
     per_sample: Normaliser = "mean",
 ) -> Tensor:
-    """Poisson negative log-likelihood of log-rates, outputs and targets of one shape (n, ...).
+    """Poisson negative log-likelihood of log-rates; outputs and targets of the same shape (n, ...).
 
-    With `log_input=false` outputs are the rates themselves. `full` adds Stirling's approximation of
-    log(target!), which has no gradient.
+    With `log_input=false`, outputs are rates instead of log-rates. `full` adds Stirling's
+    approximation of log(target!), which has no gradient.
     """
     given = {"log_input": log_input, "full": full}
     return _entrywise(F.poisson_nll_loss, outputs, targets, per_sample, **given)
@@ -631,29 +646,28 @@ def causal_lm(
     mask: str | None = None,
     per_sample: Normaliser = "mean",
 ) -> Tensor:
-    """Next-token cross-entropy of logits (n, t, v) with the token ids (n, t) they were fed.
+    """Next-token cross-entropy of logits (n, t, v) with the model's input tokens (n, t).
 
-    The logits at position t are held against token t + 1; the last logits and the first token have
-    no partner. Which tokens count (those of a completion, not its prompt; no padding) is said by
-    labels `ignore_index` in the place of the others, or by a mask: targets are (tokens, mask), a
-    token counts where the mask (n, t) of whole numbers or booleans is above 0. `mask` is the name
-    of the data's column with it, which a run adds to its targets. The other options are those of
-    `cross_entropy`: a sample's mean is over its own counted tokens, not over those of a batch.
+    The logits at position t are compared with token t + 1. The last logits and the first token are
+    not used. To leave out prompt or padding tokens, set their targets to `ignore_index`. Or give
+    the targets as (tokens, mask): a token counts if the mask (n, t), integer or boolean, is above
+    0. In a run, `mask` names the data column to use as the mask. The remaining options are as in
+    `cross_entropy`. A sample's mean is over its own counted tokens, not over the batch.
     """
     if isinstance(targets, tuple) and len(targets) == 2:
         targets = _masked(targets[0], targets[1], ignore_index)
     elif mask is not None:
         raise SpecError(
-            f"there is no mask {mask!r} beside the targets",
+            f"mask={mask!r} is set, but the targets contain no mask",
             where="loss causal_lm",
             remedy="Give targets as (tokens, mask).",
         )
     _require_tensors(outputs, targets)
     if outputs.dim() != 3 or targets.shape != outputs.shape[:2] or targets.shape[1] < 2:
         raise SpecError(
-            f"outputs are {tuple(outputs.shape)} and targets {tuple(targets.shape)}",
+            f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} do not fit",
             where="loss causal_lm",
-            remedy="Logits must be (n, t, v) and targets (n, t), with two positions or more.",
+            remedy="Give logits (n, t, v) and targets (n, t), with two positions or more.",
         )
     return cross_entropy(
         outputs[:, :-1].transpose(1, 2),
@@ -669,9 +683,10 @@ def _masked(tokens: Tensor, mask: Tensor, ignored: int) -> Tensor:
     _require_tensors(tokens, mask)
     if mask.shape != tokens.shape or mask.is_floating_point() or mask.is_complex():
         raise SpecError(
-            f"the mask is {tuple(mask.shape)} {mask.dtype}, the tokens are {tuple(tokens.shape)}",
+            f"the mask {tuple(mask.shape)} {mask.dtype} does not fit the tokens "
+            f"{tuple(tokens.shape)}",
             where="loss causal_lm",
-            remedy="A mask has a whole number or a boolean for each token: 1 where it counts.",
+            remedy="Give a mask with an integer or boolean for each token: 1 if the token counts.",
         )
     return tokens.masked_fill(mask <= 0, ignored)
 
@@ -685,20 +700,20 @@ def ctc(
     zero_infinity: bool = False,
     per_sample: Normaliser = "sum",
 ) -> Tensor:
-    """Connectionist temporal classification of logits (n, t, v), label sequences (n, s).
+    """Connectionist temporal classification of logits (n, t, v) with label sequences (n, s).
 
-    Graves et al. 2006. The logarithms of probabilities serve as logits too. Targets are negative
-    where a sequence has ended; or they are a tuple of labels, lengths of the outputs (n,), and
-    lengths of the labels (n,). The label of no label is `blank`. With `zero_infinity`, loss and
-    gradient are zero where the labels cannot fit into the positions. `per_sample` is the negative
-    log-likelihood ("sum"), or that over the number of labels, as torch's mean has it.
+    Source: Graves et al. 2006. Log-probabilities can be given as logits. Targets are negative after
+    the end of a sequence. Or they are a tuple of labels, output lengths (n,) and label lengths
+    (n,). `blank` is the index of the blank label. With `zero_infinity`, loss and gradient are zero
+    where the labels do not fit into the positions. `per_sample` is the negative log-likelihood
+    ("sum"), or the negative log-likelihood divided by the number of labels ("mean", as in torch).
     """
     labels = targets[0] if isinstance(targets, tuple) and len(targets) == 3 else targets
     _require_tensors(outputs, labels)
     whole = labels.dtype in (torch.int64, torch.int32)
     if outputs.dim() != 3 or labels.dim() != 2 or len(labels) != len(outputs) or not whole:
-        remedy = "Logits must be (n, t, v), and labels whole numbers (n, s)."
-        raise _misfit("targets are no labels of these outputs", outputs, labels, remedy)
+        remedy = "Give logits (n, t, v) and integer labels (n, s)."
+        raise _misfit("targets do not fit the outputs as labels", outputs, labels, remedy)
     n, t, v = outputs.shape
     if isinstance(targets, Tensor):
         inside = targets >= 0
@@ -707,9 +722,9 @@ def ctc(
     else:
         labels, lengths, label_lengths = targets
         inside = torch.arange(labels.shape[1], device=labels.device) < label_lengths[:, None]
-    safe = labels.clamp(0, v - 1)  # for others torch would read memory beyond the logits
+    safe = labels.clamp(0, v - 1)  # with larger labels torch would read memory beyond the logits
     wrong = inside & (labels != safe)
-    with suppress(RuntimeError):  # vmap reads no number: there, such a sample's loss is NaN
+    with suppress(RuntimeError):  # vmap cannot read a number: the loss of such a sample is NaN
         if wrong.any():
             first = int(labels[wrong][0])
             raise IndexError(f"Target {first} is out of bounds: labels are 0 to {v - 1}")

@@ -1,8 +1,8 @@
-"""All labels of several independent positions, by one gradient for each position and class.
+"""Expectation over labels at T independent positions, from one gradient per position and class.
 
-A model's outputs give each position t its own distribution over labels c, p_tc. The positions are
-independent, and the loss is a sum over them, L = w Σₜ ℓₜ, where w is 1 or one over their number.
-The C^T labels of the whole sample are then not needed:
+A model's outputs give each position t its own distribution p_tc over labels c. The positions are
+independent, and the loss is a sum over them, L = w Σₜ ℓₜ. Here w is 1, or 1 over the number of
+counted positions. The C^T labels of the whole sample are then not needed:
 
     E[g] = ḡ = w Σ_tc p_tc ∇ℓₜ(c),
     E[g gᵀ] = Σ_tc p_tc g̃_tc g̃_tcᵀ + ḡ ḡᵀ,  g̃_tc = w (∇ℓₜ(c) − Σ_k p_tk ∇ℓₜ(k)).
@@ -11,8 +11,8 @@ The scores of independent positions are uncorrelated (Martens 2020, arXiv:1412.1
 Where ℓₜ is the negative log-likelihood of p, the expectation of ∇ℓₜ is zero, and T·C gradients are
 enough. With class weights or label smoothing it is not zero. It is then subtracted.
 
-A squared error stands for labels y ~ N(μ, ½) of every entry. Its gradient is −2w (y − μ) ∇μ, so one
-gradient for each entry, of a residual of one standard deviation, has the second moment of all.
+A squared error assumes labels y ~ N(μ, ½) for every entry. Its gradient is −2w (y − μ) ∇μ. So one
+gradient for each entry, with a residual of one standard deviation, gives the second moment.
 """
 
 from collections.abc import Iterator
@@ -28,20 +28,20 @@ from gradscope.errors import SpecError
 from gradscope.model.problem import BoundLoss, Gaussian, Loss, Predictive
 from gradscope.stages.losses import options, reduces
 
-_SCORE = 1e-9  # in float64: a mean gradient below this share of its terms is rounding
-_SAME = 1e-3  # share of a loss by which the sum over its positions may be off it
+_SCORE = 1e-9  # float64: a mean gradient below this share of its terms is rounding error
+_SAME = 1e-3  # largest relative difference between a loss and the sum over its positions
 
 
 class AtPosition(NamedTuple):
-    """Targets of rows (m,) of which each is the loss of one position."""
+    """Targets of rows (m,); the loss of a row is the loss of one position."""
 
-    targets: Any  # with the row's class at every position
-    position: Tensor  # (m,) int64, which position t counts
-    scale: Tensor  # (m,), w
+    targets: Any  # the row's class at every position
+    position: Tensor  # (m,) int64, the position t of each row
+    scale: Tensor  # (m,), the factor w
 
 
 class CentredLabels(NamedTuple):
-    """The same, without the expectation over labels; at position T the expectation of all."""
+    """Like `AtPosition`, minus the expectation over labels; position T is the expectation."""
 
     targets: Any
     position: Tensor
@@ -49,23 +49,23 @@ class CentredLabels(NamedTuple):
 
 
 class ResidualTargets(NamedTuple):
-    """Targets of rows (m,), each one standard deviation from the output in one entry."""
+    """Targets of rows (m,); a row's target differs from one output entry by one std."""
 
-    position: Tensor  # (m,) int64, which entry
-    scale: Tensor  # (m,), w
+    position: Tensor  # (m,) int64, the entry of each row
+    scale: Tensor  # (m,), the factor w
 
 
 class LabelRows(NamedTuple):
-    """What a sample's labels are written out as: r rows for each of n samples."""
+    """The r rows that replace the labels of each of n samples, with their weights."""
 
-    targets: AtPosition | CentredLabels | ResidualTargets  # of n·r rows
-    squares: Tensor  # (n, r), weights of what is quadratic in g
-    linear: Tensor  # (n, r), of what is linear in g
-    losses: Tensor  # (n, r), of losses
+    targets: AtPosition | CentredLabels | ResidualTargets  # n·r rows
+    squares: Tensor  # (n, r), weights for the expectation of a quadratic function of g
+    linear: Tensor  # (n, r), weights for a linear function of g
+    losses: Tensor  # (n, r), weights for the loss
 
 
 def by_position(loss: Loss) -> Loss:
-    """Return a loss that can be asked for one position at a time, by targets of this module."""
+    """Return a loss that also takes the targets of this module: one position a row."""
     if not isinstance(loss, BoundLoss) or loss.predictive is None or loss.of_model:
         return loss
     plain, found = loss.function, loss.predictive
@@ -91,7 +91,7 @@ def by_position(loss: Loss) -> Loss:
 
 
 def entries(loss: BoundLoss, answer: Any, targets: Any) -> tuple[Tensor, Tensor | None]:
-    """Return a loss of each position (n, T), and which of them count (n, T) bool or None (all)."""
+    """Return the loss of each position (n, T), and a bool mask (n, T) or None if all count."""
     found: Any = loss.function(answer, targets, **(loss.options | {"per_sample": "none"}))
     values, counted = found if isinstance(found, tuple) else (found, None)
     return (values.unsqueeze(1) if values.dim() == 1 else values), counted
@@ -100,14 +100,16 @@ def entries(loss: BoundLoss, answer: Any, targets: Any) -> tuple[Tensor, Tensor 
 def classes(
     loss: BoundLoss, found: Predictive, answer: Any, p: Tensor, targets: Any
 ) -> LabelRows | None:
-    """Return the rows of all classes at all positions that count, None for a loss of whole samples.
+    """Return the rows of all classes at all positions that count.
+
+    Returns None if the loss is not a sum over positions.
 
     Args:
-        loss: Has a predictive distribution.
-        found: That distribution.
-        answer: The model's, of n samples.
+        loss: A loss with a predictive distribution.
+        found: The predictive distribution.
+        answer: What the model returned for n samples.
         p: The probabilities (n, *positions, c).
-        targets: The data's own, which say what is ignored.
+        targets: The data's targets, used to find ignored entries.
     """
     if not reduces(loss) or loss.of_model:
         return None
@@ -131,7 +133,7 @@ def classes(
     (n, r), c = probable.shape, p.shape[2]
     place = kept.repeat_interleave(c)
     label = torch.arange(c, device=kept.device).repeat(len(kept))
-    if not score:  # and a last row, of the expectation
+    if not score:  # add a last row for the expectation
         place = torch.cat([place, place.new_tensor([p.shape[1]])])
         label = torch.cat([label, label.new_zeros(1)])
         r += 1
@@ -149,7 +151,7 @@ def classes(
 
 
 def residuals(loss: BoundLoss, outputs: Tensor) -> LabelRows | None:
-    """Return the rows of a squared error: one for each entry of the outputs (n, ...)."""
+    """Return the rows of a squared error (one for each entry of the outputs (n, ...)), or None."""
     if not reduces(loss) or loss.of_model:
         return None
     n, count = len(outputs), outputs[0].numel()
@@ -160,7 +162,7 @@ def residuals(loss: BoundLoss, outputs: Tensor) -> LabelRows | None:
 
 
 def _scale(settings: dict[str, Any], counted: Tensor) -> Tensor:
-    """Return what a sample's sum over positions is multiplied by (n,), of those counted (n, T)."""
+    """Return the factor w (n,) of each sample's sum over its counted positions (n, T)."""
     count = counted.sum(1).clamp(min=1).double()
     return 1 / count if settings["per_sample"] == "mean" else torch.ones_like(count)
 
@@ -176,7 +178,7 @@ def _expected(loss: BoundLoss, found: Predictive, answer: Any, targets: Any) -> 
 
 
 def _is_score(loss: BoundLoss, found: Predictive, outputs: Tensor, targets: Any) -> bool:
-    """Whether Σ_c p_tc ∇ℓₜ(c) = 0 at the outputs, as of a negative log-likelihood."""
+    """Whether Σ_c p_tc ∇ℓₜ(c) = 0 at the outputs, as for a negative log-likelihood."""
     with torch.enable_grad():
         at = doubled(outputs.detach()).requires_grad_()
         total, size = torch.zeros_like(at), torch.zeros_like(at)
@@ -187,20 +189,20 @@ def _is_score(loss: BoundLoss, found: Predictive, outputs: Tensor, targets: Any)
 
 
 def _residual(loss: BoundLoss, outputs: Tensor, std: float) -> Tensor:
-    """Return the losses (n, T) of targets one standard deviation from each entry, unrounded."""
-    moved = outputs - outputs.detach()  # zeros: a sum with large outputs would be rounded
+    """Return the losses (n, T) for targets at a distance of `std` from the outputs."""
+    moved = outputs - outputs.detach()  # zeros: adding std to large outputs would be rounded
     return entries(loss, moved, torch.full_like(moved, std))[0]
 
 
 def required(rows: LabelRows | None, loss: BoundLoss) -> LabelRows:
-    """Return the rows, or refuse a loss that does not return a number for each position."""
+    """Return the rows, or raise if the loss does not return a number for each position."""
     if rows is None:
         name = getattr(loss, "__name__", type(loss).__name__)
         raise SpecError(
-            f"the loss {name!r} returns no number for each position, so exact labels would need "
-            "every combination of classes",
+            f"the loss {name!r} does not return a number for each position, so exact labels would "
+            "need every combination of classes",
             where="labels exact",
-            remedy="Let the loss have an option `per_sample: Normaliser` that "
-            "`gradscope.extend.per_sample_loss` is given; or use labels sampled.",
+            remedy="Add an option `per_sample: Normaliser` to the loss and pass it to "
+            '`gradscope.extend.per_sample_loss`; or use labels="sampled".',
         )
     return rows

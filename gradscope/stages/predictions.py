@@ -1,13 +1,14 @@
-"""What a model predicts of each sample, read off the outputs that its losses are computed from.
+"""The model's prediction for each sample, taken from the outputs that give the losses.
 
-A loss over classes gives the most probable class, and the margin log p_y - log(1 - p_y): the log
-odds that the model gives to the sample's own class y (Park et al. 2023, arXiv:2303.14186). Any
-other loss gives the model's output, where that is one number a sample. Of anything else (a class at
-each position, images, a loss of model, inputs and targets) there is no prediction.
+With a loss over classes the prediction is the most probable class. Its margin is
+log p_y - log(1 - p_y): the log odds that the model gives to the sample's class y (Park et al. 2023,
+arXiv:2303.14186). With any other loss the prediction is the model's output, if a sample's output is
+a single number. In other cases (a class at each position, images, a loss of model, inputs and
+targets) there is no prediction.
 
-The outputs are those of the forward pass whose losses are in the result. Where none was seen (a
-backend runs one sample at a time, or all under a transformation) there is one more, without a
-gradient, and it counts only for the samples whose losses it repeats.
+The outputs come from the forward pass that computed the losses of the result. A backend that runs
+one sample at a time, or all samples under a transformation, shows no such pass. Then one more
+forward pass runs without a gradient. Its predictions are used for samples with the same loss.
 """
 
 from dataclasses import replace
@@ -26,18 +27,18 @@ from gradscope.stages.labels import Labels
 
 Columns = dict[str, Tensor]  # prediction (n,), margin (n,)
 
-NO_CLASS = -1  # of a sample whose outputs are not finite
+NO_CLASS = -1  # the class of a sample with outputs that are not finite
 
 
 def predicted(loss: Loss, outputs: Any, targets: Any) -> Columns:
-    """Return what `outputs` predict: `prediction` (n,), with classes `margin` (n,), or nothing.
+    """Return the columns `prediction` (n,) and, for classes, `margin` (n,), or an empty dict.
 
-    A prediction is a class (int64, -1 where the outputs are not finite) or a number; a margin is
-    NaN where the target is no class, and absent where targets are not one number a sample.
+    A prediction is a class (int64, -1 where the outputs are not finite) or a number. A margin is
+    NaN where the target is not a class. There are no margins if a target is not one number.
     """
     if type(outputs) is not Tensor or not outputs.is_floating_point() or not one_each(targets):
         return {}
-    outputs = outputs.detach()  # what is kept holds no graph
+    outputs = outputs.detach()  # the stored columns must not keep the graph
     n, found = len(targets), loss.predictive if isinstance(loss, BoundLoss) else None
     if not isinstance(found, Predictive):
         return {"prediction": outputs.flatten()} if outputs.numel() == n else {}
@@ -53,7 +54,7 @@ def predicted(loss: Loss, outputs: Any, targets: Any) -> Columns:
 
 
 def _margins(p: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return log p_y - log Σ_{j≠y} p_j (n,) of p (n, c), exact also where p_y is near one."""
+    """Return log p_y - log Σ_{j≠y} p_j (n,) for p (n, c); it is also exact for p_y near 1."""
     y = targets.long().clamp(0, p.shape[1] - 1)
     own = p.gather(1, y[:, None])
     others = p.scatter(1, y[:, None], 0).sum(1)
@@ -62,30 +63,30 @@ def _margins(p: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def one_each(targets: Any) -> bool:
-    """Whether a target is one number a sample, or a row of numbers such as probabilities."""
+    """Whether each sample's target is a number, or a row of numbers such as probabilities."""
     if type(targets) is not Tensor or not targets.dim():
         return False
     return prod(targets.shape[1:]) == 1 or (targets.dim() == 2 and targets.is_floating_point())
 
 
 class Predictions:
-    """The predictions of batches as a session evaluates them."""
+    """The predictions for the batches that a session evaluates."""
 
     def __init__(self) -> None:
-        self._seen: list[tuple[Tensor, Columns]] = []  # losses, and what goes with them
-        self._kinds: dict[str, torch.dtype] = {}  # of the columns so far
+        self._seen: list[tuple[Tensor, Columns]] = []  # losses and their columns
+        self._kinds: dict[str, torch.dtype] = {}  # dtypes of the columns found so far
 
     def watch(self, loss: Loss, outputs: Any, targets: Any, losses: Tensor) -> None:
-        """Keep what a forward pass has predicted; `Problem.losses` calls this."""
+        """Keep the predictions of a forward pass; `Problem.losses` calls this."""
         if found := predicted(loss, outputs, targets):
             self._seen.append((losses.detach(), found))
 
     def forget(self) -> None:
-        """Let go of earlier forward passes."""
+        """Drop the predictions of earlier forward passes."""
         self._seen.clear()
 
     def of(self, problem: Problem, labels: Labels, batch: Batch, evaluation: Evaluation) -> Columns:
-        """Return the columns of a batch that was evaluated last, against the data's own targets."""
+        """Return the columns of the last batch, compared with the data's own targets."""
         if problem.of_model or not one_each(batch.targets):
             return {}
         if labels.mode != "data":
@@ -105,7 +106,7 @@ def _is(one: Tensor, other: Tensor) -> bool:
 
 
 def _once_more(problem: Problem, batch: Batch, losses: Tensor) -> Columns | None:
-    """Predict by another forward pass: of all samples, or else of one at a time."""
+    """Predict by one more forward pass: all samples together, or else one at a time."""
     whole = _passed(problem, batch, graph=False)
     if whole is not None and same(whole[0], losses, precision=problem.precision):
         return whole[1]
@@ -122,7 +123,7 @@ def _once_more(problem: Problem, batch: Batch, losses: Tensor) -> Columns | None
 
 
 def _passed(problem: Problem, batch: Batch, *, graph: bool) -> tuple[Tensor, Columns] | None:
-    """Return losses and columns of a forward pass, or None where there are none."""
+    """Return losses and columns of a forward pass, or None if it fails or gives no columns."""
     seen: list[Columns] = []
 
     def keep(loss: Loss, outputs: Any, targets: Any, losses: Tensor) -> None:
@@ -130,7 +131,7 @@ def _passed(problem: Problem, batch: Batch, *, graph: bool) -> tuple[Tensor, Col
 
     try:
         losses = replace(problem, observer=keep).losses(batch, graph=graph)
-    except Exception as error:  # the model's code, in a way that no backend runs it
+    except Exception as error:  # no backend runs the model's code like this, so it may fail
         if is_machine_error(error):
             raise
         return None

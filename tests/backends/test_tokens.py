@@ -451,7 +451,7 @@ def test_what_is_not_of_tokens_is_refused() -> None:
         Scope(model, squares, rows="token", coupling="own-loss")
     with pytest.raises(SpecError, match="labels sampled"):
         Scope(model, "cross_entropy", rows="token", labels="sampled")
-    with pytest.raises(SpecError, match="mean over positions"):
+    with pytest.raises(SpecError, match="one row a token"):
         Scope(model, "mse:per_sample=mean", rows="token")
     with pytest.raises(SpecError, match="positions are defined"):
         Scope(model, lambda o, y: squares(o, y).sum(1)).positions(x, y)

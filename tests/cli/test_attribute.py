@@ -63,7 +63,7 @@ def test_more_checkpoints_are_words_behind_their_option(
         (["--damping", "much"], 2, "auto, or a number"),
         (["--damping", "-1"], 2, "not negative"),
         (["--weights", "1,2"], 2, "2 weights"),
-        (["--weights", "inf"], 2, "numbers, with commas between"),
+        (["--weights", "inf"], 2, "numbers separated by commas"),
         (["--chain", "7"], 2, "no chain '7'"),
         (["third.h5"], 2, "one file too many"),
         (["-o", "no/such/folder/s.h5"], 6, "does not exist"),

@@ -134,23 +134,23 @@ def waited_for(folder: Path) -> None:
 
 
 FILES: dict[str, tuple[Callable[[Path], object], str, int, str]] = {
-    "a payload": (saved(Payload()), "data.npz", 3, "w.pt: it holds more than tensors"),
+    "a payload": (saved(Payload()), "data.npz", 3, "w.pt: it has values that are not tensors"),
     "a huge header": (claiming("w.pt"), "data.npz", 3, "w.pt: the file is damaged or cut off"),
     "odd names": (
         saved({"[red]\x1b[31m": torch.ones(1)}), "data.npz", 3, "[red]\\x1b[31m",
     ),
     "unknown key": (spec, "dataset.toml", 2, "Did you mean 'targets'?"),
-    "uneven samples": (data(), "model.py:Uneven", 3, "not all of one shape"),
-    "texts of one's own": (data(), "model.py:Said", 3, "a sample holds text: 'hello'"),
+    "uneven samples": (data(), "model.py:Uneven", 3, "have different shapes"),
+    "texts of one's own": (data(), "model.py:Said", 3, "a sample has text: 'hello'"),
     "label out of range": (data(targets=Y + 5), "data.npz", 3, "sample 0: "),
     "integers": (data(inputs=X.astype(int)), "data.npz", 3, 'dtype = { NAME = "float32" }'),
     "truth values": (data(inputs=X > 0), "data.npz", 3, "inputs are booleans"),
     "floats for labels": (data(targets=X[:, 0]), "data.npz", 3, 'dtype = { NAME = "int64" }'),
     "a name too long": (data(), "x" * 300, 3, "File name too long"),
     "wrong width": (data(inputs=X[:, :3]), "data.npz", 3, "shapes"),
-    "not in this file": (elsewhere, "data.h5", 3, "other files"),
+    "not in this file": (elsewhere, "data.h5", 3, "in further files"),
     "a chunk that is none": (empty_chunk, "data.h5", 3, "its index of chunks is wrong"),
-    "petabytes": (petabytes, "data.h5", 3, "of which 0 are stored"),
+    "petabytes": (petabytes, "data.h5", 3, "but 0 are stored"),
     "a hostile header": (
         claiming("data.safetensors"), "data.safetensors", 3, "data.safetensors",
     ),
@@ -165,7 +165,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str, int, str]] = {
         model(FORWARD.format("return nn.Linear.forward(self, x).detach()")), "data.npz", 3,
         "are detached from",
     ),
-    "a model that would be waited for": (waited_for, "data.npz", 3, "no regular file"),
+    "a model that would be waited for": (waited_for, "data.npz", 3, "not a regular file"),
 }  # fmt: skip
 
 
@@ -253,11 +253,11 @@ def test_a_gpu_on_which_nothing_runs_is_refused(forked: Forked, folder: Path) ->
 
 def test_the_same_file_is_loaded_when_it_is_trusted(forked: Forked, folder: Path) -> None:
     done = compute(forked, folder, "--model", "checkpoint")
-    assert_clear(done, 3, "holds weights, not the model they belong to", folder)
+    assert_clear(done, 3, "has weights, but no model", folder)
     saved(nn.Linear(4, 3))(folder)
     done = compute(forked, folder, "--unsafe-pickle", "--model", "checkpoint")
     assert done.code == 0, done.err
-    assert "was trusted to execute code" in done.out
+    assert "was allowed to execute code" in done.out
     saved(state(x=Payload()))(folder)
     compute(forked, folder, "--unsafe-pickle", "--overwrite")
     assert (folder / "executed").exists()  # the payload is a real one
@@ -274,10 +274,10 @@ def test_names_that_the_model_does_not_have(forked: Forked, folder: Path) -> Non
     saved({f"module.{k}": v for k, v in (state() | more).items()})(folder)
     refused = compute(forked, folder)
     assert_clear(refused, 3, "2 unexpected (scale, head.w)", folder)
-    assert "--ignore GLOB leaves out" in refused.err
+    assert "with --ignore GLOB" in refused.err
     done = compute(forked, folder, "--ignore", "scale", "--ignore", "head.*")
     assert done.code == 0, done.err
-    assert "Left out of the checkpoint" in done.out
+    assert "Entries of the checkpoint were ignored" in done.out
     saved({"weight": state()["weight"]} | more)(folder)
     short = compute(forked, folder, "--ignore", "*", "--overwrite")
     assert (short.code, "1 missing (bias)" in short.err) == (3, True)  # not what the model has
@@ -436,7 +436,7 @@ MESSAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...], int, str, s
     "text for a number": (NOTHING, ("-t", "clip:max_norm=big"), 2, "'big'", "clip:max_norm=VALUE"),
     "a stage without its argument": (NOTHING, ("-t", "clip"), 2, "needs max_norm", "Write clip:"),
     "an empty stage": (NOTHING, ("-t", "mean |"), 2, "a stage is empty", "Write stages like"),
-    "two reducers": (NOTHING, ("-t", "mean | sum"), 2, "second reducer", "Keep one reducer"),
+    "two reducers": (NOTHING, ("-t", "mean | sum"), 2, "one reducer only", "Remove one"),
     "a stage of a file that is not there": (
         NOTHING, ("-t", "my.py:T"), 3, "my.py: cannot be read", "Check the path",
     ),
@@ -446,12 +446,12 @@ MESSAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...], int, str, s
     "a result in no folder": (NOTHING, ("-o", "no/o.h5"), 6, "does not exist", "Create the folder"),
     "samples reversed": (NOTHING, ("--samples", "8:3"), 2, "--samples: found '8:3'", '"A:B"'),
     "samples with a dash": (NOTHING, ("--samples", "0-5"), 2, "--samples: found '0-5'", '"A:B"'),
-    "samples beyond": (NOTHING, ("--samples", "0:99"), 3, "the data set holds 12", "at most 12"),
+    "samples beyond": (NOTHING, ("--samples", "0:99"), 3, "the data set has 12", "at most 12"),
     "a batch of none": (NOTHING, ("--batch-size", "0"), 2, "--batch-size: found 0", "at least 1"),
     "another word for a dtype": (NOTHING, ("--dtype", "double"), 2, "--dtype: found", "float64"),
     "another word for a device": (NOTHING, ("--device", "gpu"), 2, "--device: found", "cuda"),
     "memory and a batch size": (
-        NOTHING, ("--memory", "1GB", "--batch-size", "4"), 2, "--memory", "Give one of the two",
+        NOTHING, ("--memory", "1GB", "--batch-size", "4"), 2, "--memory", "Remove one of the two",
     ),
     "no such parameter": (NOTHING, ("--parameters", "fc*"), 2, "'fc*'", "weight, bias"),
     "a backend misspelt": (NOTHING, ("--backend", "hook"), 2, "'hook'", "Did you mean 'hooks'?"),
@@ -482,7 +482,7 @@ MESSAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...], int, str, s
     "classes in a column": (data(targets=Y[:, None]), (), 3, "targets (12, 1)", f"{FITS}[] }}"),
     "classes from 1": (data(targets=np.arange(N) % 3 + 1), (), 3, "Target 3", "go from 0"),
     "negative classes": (data(targets=np.arange(N) % 3 - 1), (), 3, "Target -1", "go from 0"),
-    "classes as texts": (data(targets=np.array(["a", "b"] * 6)), (), 3, "'a'", "classes lists"),
+    "classes as texts": (data(targets=np.array(["a", "b"] * 6)), (), 3, "'a'", "[dataset] classes"),
     "targets of a vector for a column": (
         outputs(1, X[:, 0]), MSE, 2, "outputs (12, 1) and targets (12,)", f"{FITS}[1] }}",
     ),
@@ -494,7 +494,7 @@ MESSAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...], int, str, s
     ),
     "arrays of two lengths": (data(targets=Y[:-1]), (), 3, "inputs 12, targets 11", "first axis"),
     "arrays of other names": (
-        lambda p: np.savez(p / "data.npz", x=X, y=Y), (), 3, "no array 'inputs'", "It holds: x, y",
+        lambda p: np.savez(p / "data.npz", x=X, y=Y), (), 3, "no array 'inputs'", "It has: x, y",
     ),
     "no samples": (data(inputs=X[:0], targets=Y[:0]), (), 3, "no samples", "at least one sample"),
     "a picture as data": (written("data.npz", PNG), (), 3, "this is a PNG image", "Supported: "),
@@ -513,7 +513,7 @@ MESSAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...], int, str, s
     ),
     "a whole model": (saved(nn.Linear(4, 3)), (), 3, "Linear", "--unsafe-pickle loads it"),
     "weights of another width": (
-        saved(nn.Linear(5, 3).state_dict()), (), 3, "(3, 5) here, (3, 4) in the model", "factory",
+        saved(nn.Linear(5, 3).state_dict()), (), 3, "(3, 5) in the checkpoint, (3, 4)", "factory",
     ),
     "a factory that returns a class": (
         own("def build(): return nn.Linear"), (), 3, "the class Linear", "Return Linear(...)",
@@ -598,5 +598,5 @@ def test_the_index_of_pandas_is_no_input(forked: Forked, folder: Path, form: str
     done = forked.run("init", "w.pt", data, "--json", cwd=folder)
     assert done.code == 0, done.err
     found = json.loads(done.out)
-    assert found["unused"] == {name or "0": "its name says that it numbers samples"}
+    assert found["unused"] == {name or "0": "the name of a sample index"}
     assert found["guessed"]["dataset.columns"].startswith('{ "table" = ["a", "b"] }')

@@ -363,7 +363,7 @@ def test_what_is_left_out_is_said(gradscope: Gradscope, tmp_path: Path) -> None:
     done = gradscope("init", checkpoint, data, "-o", run, "--json")
     assert done.code == 0, done.err
     assert json.loads(done.out)["unused"] == {
-        "id": "its name says that it numbers samples",
+        "id": "the name of a sample index",
         "mean": "4 samples, not 9",
         "text": "texts",
     }

@@ -214,7 +214,7 @@ def test_init_check_and_compute_take_the_same_settings_of_a_run():
     [
         ({"rows": "token"}, CoupledSamplesError, 'by coupling="own-loss"'),
         ({"model": nn.Dropout()}, UnsupportedError, 'Or use randomness="fixed"'),
-        ({"loss": "l1", "labels": "exact"}, SpecError, 'Or use labels="data"'),
+        ({"loss": "l1", "labels": "exact"}, SpecError, 'or use labels="data"'),
     ],
 )
 def test_refusals_in_python_name_keywords(given, error, said):

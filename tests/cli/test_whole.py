@@ -91,7 +91,7 @@ def test_a_data_set_of_the_users_own(folder: Path, gradscope: Gradscope) -> None
     Path("less.toml").write_text(Path("own.toml").read_text() + "kwargs = { leave_out = true }\n")
     found = gradscope(*run("check", "less.toml"))
     assert found.code == 3
-    assert "no attribute of that name" in found.err
+    assert "has no such attribute" in found.err
 
 
 @pytest.mark.parametrize(

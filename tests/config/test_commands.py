@@ -55,7 +55,7 @@ def test_all_wrong_options_are_listed_by_their_flags() -> None:
     assert caught.value.exit_code == 2
     text = str(caught.value)
     assert "4 settings are wrong" in text
-    assert "--weights: found '1,x'. Accepted: numbers, with commas between." in text
+    assert "--weights: found '1,x'. Accepted: numbers separated by commas." in text
     assert "--damping: found 'much'. Accepted: auto, or a number such as 0.1." in text
     assert "--memory: found 'lots'. Accepted: a size such as" in text
     assert "--samples: found '5:3'. Accepted: \"A:B\" with 0 ≤ A < B" in text

@@ -116,7 +116,7 @@ def test_where_the_base_model_is_found(tmp_path: Path, monkeypatch: pytest.Monke
         digests.add(held(tmp_path).checkpoint.sha256)
     assert len(digests) == 1  # of the weights, both files'
     (tmp_path / "base").rename(tmp_path / "moved")
-    with pytest.raises(CheckpointError, match="'somebody/base', is not on this machine") as raised:
+    with pytest.raises(CheckpointError, match="'somebody/base' is not on this machine") as raised:
         held(tmp_path)
     assert "--model FOLDER" in (raised.value.remedy or "")
     loaded = held(tmp_path, str(tmp_path / "moved"))
@@ -179,7 +179,7 @@ def test_a_factory_builds_the_base_model(tmp_path: Path) -> None:
         own, lambda out, target: (out - target).square().mean(1), x, y
     )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, check_dtype=False)
-    with pytest.raises(CheckpointError, match="does not say what its base model is"):
+    with pytest.raises(CheckpointError, match="has no base_model_name_or_path"):
         held(tmp_path)
 
 
@@ -209,59 +209,59 @@ def spoilt(content: dict[str, Tensor]) -> dict[str, Tensor]:
     [
         (
             lambda f: rewritten(f, without),
-            "not all of the adapter is in it: ",
+            "weights of the adapter are missing: ",
             CheckpointError,
         ),
         (
             lambda f: rewritten(f, lambda c: c | {"base_model.model.x.lora_A.weight": TOKENS}),
-            "without a place in the model: base_model.model.x",
+            "the model has no parameters for base_model.model.x",
             CheckpointError,
         ),
         (
             lambda f: rewritten(f, lambda c: {k: (v * 100).to(torch.int8) for k, v in c.items()}),
-            "no floating-point numbers, but torch.int8: base_model.model.transformer.h.0",
+            "not floating-point numbers but torch.int8: base_model.model.transformer.h.0",
             CheckpointError,
         ),
-        (lambda f: rewritten(f, spoilt), "12 tensors hold values that are not", CheckpointError),
+        (lambda f: rewritten(f, spoilt), "12 tensors have values that are not", CheckpointError),
         (
             lambda f: rewritten(f, lambda c: {k: v * 1j for k, v in c.items()}),
-            "other than named real tensors",
+            "not named real tensors",
             CheckpointError,
         ),
         (
             lambda f: shutil.copy(f / "base" / "model.safetensors", f / "tuned"),
-            "it holds a model, model.safetensors, and an adapter, adapter_model.safetensors",
+            "has a model, model.safetensors, and an adapter, adapter_model.safetensors",
             CheckpointError,
         ),
         (
             lambda f: configured(f, peft_type="VBLORA", save_only_topk_weights=True),
-            "only the largest were saved",
+            "only its largest weights were saved",
             ModelError,
         ),
         (lambda f: configured(f, r=3), "PeftModel: size mismatch for base_model", ModelError),
         (lambda f: configured(f, brand_new=True), "has no setting brand_new", ModelError),
         (lambda f: configured(f, peft_type="XLORA"), "mixes adapters of other folders", ModelError),
-        (lambda f: configured(f, target_modules=["no"]), "peft cannot put the ada", ModelError),
-        (lambda f: configured(f, peft_type="NEW"), "peft cannot put the adapter", ModelError),
+        (lambda f: configured(f, target_modules=["no"]), "peft cannot add the ada", ModelError),
+        (lambda f: configured(f, peft_type="NEW"), "peft cannot add the adapter", ModelError),
         (lambda f: configured(f, peft_type=None), "no table of settings with a", CheckpointError),
         (
             lambda f: configured(f, init_lora_weights="pissa_niter_4"),
-            "changed by random numbers whenever the adapter is opened",
+            "random numbers change the base model's weights",
             ModelError,
         ),
         (
             lambda f: configured(f, peft_type="PROMPT_TUNING", num_virtual_tokens=2),
-            "PROMPT_TUNING adds positions to the inputs",
+            "PROMPT_TUNING add positions to the inputs",
             ModelError,
         ),
         (
             lambda f: (f / "tuned" / "adapter_config.json").write_text('{"r": 2, "r": 3}'),
-            "'r' stands in it twice",
+            "it has the key 'r' twice",
             CheckpointError,
         ),
         (
             lambda f: (f / "tuned" / "adapter_config.json").unlink(),
-            "adapter_config.json is missing beside these weights",
+            "adapter_config.json is missing in the folder of these weights",
             CheckpointError,
         ),
         (
@@ -271,7 +271,7 @@ def spoilt(content: dict[str, Tensor]) -> dict[str, Tensor]:
         ),
         (
             lambda f: (f / "tuned" / "adapter_model.safetensors").unlink(),
-            "no weights are in this folder; it holds: README.md, adapter_config.json",
+            "this folder has no weights; it has README.md, adapter_config.json",
             CheckpointError,
         ),
     ],
@@ -289,11 +289,11 @@ def test_an_adapter_that_is_refused(
 @pytest.mark.parametrize(
     ("kind", "name", "change", "expected"),
     [
-        ("some entries", "shira_indices", lambda v: None, "not all of the adapter is in it"),
-        ("some entries", "shira_indices", lambda v: v[:, 1:], "no places in the layer's weight"),
-        ("some entries", "shira_indices", lambda v: v + 11, "no places in the layer's weight"),
-        ("some entries", "shira_indices", lambda v: v - 11, "no places in the layer's weight"),
-        ("the largest entries", "supertuning_indices", lambda v: v + 88, "no places in the layer"),
+        ("some entries", "shira_indices", lambda v: None, "weights of the adapter are missing"),
+        ("some entries", "shira_indices", lambda v: v[:, 1:], "outside of the layer's weight"),
+        ("some entries", "shira_indices", lambda v: v + 11, "outside of the layer's weight"),
+        ("some entries", "shira_indices", lambda v: v - 11, "outside of the layer's weight"),
+        ("the largest entries", "supertuning_indices", lambda v: v + 88, "outside of the layer"),
         ("vera", "vera_A", lambda v: v / 0, "base_model.vera_A"),
     ],
 )
@@ -334,7 +334,7 @@ def test_a_class_with_a_head_that_the_adapter_brings(tmp_path: Path) -> None:
 
 def test_a_folder_as_the_base_model_of_what_is_no_adapter(tmp_path: Path) -> None:
     saved(tmp_path / "tuned")
-    with pytest.raises(ModelError, match="CHECKPOINT is no adapter"):
+    with pytest.raises(ModelError, match="CHECKPOINT is not an adapter"):
         held(tmp_path, str(tmp_path))
 
 

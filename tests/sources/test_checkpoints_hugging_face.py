@@ -109,7 +109,8 @@ def test_what_the_model_does_not_use_is_told(tmp_path: Path) -> None:
     saved(tmp_path)
     rewritten(tmp_path, lambda content: content | {"extra.weight": torch.ones(2)})
     assert any(
-        "does not use these of the checkpoint: extra.weight" in n for n in held(tmp_path).notes
+        "does not use these tensors of the checkpoint: extra.weight" in n
+        for n in held(tmp_path).notes
     )
 
 
@@ -149,23 +150,31 @@ def remote(folder: Path) -> None:
     ("change", "expected", "error"),
     [
         (lambda f: rewritten(f, without), "2 weights of the model are missing", CheckpointError),
-        (lambda f: normed(f, torch.ones(3)), "(3,) here, (8,) in the model", CheckpointError),
+        (
+            lambda f: normed(f, torch.ones(3)),
+            "(3,) in the checkpoint, (8,) in the model",
+            CheckpointError,
+        ),
         (lambda f: normed(f, torch.ones(8) * torch.nan), "ln_f.weight (8 of 8)", CheckpointError),
-        (remote, "needs code of its own, which is never executed", ModelError),
-        (lambda f: configured(f, attn_implementation="a/b"), "needs code of its own", ModelError),
-        (lambda f: configured(f, architectures=[]), "it names no architecture", ModelError),
+        (remote, "needs code from its folder or a hub, which is never executed", ModelError),
+        (
+            lambda f: configured(f, attn_implementation="a/b"),
+            "needs code from its folder",
+            ModelError,
+        ),
+        (lambda f: configured(f, architectures=[]), "it has no architecture", ModelError),
         (lambda f: configured(f, architectures=["AutoModel"]), "no model 'AutoModel'", ModelError),
         (lambda f: configured(f, architectures=["Nope"]), "no model 'Nope'", ModelError),
         (lambda f: configured(f, architectures=[3]), "no model 3", ModelError),
         (lambda f: configured(f, model_type="nope"), "cannot build the model", ModelError),
         (lambda f: configured(f, n_head=3), "cannot build the model", ModelError),
         (lambda f: configured(f, quantization_config={}), "are quantized", ModelError),
-        (lambda f: (f / "config.json").write_text("[]"), "is no table", ModelError),
-        (piped, "no regular file", ModelError),
-        (lambda f: (f / "config.json").write_text("{"), "is no JSON", ModelError),
-        (lambda f: (f / "config.json").write_text("[" * 99_999), "is no JSON", ModelError),
+        (lambda f: (f / "config.json").write_text("[]"), "is not a table", ModelError),
+        (piped, "not a regular file", ModelError),
+        (lambda f: (f / "config.json").write_text("{"), "is not valid JSON", ModelError),
+        (lambda f: (f / "config.json").write_text("[" * 99_999), "is not valid JSON", ModelError),
         (lambda f: (f / "model.safetensors").write_bytes(b""), "is empty", CheckpointError),
-        (lambda f: (f / "model.safetensors").unlink(), "no weights are in this", CheckpointError),
+        (lambda f: (f / "model.safetensors").unlink(), "folder has no weights", CheckpointError),
     ],
 )
 def test_a_folder_that_is_refused(
@@ -225,5 +234,7 @@ def test_arrays_in_another_order_than_the_arguments_are_refused(tmp_path: Path) 
     model = held(tmp_path).model
     require_order(model, ["input_ids", "attention_mask"])
     require_order(model, {"attention_mask": "attention_mask", "input_ids": "input_ids"})
-    with pytest.raises(SpecError, match="'token_type_ids' would be the model's argument 'atten"):
+    with pytest.raises(
+        SpecError, match="'token_type_ids' would be passed as the model's argument 'atten"
+    ):
         require_order(model, ["input_ids", "token_type_ids"])

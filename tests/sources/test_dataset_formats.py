@@ -183,9 +183,12 @@ def test_csv_without_names_of_one_column_and_with_gaps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("inputs,targets\n1,2\n3\n" + "4,5\n" * 30, "line 3 has 1 fields, the first line 2"),
+        (
+            "inputs,targets\n1,2\n3\n" + "4,5\n" * 30,
+            "line 3 has 1 fields, but the first line has 2",
+        ),
         ("inputs,inputs\n1,2\n3,4\n", "several columns are called 'inputs'"),
-        ("inputs,targets\n1,cat\n2,dog\n", "it holds text, such as 'cat', 'dog'"),
+        ("inputs,targets\n1,cat\n2,dog\n", "it has text, such as 'cat', 'dog'"),
         ("inputs,targets\n", "no samples"),
         ('inputs,targets\n1,2\n3,"4\n', "unexpected end of data"),
         ("inputs,targets\n1,2\n3,\xff\n".encode("latin-1"), "not UTF-8 text at byte 21"),
@@ -200,9 +203,9 @@ def test_bad_csv(tmp_path: Path, text: str | bytes, expected: str) -> None:
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        (['{"inputs": 1, "targets": 2}', "[1]"], "line 2 is no JSON object"),
-        (['{"inputs": 1, "targets": 2}', '{"inputs": 1,'], "line 2 is no JSON object"),
-        (["{" * 9000], "line 1 is no JSON object"),
+        (['{"inputs": 1, "targets": 2}', "[1]"], "line 2 is not a JSON object"),
+        (['{"inputs": 1, "targets": 2}', '{"inputs": 1,'], "line 2 is not a JSON object"),
+        (["{" * 9000], "line 1 is not a JSON object"),
         (['{"inputs": 1, "targets": 2}', '{"inputs": "a", "targets": 2}'], "sample 1 is 'a'"),
         (['{"inputs": [[1], [1, 2]], "targets": 2}'], "sample 0 is [[1], [1, 2]]"),
         (['{"inputs": [1], "targets": 2}', '{"inputs": [[1]], "targets": 2}'], "sample 1 is"),
@@ -239,7 +242,7 @@ def test_integers_of_a_csv_that_int64_cannot_hold(tmp_path: Path) -> None:
     path.write_text(f"inputs,targets,other\n1,2,{2**63}\n3,4,5\n")
     assert opened(path).batch(range(2)).inputs.tolist() == [1, 3]
     found = failure(path, inputs=["other"])
-    assert f"it holds {2**63}, which int64 cannot hold" in found
+    assert f"it has the number {2**63}, which is too large for int64" in found
     path.write_text(f"inputs,targets\n{2**63},2\n0.5,4\n")  # a column of floats
     assert opened(path).batch(range(2)).inputs.tolist() == [2.0**63, 0.5]
 
@@ -344,8 +347,8 @@ def test_texts_become_numbers_by_the_classes_listed(tmp_path: Path) -> None:
     path.write_text("inputs,targets\n1,cat\n2,dog\n3,cat\n")
     data = opened(path, classes={"targets": ["dog", "cat"]})
     assert data.batch(range(3)).targets.tolist() == [1, 0, 1]
-    assert "'dog', which is none of the classes" in failure(path, classes={"targets": ["cat"]})
-    assert "it holds numbers" in failure(path, classes={"inputs": ["cat"], "targets": ["dog"]})
+    assert "'dog', which is not one of the classes" in failure(path, classes={"targets": ["cat"]})
+    assert "it has numbers" in failure(path, classes={"inputs": ["cat"], "targets": ["dog"]})
 
 
 def pictures(folder: Path, mode: str = "RGB") -> np.ndarray:
@@ -371,7 +374,7 @@ def test_image_folders(tmp_path: Path, mode: str) -> None:
     assert data.notes == ("classes: 0 cat, 1 dog",)
     Image.new("RGB", (9, 9)).save(tmp_path / "images" / "dog" / "9.png")
     message = failure(tmp_path / "images")
-    assert "9.png: this image is" in message
+    assert "9.png: this image has shape" in message
     assert "FILE.py:FACTORY" in message
     (tmp_path / "images" / "dog" / "9.png").write_bytes(b"no image")
     assert "9.png: the file is damaged" in failure(tmp_path / "images")
@@ -418,7 +421,7 @@ def test_folders_of_images_that_are_no_classes_are_refused(tmp_path: Path) -> No
             folder.mkdir(parents=True)
             Image.new("L", (4, 4)).save(folder / "0.png")
     message = failure(tmp_path / "images")
-    assert "test, train are no classes" in message
+    assert "test, train are data sets, not classes" in message
     assert opened(tmp_path / "images" / "train").batch(range(2)).targets.tolist() == [0, 1]
 
 
@@ -457,14 +460,14 @@ def test_a_text_among_numbers_is_named(tmp_path: Path) -> None:
     rows = [f"{k},{'NA' if k == 7 else k / 2},{'' if k == 3 else k}" for k in range(20)]
     path.write_text("\n".join(["a,b,c", *rows]))
     told = failure(path, columns={"inputs": ["a", "b", "c"]}, targets=[])
-    assert "the column 'b' cannot stand beside numbers: it holds text, such as 'NA'\n" in told
-    assert "it holds text, such as 'NA'\n" in failure(path, inputs=["b"], targets=[])
+    assert "the column 'b' cannot be joined with numbers: it has text, such as 'NA'\n" in told
+    assert "it has text, such as 'NA'\n" in failure(path, inputs=["b"], targets=[])
 
 
 def test_what_is_given_for_nothing(tmp_path: Path) -> None:
     path = tmp_path / "data.npz"
     np.savez(path, inputs=TABLE, targets=LABELS)
-    assert "kwargs is for FILE.py:FACTORY" in failure(path, kwargs={"n": 3})
+    assert "kwargs cannot be combined with a data file" in failure(path, kwargs={"n": 3})
     data = opened(path, files={"more": tmp_path / "none.npy"})  # it counts for the digest
     with pytest.raises(DatasetError, match=r"none\.npy: cannot be read: No such file"):
         assert data.sha256
@@ -474,7 +477,7 @@ def test_what_is_given_for_nothing(tmp_path: Path) -> None:
 def test_a_folder_with_a_pipe(tmp_path: Path, suffix: str) -> None:
     """It would be waited for."""
     os.mkfifo(tmp_path / f"a.{suffix}")
-    with pytest.raises(DatasetError, match="no regular file"):
+    with pytest.raises(DatasetError, match="not a regular file"):
         opened(tmp_path, inputs=["a"], targets=["a"])
 
 
@@ -483,10 +486,10 @@ def test_a_folder_with_a_pipe(tmp_path: Path, suffix: str) -> None:
     [
         (["data[0:9]"], "'data[0:9]' is out of range: there are 3 columns"),
         (["dta"], "there is no column 'dta' in the file\nDid you mean 'data'?"),
-        (["labels[0]"], "has no second axis"),
+        (["labels[0]"], "without second axis"),
         ("*a*", "names 2 columns"),
-        (["data", "deep"], "cannot stand side by side"),
-        (["one"], "cannot stand side by side"),
+        (["data", "deep"], "cannot be concatenated"),
+        (["one"], "cannot be concatenated"),
     ],
 )
 def test_columns_that_are_not_there(tmp_path: Path, inputs: Any, expected: str) -> None:
@@ -509,16 +512,16 @@ def test_samples_are_selected(tmp_path: Path) -> None:
     listed = opened(path, select=[5, 3, 4, 600])
     np.testing.assert_array_equal(listed.batch(range(4)).inputs.numpy(), TABLE[[5, 3, 4, 600]])
     assert "out of range" in failure(path, select=[0, N])
-    assert "there twice" in failure(path, select=[1, 1])
-    assert "no array of 700 booleans" in failure(path, select="key")
+    assert "repeated" in failure(path, select=[1, 1])
+    assert "not an array of 700 booleans" in failure(path, select="key")
 
 
 @pytest.mark.parametrize(
     ("ids", "expected"),
     [
-        (np.array([3, 1, 3, 2]), "samples 0 and 2 are both 3"),
-        (np.array(["a", "é", "a", "b"]), "samples 0 and 2 are both 'a'"),
-        (np.ones(4), "one integer or text a sample"),
+        (np.array([3, 1, 3, 2]), "samples 0 and 2 have the same id 3"),
+        (np.array(["a", "é", "a", "b"]), "samples 0 and 2 have the same id 'a'"),
+        (np.ones(4), "an integer or a text for each sample"),
         (np.arange(3), "3 ids for 4 samples"),
         (np.array(3), "0 ids for 4 samples"),
     ],

@@ -169,20 +169,20 @@ def test_the_digest_tells_data_apart(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("Unsized", "it has no length (no __len__)"),
+        ("Unsized", "it has no __len__"),
         ("empty", "there are no samples"),
-        ("number", "it is of type int"),
-        ("Once", "gone through only once"),
-        ("flattening", "collated to inputs of the shape (2,)"),
-        ("mixing", "sample 0 is collated to other numbers alone than among 23"),
-        ("averaged", "sample 0 is collated to other numbers alone than among 23"),
+        ("number", "the function returned int"),
+        ("Once", "iterated only once"),
+        ("flattening", "collated to inputs of shape (2,)"),
+        ("mixing", "sample 0 is collated to different numbers alone than in a batch of 23"),
+        ("averaged", "sample 0 is collated to different numbers alone than in a batch of 23"),
         ("sparse", "inputs or targets contain a sparse_coo tensor"),
-        ("turned", "sample 0 is collated to other numbers alone than among 23"),
+        ("turned", "sample 0 is collated to different numbers alone than in a batch of 23"),
         ("raising", "your code raised ValueError: no such folder"),
         ("nothing", "there is no 'nothing' in it"),
         ("Breaking", "your code raised KeyError: 'seventh'"),
-        ("Random", "sample 0 is not the same when read again"),
-        ("alone", "a sample holds no 'targets'"),
+        ("Random", "sample 0 is different when read again"),
+        ("alone", "a sample has no 'targets'"),
     ],
 )
 def test_data_sets_that_cannot_be_used(file: Path, name: str, expected: str) -> None:
@@ -197,19 +197,19 @@ def test_data_sets_that_cannot_be_used(file: Path, name: str, expected: str) -> 
 
 def test_a_length_that_is_not_true(file: Path) -> None:
     data = opened(file, "Stream", kwargs={"n": 30})
-    with pytest.raises(DatasetError, match="ended after 23 samples, its length is 30"):
+    with pytest.raises(DatasetError, match="ended after 23 samples, but its length is 30"):
         data.batch(range(20, 30))
 
 
 def test_shuffled_samples_are_noticed(file: Path) -> None:
     data = opened(file, "Stream", kwargs={"shuffle": True})
-    with pytest.raises(DatasetError, match="not the same when read again"):
+    with pytest.raises(DatasetError, match="different when read again"):
         for _ in range(20):
             data.batch(range(8))
 
 
 def test_what_is_for_files_is_not_for_code(file: Path) -> None:
-    with pytest.raises(DatasetError, match=r"\[dataset\] pad is for data files"):
+    with pytest.raises(DatasetError, match=r"\[dataset\] pad applies to data files only"):
         opened(file, "pairs", pad={"inputs": 0})
 
 
@@ -261,7 +261,7 @@ def test_texts_are_tokenized(tmp_path: Path) -> None:
         open_dataset(DatasetSpec(**spec, tokenizer={"text": bare}))
     with pytest.raises(DatasetError, match="no such tokenizer"):
         open_dataset(DatasetSpec(**spec, tokenizer={"text": tmp_path / "nowhere"}))
-    with pytest.raises(DatasetError, match="it holds numbers, not texts"):
+    with pytest.raises(DatasetError, match="it has numbers, not texts"):
         open_dataset(
             DatasetSpec(**spec | {"inputs": ["label"], "dtype": {}}, tokenizer={"label": bare})
         )

@@ -129,12 +129,12 @@ def test_samples_and_rows(tmp_path: Path) -> None:
     for samples, expected in ((None, (0, N)), ("3:", (3, N)), (":4", (0, 4)), ("0:11", (0, N))):
         assert data.rows(samples) == range(*expected)
     for samples in ("0:12", "11:", ":999999999"):
-        with pytest.raises(DatasetError, match=f"samples {samples} are out of range.* holds 11"):
+        with pytest.raises(DatasetError, match=f"samples {samples} are out of range.* has 11"):
             data.rows(samples)
     with pytest.raises(SpecError):
         data.rows("5:2")
     for rows in (range(0), range(9, 12), range(-1, 3), range(5, 2, -1), slice(11, 12)):
-        with pytest.raises(DatasetError, match="the data set holds 11 samples"):
+        with pytest.raises(DatasetError, match="the data set has 11 samples"):
             data.batch(rows)
 
 
@@ -145,16 +145,24 @@ X, Y = np.ones((4, 6)), np.zeros(4, dtype=np.int64)
     ("arrays", "spec", "expected"),
     [
         ({"inputs": X, "labels": Y}, {}, "there is no array 'targets' in the file"),
-        ({"inputs": X, "labels": Y}, {}, "targets = [] for none"),
-        ({"image": X, "targets": Y}, {"inputs": ["images"]}, "Did you mean 'image'? It holds: "),
+        ({"inputs": X, "labels": Y}, {}, "without targets, write targets = []"),
+        ({"image": X, "targets": Y}, {"inputs": ["images"]}, "Did you mean 'image'? It has: "),
         ({"inputs": X, "targets": Y}, {"dtype": {"input": "int64"}}, "no array 'input'"),
         ({"inputs": X, "targets": Y[:3]}, {}, "inputs 4, targets 3"),
         ({"inputs": X[:0], "targets": Y[:0]}, {}, "there are no samples"),
-        ({"inputs": X, "targets": np.array(3)}, {}, "has no axes"),
+        ({"inputs": X, "targets": np.array(3)}, {}, "has no axis"),
         ({"inputs": X, "targets": np.array([1, "a", None, 2], object)}, {}, "Python objects"),
-        ({"inputs": X, "targets": np.array(["a"] * 4)}, {}, "it holds text, such as 'a', 'a'"),
-        ({"inputs": X, "targets": np.zeros(4, "M8[s]")}, {}, "dtype datetime64[s] cannot be made"),
-        ({"inputs": X, "targets": np.full(4, 2**63, np.uint64)}, {}, "which int64 cannot hold"),
+        ({"inputs": X, "targets": np.array(["a"] * 4)}, {}, "it has text, such as 'a', 'a'"),
+        (
+            {"inputs": X, "targets": np.zeros(4, "M8[s]")},
+            {},
+            "dtype datetime64[s] cannot be converted",
+        ),
+        (
+            {"inputs": X, "targets": np.full(4, 2**63, np.uint64)},
+            {},
+            "which is too large for int64",
+        ),
         ({"inputs": X, "targets": Y}, {"reshape": {"inputs": [4]}}, "of shape (6,) (6 numbers)"),
         ({"inputs": X, "targets": Y}, {"reshape": {"inputs": [4, -1]}}, "reshaped to (4, -1)"),
         ({"inputs": X, "targets": X[:, 0] / 3}, {"dtype": {"targets": "int64"}}, "4 values cannot"),
@@ -196,13 +204,16 @@ def claims_too_much(path: Path) -> None:
     ("write", "expected"),
     [
         (lambda p: None, "no such file"),
-        (lambda p: p.mkdir(), "this directory holds no data"),
+        (lambda p: p.mkdir(), "this directory has no data"),
         (lambda p: p.write_text("Dear reader,\nthis is no table.\n" * 9), "this is a text file"),
         (lambda p: p.write_bytes(b"\x80\x04" + bytes(40)), "a Python pickle"),
-        (single_array, "It holds: data."),
-        (lambda p: torch.save({"a": torch.ones(2)}, p), "It holds: a."),
-        (zipped("inputs.npy", "hello"), "is no numpy array"),
-        (claims_too_much, "claims 320,000,000,000,000,000 bytes of numbers, there are 192"),
+        (single_array, "It has: data."),
+        (lambda p: torch.save({"a": torch.ones(2)}, p), "It has: a."),
+        (zipped("inputs.npy", "hello"), "is not a numpy array"),
+        (
+            claims_too_much,
+            "declares 320,000,000,000,000,000 bytes of numbers, but the file has 192",
+        ),
     ],
 )
 def test_a_file_that_holds_no_data(
@@ -238,11 +249,11 @@ def test_a_length_and_a_batch_that_no_machine_holds(tmp_path: Path) -> None:
     absurd = {"length": {"inputs": 10**10}, "pad": {"inputs": 0}}
     for inputs in (["inputs"], ["inputs_mask"]):
         told = failure(path, inputs=inputs, **absurd)
-        assert "one sample of the shape (10000000000,) is too large" in told
+        assert "a sample of shape (10000000000,) is too large" in told
         assert "[dataset] length" in told
     data = opened(path, length={"inputs": 2**20}, pad={"inputs": 0})
     data = replace(data, samples=replace(data.samples, memory=lambda device: 2**28))
-    with pytest.raises(MemoryError, match="are needed, there are"):
+    with pytest.raises(MemoryError, match="are needed, but"):
         data.batch(range(64))
     assert data.batch(range(2)).inputs.shape == (2, 2**20)
 
@@ -268,4 +279,4 @@ def test_what_sequences_are_filled_up_with_is_never_wrapped(
     if held:
         assert opened(path, **spec).batch(range(1)).inputs[0, -1].item() == pad
     else:
-        assert "cannot be filled up with" in failure(path, **spec)
+        assert "cannot represent the padding value" in failure(path, **spec)

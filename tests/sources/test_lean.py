@@ -50,7 +50,7 @@ def test_a_lean_model_is_the_same(kwargs: dict[str, Any], tmp_path: Path) -> Non
 
     whole, found = loaded(lean=False).model, loaded(lean=True)
     model: Any = found.model
-    assert any("built the model whole" in note for note in found.notes) == bool(kwargs)
+    assert any("built the whole model" in note for note in found.notes) == bool(kwargs)
     assert model.head.weight is model.table.weight
     assert model.one is model.two
     assert getattr(model, "order", None) == getattr(whole, "order", None)

@@ -80,8 +80,8 @@ def test_tied_and_frozen_parameters_are_told() -> None:
     model[1].weight = model[0].weight
     model[2].requires_grad_(False)
     tied, frozen = notes_on(model)
-    assert tied == "Tied, so one parameter under its first name: 0.weight = 1.weight."
-    assert frozen == "Frozen, so without gradients: 2 of 3 parameters (2.weight, 2.bias)."
+    assert tied == "Tied parameters are one parameter under the first name: 0.weight = 1.weight."
+    assert frozen == "Frozen parameters have no gradients: 2 of 3 parameters (2.weight, 2.bias)."
 
 
 DIGITS = "The checkpoint has more digits than the model: its weights are rounded"

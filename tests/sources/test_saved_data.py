@@ -50,13 +50,13 @@ class Evil:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "a checkpoint": (nn.Linear(3, 2).state_dict(), "a checkpoint that torch.save wrote"),
-    "a training's checkpoint": ({"model": {"weight": X}, "epoch": 3}, "a checkpoint that torch"),
-    "samples of two shapes": ([torch.ones(2), torch.ones(3)], "2 samples are not all of one shape"),
-    "a number": (7, "it holds an int"),
-    "nothing": ([], "it holds a list"),
-    "code": (Evil(), "more than tensors"),
-    "a model": (nn.Linear(3, 2), "more than tensors"),
+    "a checkpoint": (nn.Linear(3, 2).state_dict(), "a checkpoint of torch.save"),
+    "a training's checkpoint": ({"model": {"weight": X}, "epoch": 3}, "a checkpoint of torch"),
+    "samples of two shapes": ([torch.ones(2), torch.ones(3)], "2 samples have different shapes"),
+    "a number": (7, "it has an int"),
+    "nothing": ([], "it has a list"),
+    "code": (Evil(), "values that are not tensors"),
+    "a model": (nn.Linear(3, 2), "values that are not tensors"),
 }
 
 

@@ -384,7 +384,7 @@ def test_states_that_do_not_fit(tmp_path: Path) -> None:
     named = chain_of(trained(BUILDS["names"])[1], tmp_path)
     with pytest.raises(CheckpointError, match=r"'1\.weight' is not in the"):
         rows(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).double(), named)
-    with pytest.raises(CheckpointError, match="maximises"):
+    with pytest.raises(CheckpointError, match="maximize=True"):
         rows(model, chain_of(optimizer, tmp_path, maximize=True))
     model[0].weight.data = model[0].weight.data.to(torch.complex128)
     with pytest.raises(SpecError, match=r"'0\.weight' is complex"):
@@ -410,7 +410,7 @@ def test_what_is_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     two = trained(BUILDS["Adam"])[1].state_dict()
     for content in ({"weight": torch.ones(3)}, {"a": two, "b": two}, {"optimizer": Evil()}):
         torch.save(content, path)
-        with pytest.raises(CheckpointError, match=r"no states|2 states|more than t") as caught:
+        with pytest.raises(CheckpointError, match=r"no states|2 states|not tensors") as caught:
             read_optimizer(path)
         assert "Save optimizer.state_dict()" in str(caught.value)
     for broken in ({"params": None}, {"params": [0], "param_names": []}, {"params": [[]]}):

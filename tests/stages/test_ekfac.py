@@ -239,9 +239,10 @@ def test_what_has_no_factors_is_said() -> None:
         scope.expectation("ekfac:full=3", x, y)
         told = [note for note in scope.notes if "diagonal" in note]
     assert told == [
-        "ekfac: no Kronecker factors, so the diagonal alone: table.weight, norm.weight, norm.bias"
+        "ekfac: diagonal only, because there are no Kronecker factors: "
+        "table.weight, norm.weight, norm.bias"
     ]
-    with pytest.raises(UnsupportedError, match="kfac needs gradients that are sums"):
+    with pytest.raises(UnsupportedError, match="kfac needs gradients as sums"):
         gradscope.expectation(model, "mse", "ekfac", x, y, backend="loop")
 
 
@@ -268,7 +269,7 @@ def test_wrong_bases_are_refused() -> None:
     gradients = Gradients({"w": block})
     for stored, error, what in (
         ({"w": np.ones((4, 3))}, InputError, "no Kronecker factors"),
-        ({"w.A": np.eye(7), "w.B": np.eye(4)}, SpecError, "does not fit"),
+        ({"w.A": np.eye(7), "w.B": np.eye(4)}, SpecError, "do not fit"),
         ({"w.A": np.full((3, 3), np.nan), "w.B": np.eye(4)}, InputError, "not finite"),
     ):
         with pytest.raises(error, match=what):
@@ -286,9 +287,9 @@ def test_other_eigenvectors_are_not_mixed_in() -> None:
     assert earlier is not None
     one, other = (earlier.given(found) for found in made)
     states = [one.start(gradients), other.start(gradients)]
-    with pytest.raises(UnsupportedError, match="w: the eigenvectors are not those"):
+    with pytest.raises(UnsupportedError, match="the eigenvectors of 'w' differ"):
         other.merge(states[0], states[1])
-    with pytest.raises(UnsupportedError, match="w: the eigenvectors are not those"):
+    with pytest.raises(UnsupportedError, match="the eigenvectors of 'w' differ"):
         other.result(states[0])
 
 

@@ -126,7 +126,7 @@ def test_factors_in_one_batch_only_are_refused() -> None:
     rest = {"v": block, "b": DenseBlock(bias)}
     a = made.start(Gradients({"w": block, **rest}))
     b = made.start(Gradients({"w": MappedBlock(block, torch.abs), **rest}))
-    with pytest.raises(UnsupportedError, match="w: an outer product in one batch"):
+    with pytest.raises(UnsupportedError, match="the gradient of w is an outer product"):
         made.merge(a, b)
 
 

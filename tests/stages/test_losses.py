@@ -167,12 +167,12 @@ def test_losses_of_several_outputs_are_torchs(name, outputs, targets, alone):
     ("name", "outputs", "targets", "told"),
     [
         ("bce", LOGITS[:, 0], BITS[:, 0, 0], "use the loss bce_with_logits"),
-        ("bce", LOGITS.sigmoid(), CLASSES, "no floating-point numbers"),
-        ("gaussian_nll", WIDE, ANY, r"takes \(mean, variance\)"),
+        ("bce", LOGITS.sigmoid(), CLASSES, "not floating-point numbers"),
+        ("gaussian_nll", WIDE, ANY, r"needs a tuple \(mean, variance\)"),
         ("gaussian_nll", (WIDE, -SPREAD), ANY, "a variance is negative"),
-        ("gaussian_nll", (WIDE, SPREAD[:, :1]), ANY, "another shape"),
-        ("triplet", LOGITS, CLASSES, "takes 3 embeddings a sample"),
-        ("contrastive", tuple(PAIRS.unbind(1)), BITS, "not one number a pair"),
+        ("gaussian_nll", (WIDE, SPREAD[:, :1]), ANY, "differ in shape"),
+        ("triplet", LOGITS, CLASSES, "needs 3 embeddings a sample"),
+        ("contrastive", tuple(PAIRS.unbind(1)), BITS, "must have one number a pair"),
     ],
 )
 def test_what_these_losses_do_not_take(name, outputs, targets, told):
@@ -229,10 +229,10 @@ def test_a_mask_says_which_tokens_count():
     labels = resolve("causal_lm")(logits, tokens.masked_fill(mask == 0, -100))
     assert torch.equal(resolve("causal_lm")(logits, (tokens, mask)), labels)
     for targets, said in (
-        (tokens, "no mask 'said' beside the targets"),
-        ((tokens, mask.double()), "the mask is"),
-        ((tokens, mask * 1j), "the mask is"),
-        ((tokens, mask[:, 1:]), "the mask is"),
+        (tokens, "mask='said' is set"),
+        ((tokens, mask.double()), "does not fit the tokens"),
+        ((tokens, mask * 1j), "does not fit the tokens"),
+        ((tokens, mask[:, 1:]), "does not fit the tokens"),
     ):
         with pytest.raises(SpecError, match=said):
             resolve("causal_lm:mask=said")(logits, targets)
@@ -417,14 +417,14 @@ class Same(nn.Module):
 @pytest.mark.parametrize(
     ("outputs", "targets", "must"),
     [
-        (LOGITS, CLASSES.double(), "Classes must be int64"),
+        (LOGITS, CLASSES.double(), "Convert the classes to int64"),
         (LOGITS, CLASSES[:, None], "reshape = { NAME = [] }"),
-        (LOGITS, CLASSES.int(), "Classes must be int64"),
-        (LOGITS, CLASSES[1:], "Outputs must be"),
-        (LOGITS, SHARES.long(), "One-hot targets must be classes"),
-        (LOGITS, SHARES[:, 1:], "Outputs must be"),
-        (LOGITS[:, 0], CLASSES, "Outputs must be"),
-        (MAPS.transpose(1, 2), GRID, "Outputs must be"),
+        (LOGITS, CLASSES.int(), "Convert the classes to int64"),
+        (LOGITS, CLASSES[1:], "Give outputs"),
+        (LOGITS, SHARES.long(), "Convert one-hot targets to classes"),
+        (LOGITS, SHARES[:, 1:], "Give outputs"),
+        (LOGITS[:, 0], CLASSES, "Give outputs"),
+        (MAPS.transpose(1, 2), GRID, "Give outputs"),
     ],
 )
 def test_targets_that_are_no_classes(name, outputs, targets, must):
@@ -445,7 +445,7 @@ def test_the_loss_that_is_named_for_classes_on_the_last_axis_takes_them(answer, 
     tokens[0, :2] = -100
     with pytest.raises(ModelError) as caught:
         resolve(name)(answer(logits), tokens)
-    said = re.search(r"use the loss (\w+), for", str(caught.value))
+    said = re.search(r"Use the loss (\w+) for", str(caught.value))
     values = resolve(said[1])(answer(logits), tokens)
     right = F.cross_entropy(logits.transpose(1, 2), tokens, reduction="none").sum(1)
     torch.testing.assert_close(values, right / (tokens != -100).sum(1), rtol=1e-12, atol=0)
@@ -456,7 +456,7 @@ def test_the_loss_that_is_named_for_classes_on_the_last_axis_takes_them(answer, 
     [(MAPS, GRID), (LAST, GRID.int()), (LAST, GRID[:, 1:]), (LAST, GRID.double()), (ONE, CLASSES)],
 )
 def test_what_is_no_class_of_each_position(outputs, targets):
-    with pytest.raises(ModelError, match=r"on the last axis.*the classes \(n, t\)") as caught:
+    with pytest.raises(ModelError, match=r"on the last axis.*classes \(n, t\)") as caught:
         resolve("token_cross_entropy")(outputs, targets)
     assert f"outputs are {tuple(outputs.shape)}" in str(caught.value)
 
@@ -467,12 +467,12 @@ LINES, TEXTS = draw(2, 5, C, seed=3), torch.tensor([[1, 2], [3, 9]])  # 9 is no 
 @pytest.mark.parametrize(
     ("name", "outputs", "targets", "words"),
     [
-        ("cross_entropy", LOGITS, CLASSES + C, r"sample \d(?s:.*)the classes 0 to 3"),
-        ("nll", MAPS, GRID - C, r"sample \d(?s:.*)Target -\d is out of bounds.*the classes 0 to 3"),
-        ("bce_with_logits", LOGITS, LOGITS.long(), "no floating-point numbers: outputs are"),
+        ("cross_entropy", LOGITS, CLASSES + C, r"sample \d(?s:.*)classes 0 to 3"),
+        ("nll", MAPS, GRID - C, r"sample \d(?s:.*)Target -\d is out of bounds.*classes 0 to 3"),
+        ("bce_with_logits", LOGITS, LOGITS.long(), "not floating-point numbers: outputs are"),
         ("ctc", LINES, TEXTS, "sample 1: .*Target 9 is out of bounds.* 0 to 3"),
-        ("ctc", LINES, TEXTS.double(), "no labels of these outputs"),
-        ("ctc", LINES[:, 0], TEXTS, "no labels of these outputs"),
+        ("ctc", LINES, TEXTS.double(), "do not fit the outputs as labels"),
+        ("ctc", LINES[:, 0], TEXTS, "do not fit the outputs as labels"),
     ],
 )
 def test_targets_that_a_loss_does_not_take(name, outputs, targets, words):
@@ -490,7 +490,7 @@ def test_a_label_that_is_none_is_no_number_within_vmap():
 
 @pytest.mark.parametrize("name", sorted({*losses.names()} - OF_SEVERAL))
 def test_what_is_no_tensor(name):
-    for outputs, targets, words in (({}, ANY, "no tensor"), (WIDE, None, "targets are no tensor")):
+    for outputs, targets, words in (({}, ANY, "not a tensor"), (WIDE, None, "targets are not")):
         with pytest.raises(ModelError, match=words):
             resolve(name)(outputs, targets)
 
@@ -647,5 +647,5 @@ def test_what_a_loss_by_name_takes_of_an_answer(answer, backend):
 
 def test_an_answer_of_several_tensors_is_refused():
     model = nn.LSTM(3, 4)
-    with pytest.raises(ModelError, match="is no tensor, which the loss takes, but tuple"):
+    with pytest.raises(ModelError, match="is not a tensor but tuple"):
         gradscope.norms(model, "mse", draw(N, T, 3).float(), draw(N, T, 4).float())

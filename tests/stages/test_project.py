@@ -348,9 +348,9 @@ def test_patterns_within_the_budget_are_kept() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("kind=sjlt,nonzeros=4", "nonzeros must divide dim, and 4 does not divide 6"),
+        ("kind=sjlt,nonzeros=4", "nonzeros must divide dim, but 4 does not divide 6"),
         ("kind=sjlt,nonzeros=0", "nonzeros must divide dim"),
-        ("nonzeros=2", "nonzeros is for kind=sjlt, and kind is gaussian"),
+        ("nonzeros=2", "nonzeros is an option of kind=sjlt only, and kind is gaussian"),
     ],
 )
 def test_nonzeros_that_do_not_fit(arguments: str, words: str) -> None:

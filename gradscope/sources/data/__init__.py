@@ -1,4 +1,4 @@
-"""A data set: samples of data files or of the user's own code, and batches made from them."""
+"""Data sets: samples from data files or from user code, and their batches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ __all__ = ["Dataset", "open_dataset", "words"]
 
 @dataclass(frozen=True)
 class Dataset:
-    """Samples, all of those there are or some."""
+    """All samples of a source, or a selection."""
 
-    spec: DatasetSpec  # which arrays, and how they are made into tensors
-    samples: FileSamples | PythonSamples  # where they come from
-    chosen: Tensor | None = None  # (N,), the positions of those that were selected, None for all
-    # returns the ids of samples of all that there are, None where they have none
+    spec: DatasetSpec  # the arrays, and their conversion to tensors
+    samples: FileSamples | PythonSamples  # the source
+    chosen: Tensor | None = None  # (N,), the positions of the selected samples; all if None
+    # (positions in the source) -> ids, if the samples have ids
     named: Callable[[Tensor], Tensor] | None = None
 
     def __len__(self) -> int:
@@ -37,62 +37,61 @@ class Dataset:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was noticed when the data were opened."""
+        """Notes from opening the data."""
         return self.samples.notes
 
     @property
     def unused(self) -> str:
         """A sentence on the arrays that no option of the spec uses, "" if all are used."""
         names = self.samples.unused
-        what = f"{self.spec.path}: the array {listed(names)} is used nowhere"
+        what = f"{self.spec.path}: the array {listed(names)} is not used"
         if len(names) > 1:
-            what = f"{self.spec.path}: the arrays {listed(names)} are used nowhere"
-        return f"{what}; [dataset] inputs and targets say what is used" if names else ""
+            what = f"{self.spec.path}: the arrays {listed(names)} are not used"
+        return f"{what}; [dataset] inputs and targets select arrays" if names else ""
 
     @property
     def sha256(self) -> str:
-        """The SHA-256 of the file; of several files, of the list of theirs."""
+        """The SHA-256 of the file, or of the list of digests for several files."""
         return self.samples.sha256
 
     @property
     def code(self) -> dict[str, str]:
-        """The digests of the user's code that makes the samples, by file."""
+        """{file: digest} of the user's code that makes the samples."""
         return self.samples.code
 
     def headings(self, name: str) -> list[str]:
-        """Return what the columns of an array are called in the file; empty where it is none."""
+        """Return the names of an array's columns in the file, or [] without a file."""
         return self.samples.headings(name) if isinstance(self.samples, FileSamples) else []
 
     def rows(self, samples: str | None) -> range:
-        """Return the positions that "A:B" selects, all of them for None.
+        """Return the positions that "A:B" selects, or all positions for None.
 
         Raises:
-            SpecError: It has another form.
-            DatasetError: It reaches beyond the data set.
+            SpecError: The text has a different form.
+            DatasetError: The range exceeds the data set.
         """
         chosen = parse_samples(":" if samples is None else samples)
         stop = len(self) if chosen.stop is None else chosen.stop
         start = chosen.start or 0
         if start >= len(self) or stop > len(self):
             raise self._error(
-                f"the samples {samples} are out of range: the data set holds "
+                f"the samples {samples} are out of range: the data set has "
                 f"{count(len(self), 'sample')}",
-                f"Samples are counted from 0; give A:B with B at most {len(self)}.",
+                f"Give A:B with B at most {len(self)}. Samples are counted from 0.",
             )
         return range(start, stop)
 
     def batch(self, rows: range | slice) -> Batch:
-        """Return the samples at `rows`; index (n,) says where in the data set each one is.
+        """Return the samples at `rows`; index (n,) has each sample's position in the data set.
 
         Raises:
-            DatasetError: A row is out of range, there is none, or a value does not fit its dtype.
+            DatasetError: A row is out of range, `rows` is empty, or a value does not fit its dtype.
         """
         chosen = range(*rows.indices(len(self))) if isinstance(rows, slice) else rows
         if not chosen or chosen.step < 1 or chosen[0] < 0 or chosen[-1] >= len(self):
             raise self._error(
-                f"the rows {rows} are out of range: the data set holds "
-                f"{count(len(self), 'sample')}",
-                f"Rows are counted upwards, from 0 to {len(self) - 1}.",
+                f"the rows {rows} are out of range: the data set has {count(len(self), 'sample')}",
+                f"Give ascending rows from 0 to {len(self) - 1}.",
             )
         positions: Sequence[int] = chosen
         if self.chosen is not None:
@@ -103,9 +102,10 @@ class Dataset:
         def array(name: str) -> Any:
             if name not in found:
                 raise self._error(
-                    f"a sample holds no {name!r}",
-                    suggestion(name, [*found]).replace("Supported", "It holds")
-                    + " [dataset] inputs and targets say what is what; targets = [] for none.",
+                    f"a sample has no {name!r}",
+                    suggestion(name, [*found]).replace("Supported", "It has")
+                    + " Name the arrays in [dataset] inputs and targets; without targets, write "
+                    "targets = [].",
                 )
             return found[name]
 
@@ -126,21 +126,21 @@ class Dataset:
 
     @cached_property
     def whole(self) -> dict[str, Whole]:
-        """The inputs that every sample has whole, by name."""
+        """{name: input} of the inputs that all samples share."""
         return {name: Whole(value) for name, value in self.samples.whole.items()}
 
     def ids(self, index: Tensor) -> Tensor | None:
-        """Return the ids of the samples at some positions (n,), None where they have none.
+        """Return the ids of the samples at some positions (n,), or None without ids.
 
         Returns:
-            Integers (n,) int64, or UTF-8 texts (n, w) uint8 with zeros behind a text.
+            Integers (n,) int64, or UTF-8 texts (n, w) uint8, padded with zeros.
         """
         if self.named is None:
             return None
         return self.named(index if self.chosen is None else self.chosen[index])
 
     def describe(self) -> dict[str, Any]:
-        """Return what a message or `--dry-run` shows of the data set."""
+        """Return the facts on the data set for messages and `--dry-run`."""
         inputs = self.spec.inputs
         found = self.samples.read(range(1))
         arrays = {
@@ -167,10 +167,10 @@ class Dataset:
 
 
 def open_dataset(spec: DatasetSpec) -> Dataset:
-    """Open a data file, a folder or the user's own data set, and check it against the spec.
+    """Open a data file, a folder or a user's data set, and check it against the spec.
 
     Raises:
-        InputError: It cannot be read, or it and the spec do not fit together.
+        InputError: The data cannot be read, or do not fit the spec.
     """
     _check_whole(spec)
     if spec.factory is not None:
@@ -185,25 +185,25 @@ def open_dataset(spec: DatasetSpec) -> Dataset:
 
 
 def _check_whole(spec: DatasetSpec) -> None:
-    """Refuse `whole` where it names no input, or where no array says how many samples there are."""
+    """Raise if `whole` names an array that is not an input, or if no array counts the samples."""
     wrong = [name for name in spec.whole if name not in spec.input_arrays]
     if wrong:
         raise DatasetError(
-            f"{wrong[0]!r} is not an input, and only inputs can be whole",
+            f"{wrong[0]!r} is not an input",
             where=f"{spec.path}: whole",
-            remedy=f"Inputs are {listed(spec.input_arrays)}.",
+            remedy=f"List only inputs: {listed(spec.input_arrays)}.",
         )
     if not spec.divided:
         raise DatasetError(
             "all inputs are whole and there are no targets, so the number of samples is unknown",
             where=f"{spec.path}: whole",
-            remedy='Give targets with a row for each sample, targets = ["labels"]; or the '
-            "positions of the samples as an input that is not whole.",
+            remedy='Give targets with a row for each sample, such as targets = ["labels"]. Or give '
+            "the positions of the samples as an input that is not whole.",
         )
 
 
 def _chosen(spec: DatasetSpec, files: FileSamples | None, n: int) -> Tensor | None:
-    """Return the positions (N,) that `select` names."""
+    """Return the positions (N,) that `select` selects, or None for all."""
     select = spec.select
     if select is None:
         return None
@@ -212,15 +212,15 @@ def _chosen(spec: DatasetSpec, files: FileSamples | None, n: int) -> Tensor | No
         found = torch.tensor(select)
         if int(found.max()) >= n or len(set(select)) < len(select):
             held = count(n, "sample")
-            what = f"a position is out of range or there twice; the data set holds {held}"
+            what = f"a position is out of range or repeated; the data set has {held}"
     else:
         stored = None if files is None else files.load(select)
-        what = f"{select!r} is no array of {n:,} booleans"
+        what = f"{select!r} is not an array of {n:,} booleans"
         numbers = stored if isinstance(stored, Tensor | NumberColumn) else torch.empty(0)
         if tuple(numbers.shape) == (n,) and numbers.dtype == torch.bool:
             found = torch.nonzero(numbers[0:n]).flatten()
-            what = "" if len(found) else f"there are no samples: {select!r} is false for all"
+            what = "" if len(found) else f"no sample is selected: {select!r} is false for all"
     if what:
-        remedy = "Name an array of booleans, one a sample, or list positions from 0, each once."
+        remedy = "Name an array with one boolean a sample, or list different positions from 0."
         raise DatasetError(what, where=f"{spec.path}: select", remedy=remedy)
     return found

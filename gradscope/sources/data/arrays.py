@@ -1,6 +1,7 @@
-"""Arrays that are read where they lie: .npz, .npy, folders of .npy files, safetensors, HDF5.
+"""Reads rows of arrays directly from files: .npz, .npy, folders of .npy, safetensors and HDF5.
 
-HDF5 can be made to read other files and to claim what it does not hold; none of it is accepted.
+An HDF5 file can refer to further files, and can declare more data than it stores. Both raise an
+error.
 """
 
 import zipfile
@@ -44,20 +45,20 @@ from gradscope.sources.formats import (
     require_regular,
 )
 
-_IN_MEMORY = 2**26  # bytes up to which a compressed array is read as a whole
-_PIECE = 2**22  # bytes that are read together
-_LONGEST = 2**24  # bytes of a header; a table of 40,000 fields has a million
+_IN_MEMORY = 2**26  # the most bytes of a compressed array to read as a whole
+_PIECE = 2**22  # bytes to read at a time
+_LONGEST = 2**24  # the most bytes of a header; a table of 40,000 fields has a million
 
 ReadRows = Callable[[int, int], np.ndarray]
 
 
 @dataclass(frozen=True)
 class _Header:
-    """What a .npy file says of itself: its shape (N, ...), and where its numbers begin."""
+    """The header of a .npy file: shape (N, ...), dtype, order, and the position of the numbers."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    fortran: bool  # the first axis is the fastest
+    fortran: bool  # Fortran order: the first axis varies fastest
     start: int
 
     @property
@@ -66,7 +67,7 @@ class _Header:
         return prod(self.shape) * self.dtype.itemsize
 
     def rows(self, opened: Callable[[], AbstractContextManager[IO[bytes]]]) -> ReadRows:
-        """Return what reads rows of a file; where none is in one piece, all are held."""
+        """Return a function that reads rows; for Fortran order, the array is kept in memory."""
         row = prod(self.shape[1:]) * self.dtype.itemsize
 
         def read(start: int, stop: int) -> np.ndarray:
@@ -85,7 +86,7 @@ class _Header:
 @dataset_readers.register("npy")
 @matching(lambda head: head.startswith(b"\x93NUMPY"))
 def open_npy(path: Path) -> StoredArrays:
-    """One array of numbers, or a table with named fields, as numpy.save writes it."""
+    """One array of numbers, or a table with named fields, written by numpy.save."""
     with path.open("rb") as file:
         header = _header(file, path.stat().st_size)
     fields = header.dtype.names
@@ -100,15 +101,17 @@ def open_npy(path: Path) -> StoredArrays:
 
 
 def open_npy_folder(path: Path) -> StoredArrays:
-    """A folder of .npy files, one array each, called as its file is."""
+    """A folder of .npy files; each has one array with the name of the file."""
     files = {p.stem: p for p in sorted(path.glob("*.npy"))}
 
     def load(name: str) -> StoredColumn:
         require_regular(files[name], DatasetError)
         arrays = open_npy(files[name])
         if arrays.names != (name,):
-            what, remedy = "it is a table with named fields, not an array", "Give that file itself."
-            raise DatasetError(what, where=str(files[name]), remedy=remedy)
+            what = "it is a table with named fields, not an array"
+            raise DatasetError(
+                what, where=str(files[name]), remedy="Give this file instead of the folder."
+            )
         return arrays.load(name)
 
     return StoredArrays(tuple(files), load)
@@ -117,17 +120,17 @@ def open_npy_folder(path: Path) -> StoredArrays:
 @dataset_readers.register("npz")
 @matching(lambda head: is_zip(head) and not is_saved_by_torch(head))
 def open_npz(path: Path) -> StoredArrays:
-    """Named arrays of numbers or texts, as numpy.savez writes them."""
-    archive = zipfile.ZipFile(path)  # it stays open: to read its directory takes long
+    """Named arrays of numbers or texts, written by numpy.savez."""
+    archive = zipfile.ZipFile(path)  # kept open: reading its directory takes long
     every = [info for info in archive.infolist() if info.filename.endswith(".npy")]
     members = {info.filename.removesuffix(".npy"): info for info in every}
     require_distinct((info.filename.removesuffix(".npy") for info in every), "arrays in it")
     if not members:
-        remedy = "Write the data with numpy.savez, one array a name."
-        raise DatasetError("this zip archive holds no numpy arrays", remedy=remedy)
+        remedy = "Write the data with numpy.savez, one name for each array."
+        raise DatasetError("this zip archive has no numpy arrays", remedy=remedy)
     notes = (
         f"the array {name} of {info.file_size:,} bytes is compressed, so every pass over the data "
-        "inflates it anew; numpy.savez or numpy.save would let rows be read where they lie"
+        "decompresses it again; save it with numpy.savez or numpy.save to read rows directly"
         for name, info in members.items()
         if info.compress_type != zipfile.ZIP_STORED and info.file_size > _IN_MEMORY
     )
@@ -142,23 +145,23 @@ def open_npz(path: Path) -> StoredArrays:
             if header.nbytes <= _IN_MEMORY:
                 whole = _array(header, member)
                 return _column(header, lambda a, b: whole[a:b] if header.shape else whole)
-        inflated = cache(lambda: archive.open(info))  # to go back is to begin anew
+        inflated = cache(lambda: archive.open(info))  # seeking back restarts the decompression
         return _column(header, header.rows(lambda: nullcontext(inflated())))
 
     return StoredArrays(tuple(members), load, tuple(notes))
 
 
 def _header(file: IO[bytes], size: int) -> _Header:
-    """Read a header and check it against the bytes there are; the file stands behind it then."""
+    """Read a header and compare it with the size; the file is then positioned after it."""
     if file.read(6) != b"\x93NUMPY":
         remedy = "Write the data with numpy.save or numpy.savez."
-        raise DatasetError("this part of the file is no numpy array", remedy=remedy)
+        raise DatasetError("this part of the file is not a numpy array", remedy=remedy)
     file.seek(0)
     form = np.lib.format
     version = form.read_magic(file)
     read = form.read_array_header_1_0 if version == (1, 0) else form.read_array_header_2_0
     shape, fortran, dtype = read(file, max_header_size=_LONGEST)
-    if version == (3, 0) and dtype.names is not None:  # read as if it were Latin-1
+    if version == (3, 0) and dtype.names is not None:  # numpy has read UTF-8 as Latin-1
         dtype.names = tuple(name.encode("latin-1").decode() for name in dtype.names)
     header = _Header(tuple(map(int, shape)), dtype, bool(fortran), file.tell())
     if dtype.hasobject:
@@ -170,20 +173,20 @@ def _header(file: IO[bytes], size: int) -> _Header:
 
 def _cut_off(header: _Header, found: int) -> DatasetError:
     return DatasetError(
-        f"its header claims {header.nbytes:,} bytes of numbers, there are {found:,}",
+        f"its header declares {header.nbytes:,} bytes of numbers, but the file has {found:,}",
         remedy="The file is damaged or cut off: write or download it again.",
     )
 
 
 def _array(header: _Header, file: IO[bytes]) -> np.ndarray:
-    """Read the numbers that come next in a file."""
+    """Read the numbers at the current position of a file."""
     require_available(header.nbytes)
     values = np.empty(header.nbytes, np.uint8)
     view, found = values.data, 0
     while found < header.nbytes and (data := file.read(min(_PIECE, header.nbytes - found))):
         view[found : found + len(data)] = data
         found += len(data)
-    file.read(1)  # at its end, an archive compares the checksum
+    file.read(1)  # at its end, an archive checks the checksum
     if found != header.nbytes:
         raise _cut_off(header, found)
     order: Literal["F", "C"] = "F" if header.fortran else "C"
@@ -192,7 +195,7 @@ def _array(header: _Header, file: IO[bytes]) -> np.ndarray:
 
 
 def _column(header: _Header, read: ReadRows, field: str | None = None) -> StoredColumn:
-    """Return the array, or a field of it, whose rows `read` returns."""
+    """Return the array, or a field of it, with rows from `read`."""
     inner = header.dtype if field is None else header.dtype[field]
     shape = (*header.shape, *inner.shape)
 
@@ -209,12 +212,12 @@ def _column(header: _Header, read: ReadRows, field: str | None = None) -> Stored
 
 
 def _start_of(path: Path, info: zipfile.ZipInfo) -> int:
-    """Return where a stored member's bytes begin, having checked them against their checksum."""
+    """Return the position of a stored member's bytes, after a check of their checksum."""
     with path.open("rb") as file:
         file.seek(info.header_offset)
         local = file.read(30)
         if local[:4] != b"PK\x03\x04":
-            raise zipfile.BadZipFile("a member is not where the directory says")
+            raise zipfile.BadZipFile("a member is not at its position in the directory")
         names = int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
         start = info.header_offset + 30 + names
         file.seek(start)
@@ -232,8 +235,8 @@ def _start_of(path: Path, info: zipfile.ZipInfo) -> int:
 @dataset_readers.register("safetensors")
 @matching(is_safetensors)
 def open_safetensors(path: Path) -> StoredArrays:
-    """Named tensors, as safetensors writes them."""
-    file: Any = safe_open(path, framework="pt")  # it stays open: its header takes long
+    """Named tensors of a safetensors file."""
+    file: Any = safe_open(path, framework="pt")  # kept open: reading its header takes long
 
     def load(name: str) -> StoredColumn:
         part = file.get_slice(name)
@@ -251,19 +254,21 @@ def open_safetensors(path: Path) -> StoredArrays:
     return StoredArrays(tuple(file.keys()), load)
 
 
-_DEPTH = 8  # of groups within groups
-_DENSEST = 1100  # deflate makes at most 1,032 bytes of one
-_SLICE = 2**16  # rows of which lengths are looked at together
+_DEPTH = 8  # the deepest nesting of groups
+_DENSEST = 1100  # a byte decompresses to at most 1,032 bytes with deflate
+_SLICE = 2**16  # rows of sequences to measure at a time
 
 
 @dataset_readers.register("hdf5")
 @matching(lambda head: head.startswith(b"\x89HDF\r\n\x1a\n"))
 def open_hdf5(path: Path) -> StoredArrays:
-    """Arrays of an HDF5 file, each by its path: images, or train/images in a group."""
+    """Arrays of an HDF5 file, named by their paths: images, or train/images in a group."""
     with _open(path) as file:
         names = tuple(_names(file, "", set()))
     if not names:
-        raise DatasetError("this HDF5 file holds no arrays", remedy="Write one array a name.")
+        raise DatasetError(
+            "this HDF5 file has no arrays", remedy="Write each array as a named data set."
+        )
 
     def load(name: str) -> StoredColumn:
         with _open(path) as file:
@@ -277,7 +282,7 @@ def _open(path: Path) -> Any:
 
 
 def _names(group: h5py.Group, prefix: str, seen: set[int]) -> Iterator[str]:
-    """Yield the paths of all data sets; links that lead elsewhere are not followed."""
+    """Yield the paths of all data sets; soft and external links are not followed."""
     address = h5py.h5o.get_info(group.id).addr
     if address in seen or prefix.count("/") > _DEPTH:
         return
@@ -321,22 +326,22 @@ def _stored(path: Path, name: str, dataset: h5py.Dataset) -> StoredColumn:
         return from_numpy(np.asarray(dataset[()]))
     if dtype.kind not in "biufc":
         remedy = "Store numbers, texts, or one sequence of numbers a sample."
-        raise DatasetError(f"it holds {dtype}, not numbers", remedy=remedy)
+        raise DatasetError(f"it has {dtype}, not numbers", remedy=remedy)
     return NumberColumn(shape, torch_dtype(dtype), lambda a, b: from_numpy(rows(a, b)))
 
 
 def _check(dataset: h5py.Dataset, size: int) -> None:
-    """Refuse data that are elsewhere or not there, and an index by which HDF5 crashes."""
+    """Raise for data that are missing or in further files, and for an index that crashes HDF5."""
     plist = dataset.id.get_create_plist()
     if plist.get_external_count() or plist.get_layout() == h5py.h5d.VIRTUAL:
-        remedy = "Copy them into one file (h5repack)."
-        raise DatasetError("it takes its data from other files", remedy=remedy)
+        remedy = "Copy the data into one file with h5repack."
+        raise DatasetError("its data are in further files", remedy=remedy)
     if dataset.shape is None:
         raise DatasetError("it is empty", remedy="Give at least one sample.")
     stored = min(dataset.id.get_storage_size(), size)
     most = stored * (_DENSEST if plist.get_nfilters() else 1)
     if dataset.nbytes > max(most, 0):
-        what = f"it claims {dataset.nbytes:,} bytes, of which {stored:,} are stored"
+        what = f"it declares {dataset.nbytes:,} bytes, but {stored:,} are stored"
         raise DatasetError(what, remedy=f"The file is unfinished or damaged. {AGAIN}")
     if dataset.chunks is not None and not index_is_sound(dataset, size):
-        raise DatasetError("its index of chunks is wrong", remedy=f"It is damaged. {AGAIN}")
+        raise DatasetError("its index of chunks is wrong", remedy=f"The file is damaged. {AGAIN}")

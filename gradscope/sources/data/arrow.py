@@ -1,4 +1,4 @@
-"""Arrow and Parquet through pyarrow, read batch by batch; also what Hugging Face saved."""
+"""Arrow, Parquet and saved Hugging Face data sets, read batch by batch through pyarrow."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +25,9 @@ from gradscope.sources.data.columns import (
 from gradscope.sources.data.images import decode_image
 from gradscope.sources.formats import dataset_readers, matching, need, reading, require_regular
 
-_BATCH_BYTES = 2**22  # of a Parquet file that are decoded together
-_BUFFER = 2**18  # bytes of it that are read together
-_NUMPYS = {"halffloat": "float16", "float": "float32", "double": "float64"}  # names of types
+_BATCH_BYTES = 2**22  # bytes of a Parquet file to decode at a time
+_BUFFER = 2**18  # bytes of a Parquet file to read at a time
+_NUMPYS = {"halffloat": "float16", "float": "float32", "double": "float64"}  # {Arrow: numpy}
 
 Batches = Callable[[Sequence[str]], Iterator[Any]]
 
@@ -42,12 +42,12 @@ def open_parquet(path: Path) -> StoredArrays:
 @dataset_readers.register("arrow")
 @matching(lambda head: head.startswith((b"ARROW1", b"\xff\xff\xff\xff")))
 def open_arrow(path: Path) -> StoredArrays:
-    """Columns of an Arrow file or stream, as Hugging Face saves data sets (needs pyarrow)."""
+    """Columns of an Arrow file or stream, such as Hugging Face data sets (needs pyarrow)."""
     return open_arrow_files([path])
 
 
 def open_parquet_files(paths: Sequence[Path]) -> StoredArrays:
-    """Open Parquet files, one after the other as one data set."""
+    """Open several Parquet files as one data set."""
     pq = need("pyarrow.parquet", "Parquet")
     n = size = 0
     schemas = []
@@ -73,7 +73,7 @@ def open_parquet_files(paths: Sequence[Path]) -> StoredArrays:
 
 
 def open_arrow_files(paths: Sequence[Path]) -> StoredArrays:
-    """Open Arrow files or streams, one after the other as one data set."""
+    """Open several Arrow files or streams as one data set."""
     pa = need("pyarrow", "Arrow")
     for path in paths:
         require_regular(path, DatasetError)
@@ -91,7 +91,7 @@ def open_arrow_files(paths: Sequence[Path]) -> StoredArrays:
                     source = map(source.get_batch, range(source.num_record_batches))
                 for batch in source:
                     chosen = batch.select(list(names))
-                    chosen.validate(full=True)  # offsets that lead out of the file crash pyarrow
+                    chosen.validate(full=True)  # offsets outside of the file crash pyarrow
                     yield chosen
 
     schemas = []
@@ -99,7 +99,7 @@ def open_arrow_files(paths: Sequence[Path]) -> StoredArrays:
         with reading(DatasetError, path), pa.memory_map(str(path)) as file:
             schemas.append(opened(file).schema)
     _require_alike(paths, schemas)
-    first = list(schemas[0].names[:1])  # decoded here
+    first = list(schemas[0].names[:1])  # decoded to count the rows
     n = sum(batch.num_rows for batch in batches(first))
     return _arrays(schemas[0], n, batches)
 
@@ -112,14 +112,14 @@ def open_saved_dataset(path: Path) -> StoredArrays:
         paths = [path / str(file["filename"]) for file in files]
         outside = [p for p in paths if p.resolve().parent != path.resolve()]
         if outside or not paths:
-            what = f"it names the file {outside[0].name!r} outside its folder" if outside else ""
+            what = f"it names a file outside its folder, {outside[0].name!r}" if outside else ""
             remedy = "Save the data set again with save_to_disk."
             raise DatasetError(what or "it names no data files", remedy=remedy)
     return open_arrow_files(paths)
 
 
 def _require_alike(paths: Sequence[Path], schemas: Sequence[Any]) -> None:
-    """Refuse files of one data set whose columns have other names or types."""
+    """Raise if the files of a data set have different names or types of columns."""
     first = {field.name: _plain(field.type) for field in schemas[0]}
     for path, schema in zip(paths, schemas, strict=True):
         found = {field.name: _plain(field.type) for field in schema}
@@ -133,7 +133,7 @@ def _require_alike(paths: Sequence[Path], schemas: Sequence[Any]) -> None:
 
 
 def _plain(kind: Any) -> Any:
-    """Return the type of a column's values, also where they are numbered by a dictionary."""
+    """Return the type of a column's values; for a dictionary column, the type of its values."""
     return kind.value_type if need("pyarrow", "Arrow").types.is_dictionary(kind) else kind
 
 
@@ -150,9 +150,9 @@ def _arrays(schema: Any, n: int, batches: Batches) -> StoredArrays:
 
 
 class _Table:
-    """Rows of record batches that come in order: forwards at once, backwards from the beginning.
+    """Rows of record batches in file order; reading backwards restarts at the first row.
 
-    `batches` begins to read some columns; `lists` are the columns of lists.
+    `batches` starts reading some columns. `lists` are the columns of lists.
     """
 
     def __init__(self, batches: Batches, lists: Sequence[str]) -> None:
@@ -160,23 +160,23 @@ class _Table:
         self._sizes: dict[str, SequenceSizes | DatasetError] = {}
         self._iterator: Iterator[Any] | None = None
         self._batch: Any = None
-        self._start = 0  # of the batch at hand
+        self._start = 0  # the first row of the current batch
         self._last: tuple[int, int, list[Any]] = (0, 0, [])
 
     def add(self, name: str) -> None:
-        """Read this column, too, from now on."""
+        """Add a column to read."""
         if name not in self._names:
             self._names[name] = None
             self._iterator, self._last = None, (0, 0, [])
 
     def read(self, name: str, start: int, stop: int) -> list[Any]:
-        """Return rows of one column as Arrow arrays; the columns share what is read."""
+        """Return rows of a column as Arrow arrays; all columns share the rows that were read."""
         if self._last[:2] != (start, stop):
             self._last = (start, stop, self._rows(start, stop))
         return [batch.column(name) for batch in self._last[2]]
 
     def sizes(self, name: str) -> SequenceSizes:
-        """Go through a column of lists; the second time through all others."""
+        """Return the sizes of a column of lists; the second call measures all remaining columns."""
         if name not in self._sizes:
             names = [k for k in self._lists if k not in self._sizes] if self._sizes else [name]
             lengths = {k: [np.empty(0, np.int64)] for k in names}
@@ -225,7 +225,7 @@ def _column(table: _Table, name: str, kind: Any, n: int) -> StoredColumn:
     def texts(start: int, stop: int) -> list[str]:
         found = objects(start, stop)
         if None in found:
-            raise _missing(f"sample {start + found.index(None)} has no text")
+            raise _missing(f"sample {start + found.index(None)} has no text (null)")
         return found
 
     def numbers(start: int, stop: int) -> Tensor:
@@ -242,7 +242,7 @@ def _column(table: _Table, name: str, kind: Any, n: int) -> StoredColumn:
     value = _plain(kind)
     if types.is_string(value) or types.is_large_string(value):
         return TextColumn(n, texts)
-    if types.is_struct(kind) and {f.name for f in kind} >= {"bytes", "path"}:  # Hugging Face's
+    if types.is_struct(kind) and {f.name for f in kind} >= {"bytes", "path"}:  # Hugging Face image
         shape = decode_image(objects(0, 1)[0], 0).shape if n else torch.Size((0,))
 
         def images(start: int, stop: int) -> Tensor:
@@ -255,7 +255,7 @@ def _column(table: _Table, name: str, kind: Any, n: int) -> StoredColumn:
         inner = getattr(inner, "storage_type", inner).value_type
     if not (types.is_boolean(inner) or types.is_integer(inner) or types.is_floating(inner)):
         remedy = "Store numbers, texts, or lists of numbers."
-        raise DatasetError(f"it holds {kind}, not numbers", remedy=remedy)
+        raise DatasetError(f"it has {kind}, not numbers", remedy=remedy)
     dtype = torch_dtype(np.dtype(_NUMPYS.get(str(inner), str(inner))))
     if _is_list(kind):
         return SequenceColumn(dtype, sequences, lambda: table.sizes(name))
@@ -269,7 +269,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _storage(part: Any) -> Any:
-    """Return an extension array (a fixed-shape tensor, say) as the lists it is stored as."""
+    """Return the stored lists of an extension array, such as a fixed-shape tensor."""
     return part.storage if hasattr(part, "storage") else part
 
 
@@ -282,7 +282,7 @@ def _lengths(part: Any) -> np.ndarray:
 
 
 def _values(part: Any) -> np.ndarray:
-    """Return the numbers of an array (n, ...), whose lists are all of one length."""
+    """Return the numbers of an array (n, ...); all of its lists must have the same length."""
     part = _storage(part)
     if not _is_list(part.type):
         if part.null_count and not need("pyarrow", "Arrow").types.is_floating(part.type):
@@ -293,11 +293,11 @@ def _values(part: Any) -> np.ndarray:
     if len(lengths) > 1:
         raise DatasetError(
             f"the lists inside a sample have several lengths, such as {sorted(lengths)[:3]}",
-            remedy="Only the first axis of a sample may differ from sample to sample.",
+            remedy="Let only the first axis of samples have different lengths.",
         )
     inner = _values(part.flatten())
     return inner.reshape(len(part), lengths.pop() if lengths else 0, *inner.shape[1:])
 
 
 def _missing(what: str) -> DatasetError:
-    return DatasetError(what, remedy="Fill the gaps, or leave these samples out.")
+    return DatasetError(what, remedy="Fill in the missing values, or leave these samples out.")

@@ -1,7 +1,7 @@
-"""What a data file holds, by name: arrays of numbers, sequences of them, texts; read in slices.
+"""Columns of a data file: named arrays of numbers, sequences of numbers, or texts.
 
-Only the rows that are asked for are in memory, so a data set may be larger than that. N is the
-number of samples, the first axis of everything.
+Columns are read in slices. Only the requested rows are in memory, so a data set may be larger than
+the memory. N is the number of samples, the first axis of every column.
 """
 
 from collections import Counter
@@ -22,20 +22,20 @@ from gradscope.errors import DatasetError
 from gradscope.process.memory import available
 from gradscope.sources.formats import reading
 
-# of sequences: lengths (N,) int64, shape of an entry
+# the lengths (N,) int64 of sequences, and the shape of an entry
 SequenceSizes = tuple[Tensor, tuple[int, ...]]
 
-_SMALL = 2**27  # bytes that nobody asks for
-# torch hardly computes with these
+_SMALL = 2**27  # bytes that need no check of the available memory
+# torch supports few operations for these dtypes
 _WIDER = {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
 
 
 @dataclass(frozen=True)
 class NumberColumn:
-    """Numbers whose rows are read when they are asked for."""
+    """Numbers with rows that are read on demand."""
 
     shape: tuple[int, ...]  # (N, ...)
-    dtype: torch.dtype  # of its rows
+    dtype: torch.dtype  # the dtype of its rows
     read: Callable[[int, int], Tensor]  # returns the rows (n, ...) from a start up to a stop
 
     def __getitem__(self, rows: slice) -> Tensor:
@@ -45,31 +45,31 @@ class NumberColumn:
 
 @dataclass(frozen=True)
 class SequenceColumn:
-    """Sequences of numbers, one a sample, of different lengths."""
+    """Sequences of numbers with different lengths, one for each sample."""
 
-    dtype: torch.dtype  # of the numbers
+    dtype: torch.dtype  # the dtype of the numbers
     # returns the sequences (length, *row) from a start up to a stop
     read: Callable[[int, int], Sequence[Tensor]]
-    # returns their lengths and the shape `row` of an entry; called once, when needed
+    # returns the lengths and the shape `row` of an entry; called once, if needed
     sizes: Callable[[], SequenceSizes]
 
     @cached_property
     def measured(self) -> SequenceSizes:
-        """Their lengths (N,) int64, and the shape of an entry."""
+        """The lengths (N,) int64, and the shape of an entry."""
         return self.sizes()
 
     @property
     def lengths(self) -> Tensor:
-        """(N,) int64."""
+        """The lengths (N,) int64."""
         return self.measured[0]
 
 
 @dataclass(frozen=True)
 class TextColumn:
-    """Texts, one a sample."""
+    """Texts, one for each sample."""
 
     n: int  # N
-    read: Callable[[int, int], Sequence[str]]  # returns those from a start up to a stop
+    read: Callable[[int, int], Sequence[str]]  # returns the texts from a start up to a stop
 
 
 Numbers = Tensor | NumberColumn
@@ -78,16 +78,16 @@ StoredColumn = Numbers | SequenceColumn | TextColumn
 
 @dataclass(frozen=True)
 class StoredArrays:
-    """What a file holds, each array opened when it is asked for."""
+    """The arrays of a file; each is opened on demand."""
 
-    names: tuple[str, ...]  # what there is
-    # returns the array of that name: a tensor, or a column that is read in slices
+    names: tuple[str, ...]  # the names of all arrays
+    # returns the array with a name: a tensor, or a column that is read in slices
     load: Callable[[str], StoredColumn]
-    notes: tuple[str, ...] = ()  # what there is to say about the file
+    notes: tuple[str, ...] = ()  # notes about the file
 
 
 def with_clear_errors(arrays: StoredArrays, path: Path) -> StoredArrays:
-    """Return the arrays of a file, with whatever is raised as they are read in our own words."""
+    """Return the arrays of a file with clear errors for exceptions that reading raises."""
 
     def load(name: str) -> StoredColumn:
         with reading(DatasetError, f"{path}: {name}"):
@@ -114,7 +114,7 @@ def with_clear_errors(arrays: StoredArrays, path: Path) -> StoredArrays:
 
 
 def length_of(stored: StoredColumn) -> int:
-    """Return N."""
+    """Return the number of samples N."""
     if isinstance(stored, TextColumn):
         return stored.n
     if isinstance(stored, SequenceColumn):
@@ -123,7 +123,7 @@ def length_of(stored: StoredColumn) -> int:
 
 
 def even(stored: Numbers | SequenceColumn) -> Numbers:
-    """Return numbers, and sequences that are all of one length as an array (N, length, ...)."""
+    """Return numbers unchanged, and sequences of equal length as an array (N, length, ...)."""
     if not isinstance(stored, SequenceColumn):
         return stored
     lengths = stored.lengths
@@ -131,8 +131,8 @@ def even(stored: Numbers | SequenceColumn) -> Numbers:
     if shortest != longest:
         raise DatasetError(
             f"its samples have from {shortest:,} to {longest:,} entries",
-            remedy="[dataset] pad = { NAME = 0 } fills the shorter ones up with that number; "
-            "NAME_mask then says which entries are a sample's own.",
+            remedy="Pad the shorter samples with [dataset] pad = { NAME = 0 }. The array NAME_mask "
+            "then marks the entries that are not padding.",
         )
     read = stored.read
     shape = (len(lengths), longest, *stored.measured[1])
@@ -140,7 +140,7 @@ def even(stored: Numbers | SequenceColumn) -> Numbers:
 
 
 def runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of the stretches of neighbouring positions in `rows`, in their order."""
+    """Yield (start, stop) for each run of consecutive positions in `rows`, in order."""
     if isinstance(rows, range) and rows.step == 1:
         yield rows.start, rows.stop
         return
@@ -150,9 +150,9 @@ def runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def in_order(rows: Sequence[int]) -> tuple[Sequence[int], Tensor | None]:
-    """Return positions in ascending order, and where each of `rows` is in it; None if that is so.
+    """Return sorted positions and the index of each of `rows` in them (None if already sorted).
 
-    Files that can be read only forwards are then gone through once.
+    A file that can only be read forwards is then read once.
     """
     if isinstance(rows, range) or all(a < b for a, b in pairwise(rows)):
         return rows, None
@@ -161,7 +161,7 @@ def in_order(rows: Sequence[int]) -> tuple[Sequence[int], Tensor | None]:
 
 
 def from_numpy(array: np.ndarray) -> Tensor:
-    """Return an array of numbers as a tensor, in a dtype that torch computes with."""
+    """Return an array of numbers as a tensor, in a dtype that torch supports."""
     if array.dtype.name == "uint64" and array.size and array.max() >= 2**63:
         raise too_large(int(array.max()))
     if array.dtype.hasobject:
@@ -171,44 +171,46 @@ def from_numpy(array: np.ndarray) -> Tensor:
     try:
         return torch.from_numpy(native)
     except TypeError:
-        remedy = "Store numbers: floats, integers, booleans or complex numbers."
-        what = f"its dtype {array.dtype} cannot be made a tensor"
+        remedy = "Store floats, integers, booleans or complex numbers."
+        what = f"its dtype {array.dtype} cannot be converted to a tensor"
         raise DatasetError(what, remedy=remedy) from None
 
 
 def torch_dtype(dtype: np.dtype) -> torch.dtype:
-    """Return the dtype that `from_numpy` makes of a numpy one."""
+    """Return the torch dtype for a numpy dtype, as in `from_numpy`."""
     return from_numpy(np.empty(0, dtype)).dtype
 
 
 def too_large(number: int) -> DatasetError:
     """Return the error for an integer beyond int64."""
     return DatasetError(
-        f"it holds {number}, which int64 cannot hold",
+        f"it has the number {number}, which is too large for int64",
         remedy="Store smaller integers, or floating-point numbers.",
     )
 
 
 def objects() -> DatasetError:
-    """Return the error for Python objects where numbers should be."""
+    """Return the error for an array of Python objects."""
     return DatasetError(
-        "this array holds Python objects, which could execute code and are never loaded",
-        remedy="Store numbers; pad ragged rows to one length.",
+        "this array has Python objects, which could execute code and are never loaded",
+        remedy="Store numbers, and pad ragged rows to equal length.",
     )
 
 
 def require_distinct(names: Iterable[str], kind: str) -> None:
-    """Refuse `kind` ("columns", "arrays") of which several have one name."""
+    """Raise if several `kind` ("columns", "arrays") have the same name."""
     twice = [repr(name) for name, count in Counter(names).items() if count > 1]
     if twice:
         what = f"several {kind} are called {listed(twice, 3)}"
-        raise DatasetError(what, remedy="Write the data again, each under a name of its own.")
+        raise DatasetError(what, remedy="Write the data again with different names.")
 
 
 def require_available(
     needed: int, memory: Callable[[torch.device], int | None] = available
 ) -> None:
-    """Raise MemoryError for bytes that cannot fit: the system may promise more than it has."""
+    """Raise MemoryError for too many bytes: the system may allocate more than it has."""
     there = memory(torch.device("cpu")) if needed > _SMALL else None
     if there is not None and needed > there:
-        raise MemoryError(f"{memory_text(needed)} are needed, there are {memory_text(there)}")
+        raise MemoryError(
+            f"{memory_text(needed)} are needed, but {memory_text(there)} are available"
+        )

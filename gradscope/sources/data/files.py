@@ -1,4 +1,4 @@
-"""The samples of data files: which file holds what, and rows of it as tensors."""
+"""The samples of data files: opens files and folders, and reads rows as tensors."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -53,7 +53,7 @@ from gradscope.sources.formats import (
     sha256_of_sources,
 )
 
-_COPIES = 4  # of a sample at a time: stored, converted, the model's own, and what comes of it
+_COPIES = 4  # copies of a sample in memory: as stored, converted, in the model, and results
 _SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"}
 _TEXTS = {".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 
@@ -64,57 +64,57 @@ class FileSamples:
 
     spec: DatasetSpec
     format: str
-    columns: Mapping[str, Numbers]  # {name: array (N, ...)} as stored, those that are used
-    convert: Mapping[str, Convert]  # {name: rows (n, ...) as stored to a tensor (n, ...)}
-    load: Callable[[str], StoredColumn]  # any array of the file as it is stored, also texts
+    columns: Mapping[str, Numbers]  # {name: stored array (N, ...)} of the used arrays
+    convert: Mapping[str, Convert]  # {name: function from stored rows (n, ...) to a tensor}
+    load: Callable[[str], StoredColumn]  # returns any stored array of the file, also texts
     notes: tuple[str, ...]
-    stamp: tuple[tuple[int, int], ...]  # size and time of change of each file when it was opened
-    names: tuple[str, ...] = ()  # of all arrays of the file
-    whole: Mapping[str, Tensor] = field(default_factory=dict)  # inputs that every sample has whole
-    memory: Callable[[torch.device], int | None] = available  # bytes that can still be taken
+    stamp: tuple[tuple[int, int], ...]  # size and modification time of each file at opening
+    names: tuple[str, ...] = ()  # the names of all arrays in the file
+    whole: Mapping[str, Tensor] = field(default_factory=dict)  # inputs that all samples share
+    memory: Callable[[torch.device], int | None] = available  # returns the available bytes
 
     def __len__(self) -> int:
         return int(next(iter(self.columns.values())).shape[0])
 
     @cached_property
     def sha256(self) -> str:
-        """The SHA-256 of the file; of several files, of the list of theirs."""
+        """The SHA-256 of the file, or of the list of digests for several files."""
         return sha256_of_sources(self.spec.sources)
 
     @property
     def code(self) -> dict[str, str]:
-        """No code of the user's makes them."""
+        """Always empty: no user code makes the samples."""
         return {}
 
     @property
     def unused(self) -> list[str]:
         """The names of the user's arrays that the spec does not use."""
         found = used((*self.spec.files, *self.names), self.spec)
-        made = self.format == "images"  # its arrays are made here
+        made = self.format == "images"  # gradscope makes the arrays of an image folder
         return [] if made else [name for name in self.names if name not in found]
 
     def stored(self, name: str) -> dict[str, Any]:
-        """Return what a description says of an array as it is stored."""
+        """Return the stored shape and dtype of an array, for a description."""
         column = self.columns[name]
         return {"stored": [*column.shape], "stored_dtype": dtype_name(column.dtype)}
 
     def headings(self, name: str) -> list[str]:
-        """Return what the columns of an array are called, where it was put together of some."""
+        """Return the names of an array's columns if several columns form the array, else []."""
         return headings(self.names, self.spec.columns.get(name))
 
     def read(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Return {name: (n, ...)} of the samples `rows`; MemoryError if they are too many."""
+        """Return {name: (n, ...)} for the samples `rows`; raise MemoryError for too many rows."""
         if _stamp(self.spec) != self.stamp:
             raise DatasetError(
                 "the file has changed since it was opened",
                 where=str(self.spec.path),
-                remedy="Leave it as it is while a run reads it, and begin again.",
+                remedy="Start again, and do not change the file while a run reads it.",
             )
         sample = _COPIES * sum(map(_row_bytes, self.columns.values()))
         require_available(len(rows) * sample, self.memory)
         ascending, back = in_order(rows)
         parts: dict[str, list[Tensor]] = {name: [] for name in self.columns}
-        for start, stop in runs(ascending):  # all columns of one stretch: files come in rows
+        for start, stop in runs(ascending):  # all columns of a run of rows: files store rows
             for name, column in self.columns.items():
                 with located(f"{self.spec.path}: {name}, rows {start} to {stop - 1}"):
                     parts[name].append(self.convert[name](column[start:stop]))
@@ -123,12 +123,12 @@ class FileSamples:
 
 
 def open_files(spec: DatasetSpec) -> FileSamples:
-    """Open a data file or folder and check its arrays against what the spec says of them."""
+    """Open a data file or folder, and check its arrays against the spec."""
     if spec.kwargs:
         raise DatasetError(
-            "[dataset] kwargs is for FILE.py:FACTORY, and this is a data file",
+            "[dataset] kwargs cannot be combined with a data file",
             where=str(spec.path),
-            remedy="Leave it out, or name the function that takes it.",
+            remedy="Remove kwargs, or give path = FILE.py:FACTORY, a function that takes them.",
         )
     with reachable(spec.path, DatasetError):
         stamp = _stamp(spec)
@@ -145,8 +145,8 @@ def open_files(spec: DatasetSpec) -> FileSamples:
                 require_available(_COPIES * _row_bytes(columns[name]))
             except MemoryError as error:
                 shape = tuple(columns[name].shape[1:])
-                what = f"one sample of the shape {shape} is too large: {error}"
-                remedy = "Check [dataset] length, or what the file says of its shape."
+                what = f"a sample of shape {shape} is too large: {error}"
+                remedy = "Check [dataset] length, and the shape in the file."
                 raise DatasetError(what, remedy=remedy) from error
     whole = {}
     for name in spec.whole:
@@ -166,7 +166,7 @@ def open_files(spec: DatasetSpec) -> FileSamples:
 
 
 def open_arrays(path: Path) -> tuple[str, StoredArrays]:
-    """Return what kind of file or folder it is, and its arrays."""
+    """Return the format of a file or folder, and its arrays."""
     with reachable(path, DatasetError):
         folder = path.is_dir()
     if folder:
@@ -175,7 +175,7 @@ def open_arrays(path: Path) -> tuple[str, StoredArrays]:
         return kind, with_clear_errors(arrays, path)
     try:
         kind = find_reader(dataset_readers, path, DatasetError)
-    except DatasetError:  # a column of text alone has no separators by which to know it
+    except DatasetError:  # a single column of text has no separators
         kind = _TEXTS.get(path.suffix.lower(), "")
         if not kind or not path.is_file():
             raise
@@ -189,12 +189,13 @@ def open_arrays(path: Path) -> tuple[str, StoredArrays]:
 
 
 def _open_folder(path: Path) -> tuple[str, StoredArrays]:
-    """Return what a folder is, and its arrays."""
+    """Return the format of a folder, and its arrays."""
     if (path / "dataset_dict.json").is_file():
         parts = sorted(p.name for p in path.iterdir() if (p / "state.json").is_file())
         raise DatasetError(
-            f"this folder holds several data sets: {', '.join(parts)}",
-            remedy=f"Give one of them, such as {path / (parts[0] if parts else 'train')}.",
+            f"this folder has several data sets: {', '.join(parts)}",
+            remedy=f"Give the folder of one data set, such as "
+            f"{path / (parts[0] if parts else 'train')}.",
         )
     if (path / "state.json").is_file():
         return "arrow", open_saved_dataset(path)
@@ -210,40 +211,40 @@ def _open_folder(path: Path) -> tuple[str, StoredArrays]:
         _require_classes({file.relative_to(path).parts[0] for file in images})
         return "images", open_image_folder(path)
     raise DatasetError(
-        "this directory holds no data that can be read",
-        remedy="Give a file in it; or a folder of class folders with images, of .npy, .parquet or "
-        ".arrow files, or one that Hugging Face's save_to_disk wrote.",
+        "this directory has no data in a supported format",
+        remedy="Give a file in it. Or give a folder of class folders with images, a folder of "
+        ".npy, .parquet or .arrow files, or a folder written by Hugging Face's save_to_disk.",
     )
 
 
 def _splits(name: str) -> set[str]:
-    """Return the words of a file's or a folder's name that mean a part of a data set."""
+    """Return the words of a file or folder name that name a split, such as "train"."""
     return _SPLITS & set(re.split(r"[\W_\d]+", name.lower()))
 
 
 def _require_one_split(files: Sequence[Path]) -> None:
-    """Refuse a folder with files for training and files for testing, as one data set."""
+    """Raise for a folder with files of several splits, such as train and test."""
     words = {file.name: " ".join(sorted(_splits(file.stem))) for file in files}
     firsts = {word: name for name, word in reversed(words.items())}
     if len(firsts) > 1:
         raise DatasetError(
-            f"by their names, the files in this folder are of several data sets: "
+            f"the names of the files in this folder belong to several data sets: "
             f"{listed(sorted(firsts.values()))}",
-            remedy="Give one of the files, or a folder with the files of one data set alone.",
+            remedy="Give one of the files, or a folder with the files of a single data set.",
         )
 
 
 def _require_classes(folders: Collection[str]) -> None:
-    """Refuse folders such as train and test, which would be taken for classes."""
+    """Raise for folders such as train and test, which would be read as classes."""
     if len(folders) > 1 and all(_splits(name) for name in folders):
         raise DatasetError(
-            f"the folders {listed(sorted(folders))} are no classes: each is a data set by its name",
+            f"the names of the folders {listed(sorted(folders))} are data sets, not classes",
             remedy="Give one of the folders, with a folder for each class in it.",
         )
 
 
 def _with_files(own: StoredArrays, files: Mapping[str, Path]) -> StoredArrays:
-    """Return the arrays of a file and those that lie in files of their own."""
+    """Return the arrays of a file, and the arrays in the separate files `files`."""
 
     def load(name: str) -> StoredColumn:
         if name not in files:
@@ -254,14 +255,14 @@ def _with_files(own: StoredArrays, files: Mapping[str, Path]) -> StoredArrays:
         raise DatasetError(
             f"there is no array {name!r} in the file",
             where=str(files[name]),
-            remedy=f"It holds {listed(arrays.names)}.",
+            remedy=f"The file has {listed(arrays.names)}.",
         )
 
     return StoredArrays(tuple(dict.fromkeys((*files, *own.names))), load, own.notes)
 
 
 def _stamp(spec: DatasetSpec) -> tuple[tuple[int, int], ...]:
-    """Return size and time of change of every file."""
+    """Return size and modification time of every file."""
     found = [path.stat() for path in spec.sources if path.exists()]
     return tuple((status.st_size, status.st_mtime_ns) for status in found)
 
@@ -271,7 +272,7 @@ def _row_bytes(column: Numbers) -> int:
 
 
 def _check_names(spec: DatasetSpec, names: tuple[str, ...]) -> None:
-    """Every array that is named must be there, also where only a dtype is given for it."""
+    """Raise if an array that the spec names is missing, also if only its dtype is set."""
     tables = (spec.dtype, spec.scale, spec.reshape, spec.classes, spec.tokenizer, spec.pad)
     others = (n for n in (spec.id, spec.select) if isinstance(n, str))
     known = set(names)
@@ -279,22 +280,24 @@ def _check_names(spec: DatasetSpec, names: tuple[str, ...]) -> None:
         if name not in known:
             if {"samples/index", "samples/norm"} <= known:
                 raise DatasetError(
-                    "this is a result of gradscope, not data", remedy="Give the data of its run."
+                    "this is a result file of gradscope, not data",
+                    remedy="Give the data of its run.",
                 )
             some = list(names) if len(names) <= 20 else [*names[:20], f"... ({len(names)} in all)"]
             raise DatasetError(
                 f"there is no array {name!r} in the file",
-                remedy=suggestion(name, some).replace("Supported", "It holds")
-                + " A dataset.toml says which are inputs and targets; targets = [] for none.",
+                remedy=suggestion(name, some).replace("Supported", "It has")
+                + " Name inputs and targets in a dataset.toml; without targets, write "
+                "targets = [].",
             )
 
 
 def _check_lengths(shapes: Mapping[str, tuple[int, ...]]) -> None:
-    what, remedy = "", "The first axis of each array must be the sample axis."
+    what, remedy = "", "Make the sample axis the first axis of each array."
     lengths = {name: shape[0] for name, shape in shapes.items() if shape}
     if len(lengths) < len(shapes):
         flat = next(name for name in shapes if name not in lengths)
-        what = f"the array {flat} has no axes, so no samples"
+        what = f"the array {flat} has no axis, so it has no samples"
     elif len(set(lengths.values())) > 1:
         told = ", ".join(f"{name} {length:,}" for name, length in lengths.items())
         what = f"the arrays have different numbers of samples: {told}"

@@ -1,4 +1,4 @@
-"""Images: folders of classes, and images in tables; decoded with Pillow, a batch at a time."""
+"""Images in class folders and in tables, decoded with Pillow a batch at a time."""
 
 import io
 import warnings
@@ -28,7 +28,7 @@ def image_files(path: Path) -> list[Path]:
 
 
 def open_image_folder(path: Path) -> StoredArrays:
-    """One folder a class: `inputs` (N, c, h, w) uint8, `targets` 0, 1, ... by folder, `path`."""
+    """Images in class folders: `inputs` (N, c, h, w) uint8, `targets` 0, 1, ... and `path`."""
     files = image_files(path)
     texts = [file.relative_to(path).as_posix() for file in files]
     names = [text.partition("/")[0] for text in texts]
@@ -59,7 +59,7 @@ def open_image_folder(path: Path) -> StoredArrays:
 
 
 def decode_image(value: Any, k: int, shape: Sequence[int] | None = None) -> Tensor:
-    """Return an image that a table holds as {"bytes": ...}, (c, h, w) uint8, of the given shape."""
+    """Return an image stored as {"bytes": ...} in a table, (c, h, w) uint8, of the given shape."""
     content = None if value is None else value["bytes"]
     if content is None:
         raise DatasetError(
@@ -90,7 +90,8 @@ def _opened(source: Any, where: Any) -> Iterator[Any]:
 def _require_shape(where: str, shape: Sequence[int], first: Sequence[int]) -> None:
     if tuple(shape) != tuple(first):
         raise DatasetError(
-            f"this image is {tuple(shape)}, the first is {tuple(first)} (channels, height, width)",
+            f"this image has shape {tuple(shape)}, but the first image has {tuple(first)} "
+            "(channels, height, width)",
             where=where,
-            remedy="Make them all of one size, or load them with FILE.py:FACTORY.",
+            remedy="Resize all images to the same size, or load them with FILE.py:FACTORY.",
         )

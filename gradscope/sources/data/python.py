@@ -1,6 +1,6 @@
-"""Data sets of the user's own: FILE.py:FACTORY returns a sized torch Dataset.
+"""Data sets from user code: FILE.py:FACTORY returns a torch Dataset with a length.
 
-A sample is (inputs, targets), a mapping from array names, or the inputs alone.
+A sample is (inputs, targets), a mapping from array names, or only the inputs.
 """
 
 import hashlib
@@ -26,10 +26,10 @@ _FILES_ONLY = ("files", "columns", "classes", "tokenizer", "pad", "length", "id"
 
 
 class PythonSamples:
-    """The samples of a data set that the user's code makes, by the spec's `factory`.
+    """The samples of a data set that the spec's `factory` makes.
 
-    `code` are the digests of that code, by file; `sha256` is of the code, the arguments, the
-    length and the first sample.
+    `code` is {file: digest} of the user's code. `sha256` is the digest of the code, the arguments,
+    the length and the first sample.
     """
 
     format = "python"
@@ -39,9 +39,9 @@ class PythonSamples:
         for key in _FILES_ONLY:
             if getattr(spec, key):
                 raise DatasetError(
-                    f"[dataset] {key} is for data files",
+                    f"[dataset] {key} applies to data files only",
                     where=str(spec.path),
-                    remedy="Do it in the data set itself.",
+                    remedy=f"Remove {key}, and do this step in the code of the data set.",
                 )
         self._spec, self._where = spec, f"data set {spec.factory}"
         factory = load_function(spec.factory, "data set")
@@ -66,23 +66,24 @@ class PythonSamples:
 
     @property
     def whole(self) -> dict[str, Any]:
-        """The inputs that every sample has whole: attributes of the data set."""
+        """The inputs that all samples share, which are attributes of the data set."""
         names = self._spec.whole
         missing = [name for name in names if not hasattr(self._data, name)]
         if missing:
             raise DatasetError(
-                f"{missing[0]!r} is whole, and the data set has no attribute of that name",
+                f"{missing[0]!r} is listed in whole, but the data set has no such attribute",
                 where=self._where,
-                remedy="Set it in the data set: self.adjacency = ...; a sample leaves it out.",
+                remedy=f"Set it in the data set, self.{missing[0]} = ..., and leave it out of "
+                "samples.",
             )
         return {name: getattr(self._data, name) for name in names}
 
     def stored(self, name: str) -> dict[str, Any]:
-        """Nothing is stored."""
+        """Always empty: nothing is stored."""
         return {}
 
     def read(self, rows: Sequence[int]) -> dict[str, Any]:
-        """Return samples, collated and converted, by name; the same rows as the time before."""
+        """Return collated and converted samples, {name: ...}; raise if they differ when reread."""
         samples = self._samples(rows)
         found = self._batch(samples)
         if rows[0] == 0 and _digest(self._batch(samples[:1])) != self._first:
@@ -94,10 +95,11 @@ class PythonSamples:
         for k in {0, len(rows) - 1}:
             if len(rows) > 1 and not _alike(self._batch(samples[k : k + 1]), used, k):
                 raise DatasetError(
-                    f"sample {rows[k]} is collated to other numbers alone than among {len(rows)}",
+                    f"sample {rows[k]} is collated to different numbers alone than in a batch of "
+                    f"{len(rows)}",
                     where=self._where,
-                    remedy="Let the collate function put samples together, not mix them; scale "
-                    "by numbers that are the same for every batch.",
+                    remedy="Do not mix samples in the collate function, and scale every batch by "
+                    "the same numbers.",
                 )
         spec = self._spec
         changed = {*spec.dtype, *spec.scale, *spec.reshape} & {*spec.arrays}
@@ -111,7 +113,7 @@ class PythonSamples:
         return found
 
     def _batch(self, samples: list[Any]) -> dict[str, Any]:
-        """Return samples as one batch, by name."""
+        """Return samples as a batch, {name: ...}."""
         try:
             with user_file(self._where):
                 batch = self._collate(samples)
@@ -119,19 +121,20 @@ class PythonSamples:
             if self._collate is not default_collate or "equal size" not in error.what:
                 raise
             raise DatasetError(
-                f"its samples are not all of one shape: {first_line(error.__cause__ or error)}",
+                f"its samples have different shapes: {first_line(error.__cause__ or error)}",
                 where=self._where,
-                remedy="Pad them, or return (dataset, collate_fn) with a function that does.",
+                remedy="Pad the samples, or return (dataset, collate_fn) with a collate_fn that "
+                "pads.",
             ) from error
         with located(self._where):
             return _named(batch, len(samples))
 
     def _other(self, what: str) -> DatasetError:
         return DatasetError(
-            f"{what} not the same when read again",
+            f"{what} different when read again",
             where=self._where,
-            remedy="Make each sample depend on its position alone: no shuffling, and random "
-            "augmentation seeded with the position.",
+            remedy="Make each sample depend on its position only: do not shuffle, and seed random "
+            "augmentation with the position.",
         )
 
     def _samples(self, rows: Sequence[int]) -> list[Any]:
@@ -141,7 +144,7 @@ class PythonSamples:
             return [self._data[row] for row in rows]
 
     def _next(self, row: int) -> Any:
-        """Return a sample of an iterable: those before it are passed over."""
+        """Return a sample of an iterable data set; earlier samples are skipped."""
         with user_file(self._where):
             at, iterator = self._iterator or (0, iter(self._data))
             if at > row:
@@ -151,7 +154,7 @@ class PythonSamples:
                 at += 1
         if sample is _END:
             raise DatasetError(
-                f"it ended after {at} samples, its length is {self._n}",
+                f"it ended after {at} samples, but its length is {self._n}",
                 where=self._where,
                 remedy="Correct its __len__.",
             )
@@ -164,32 +167,32 @@ class PythonSamples:
             n = len(self._data) if sized else 0
             once = self._iterable and n > 0 and iter(self._data) is self._data
         if not sized:
-            what = "it has no length (no __len__), so that the number of samples is unknown"
+            what = "it has no __len__, so the number of samples is unknown"
             raise DatasetError(what, remedy="Define __len__, or return a map-style Dataset.")
         if n == 0:
             raise DatasetError("there are no samples", remedy="Give at least one sample.")
         if once:
             remedy = "Let __iter__ return a new iterator each time, or define __getitem__."
-            raise DatasetError("it can be gone through only once", remedy=remedy)
+            raise DatasetError("it can be iterated only once", remedy=remedy)
         return n
 
 
 def _parts(made: Any) -> tuple[Any, Collate, tuple[str, ...]]:
-    """Split what a factory returned into samples, collate function and notes."""
+    """Split the result of a factory into samples, collate function and notes."""
     if isinstance(made, DataLoader):
-        note = "of the DataLoader, its dataset and collate_fn are used; the order is the data set's"
+        note = "only dataset and collate_fn of the DataLoader are used, in the data set's order"
         return made.dataset, made.collate_fn or default_collate, (note,)
     if isinstance(made, tuple) and len(made) == 2 and callable(made[1]):
         return made[0], made[1], ()
     if not hasattr(made, "__getitem__") and not hasattr(made, "__iter__"):
         remedy = "Return a torch.utils.data.Dataset, (dataset, collate_fn), or a DataLoader."
-        raise DatasetError(f"it is of type {type(made).__name__}", remedy=remedy)
+        raise DatasetError(f"the function returned {type(made).__name__}", remedy=remedy)
     own = getattr(made, "collate_fn", None)
     return made, own if callable(own) else default_collate, ()
 
 
 def _named(batch: Any, n: int) -> dict[str, Any]:
-    """Return what a collate function made of n samples, by name."""
+    """Return {name: value} from the collated batch of n samples."""
     parts = {"inputs": batch}
     if isinstance(batch, Mapping):
         parts = {str(name): value for name, value in batch.items()}
@@ -199,28 +202,28 @@ def _named(batch: Any, n: int) -> dict[str, Any]:
     for name, value in found.items():
         for tensor in tensors(value):
             if tensor.dim() and tensor.shape[0] != n:
-                what = f"{n} samples were collated to {name} of the shape {tuple(tensor.shape)}"
-                remedy = "The collate function must put the sample axis first."
+                what = f"{n} samples were collated to {name} of shape {tuple(tensor.shape)}"
+                remedy = "Put the sample axis first in the collate function."
                 raise DatasetError(what, remedy=remedy)
     return found
 
 
 def _tree(value: Any) -> Any:
-    """Return what a collate made in the forms that a model is called with."""
+    """Return a collated value as nested dicts and tuples of tensors, as models take them."""
     if isinstance(value, Mapping):
         return {str(key): _tree(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
         return tuple(_tree(v) for v in value)
     if isinstance(value, str | bytes):
-        remedy = "Make numbers of it in the data set or its collate function."
-        raise DatasetError(f"a sample holds text: {value[:40]!r}", remedy=remedy)
+        remedy = "Convert it to numbers in the data set or its collate function."
+        raise DatasetError(f"a sample has text: {value[:40]!r}", remedy=remedy)
     return strided(value) if isinstance(value, Tensor) else value
 
 
 def _alike(alone: Any, batch: Any, k: int) -> bool:
-    """Whether sample k of a batch holds what it is alone, but for rounding and where padded.
+    """Whether sample k of a batch equals the sample alone, except for rounding and padding.
 
-    What all samples share may be another number where something is padded, such as the length.
+    With padding, values that all samples share may also differ, such as the length.
     """
     pairs = [(a, b) for a, b in _pairs(alone, batch) if a.dim() == b.dim()]
     whole = [(a[0], b[k]) for a, b in pairs if a.dim() and a.shape[1:] == b.shape[1:]]
@@ -230,7 +233,7 @@ def _alike(alone: Any, batch: Any, k: int) -> bool:
 
 
 def _pairs(one: Any, other: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return the tensors in the same places of two trees."""
+    """Yield the pairs of tensors at equal positions of two trees."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         yield one, other
     elif isinstance(one, dict) and isinstance(other, dict):

@@ -1,7 +1,7 @@
-"""What a dataset spec makes of stored columns: put together, encoded, padded, cast; and ids.
+"""Converts stored columns as a dataset spec says: joins, encodes, pads and casts; reads ids.
 
-Padding goes to the longest sequence of the whole data set, not of a batch: a sample's gradient
-must not depend on which others share its batch.
+Sequences are padded to the longest sequence of the data set, not of the batch, because a sample's
+gradient must not depend on its batch.
 """
 
 import fnmatch
@@ -39,22 +39,25 @@ from gradscope.sources.data.columns import (
 from gradscope.sources.formats import need
 
 MASK = "_mask"
-UNKNOWN = "\ufffd"  # stands for a number without a word
+UNKNOWN = "\ufffd"  # shown for a number without a word
 
 _CUT = re.compile(r"(?P<name>.*)\[(?P<start>\d{0,9})(?P<colon>:?)(?P<stop>\d{0,9})\]", re.DOTALL)
-_FORMS = "Accepted: NAME, NAME[A:B] along its second axis, [A:B] of all columns, globs."
-_TOKENS = 1024  # texts that are tokenized together
-_IDS = 2**14  # ids that are looked at together
-_OWN_ID = "Every sample needs an id of its own; or leave [dataset] id out."
+_FORMS = (
+    "Accepted: NAME, NAME[A:B] for a part of its second axis, [A:B] for a range of columns, or a "
+    "glob."
+)
+_TOKENS = 1024  # texts to tokenize at a time
+_IDS = 2**14  # ids to read at a time
+_OWN_ID = "Give each sample a different id, or leave [dataset] id out."
 
 Convert = Callable[[Tensor], Tensor]
 
 
 def with_columns(arrays: StoredArrays, spec: DatasetSpec) -> StoredArrays:
-    """Return the arrays of a file with those in front that [dataset] columns makes of them.
+    """Return the arrays that [dataset] columns defines, then the arrays of the file.
 
-    `columns = { inputs = ["age", "pixel*", "table[0:3]"], targets = "y" }`: a text names one
-    column; a list puts columns side by side, along axis 1.
+    `columns = { inputs = ["age", "pixel*", "table[0:3]"], targets = "y" }`: a text names a column;
+    a list concatenates columns along axis 1.
     """
     known = dict.fromkeys(arrays.names)
 
@@ -72,7 +75,7 @@ def with_columns(arrays: StoredArrays, spec: DatasetSpec) -> StoredArrays:
             return _side_by_side([c for text in recipe for c in named(text)])
         found = named(recipe)
         if len(found) > 1:
-            remedy = f"Write [{recipe!r}] to put them side by side."
+            remedy = f"Write the list [{recipe!r}] to concatenate them."
             raise DatasetError(f"{recipe!r} names {len(found)} columns", remedy=remedy)
         return found[0][1]
 
@@ -80,7 +83,7 @@ def with_columns(arrays: StoredArrays, spec: DatasetSpec) -> StoredArrays:
 
 
 def headings(names: Sequence[str], recipe: str | Sequence[str] | None) -> list[str]:
-    """Return what the columns of an array are called that `recipe` puts together, in its order."""
+    """Return the names of the columns that `recipe` concatenates, in order."""
     found: list[str] = []
     for text in () if recipe is None or isinstance(recipe, str) else recipe:
         columns, cut = _columns_of(text, names)
@@ -93,7 +96,7 @@ def headings(names: Sequence[str], recipe: str | Sequence[str] | None) -> list[s
 
 
 def used(names: Sequence[str], spec: DatasetSpec) -> set[str]:
-    """Return which of a file's arrays something in the spec uses."""
+    """Return the names of a file's arrays that the spec uses."""
     found: set[str] = set()
     for name in (*spec.arrays, spec.id, spec.select):
         if not isinstance(name, str):
@@ -106,9 +109,9 @@ def used(names: Sequence[str], spec: DatasetSpec) -> set[str]:
 
 
 def _columns_of(text: str, names: Collection[str]) -> tuple[list[str], re.Match[str] | None]:
-    """Return the columns that a name, a glob or a range means, and how a table's columns are cut.
+    """Return the columns for a name, a glob or a range, and the match of a range within a column.
 
-    "table[0:3]" means the column "table", cut; "[0:3]" means three columns, whole.
+    "table[0:3]" is a part of the column "table". "[0:3]" is three full columns.
     """
     cut = _CUT.fullmatch(text)
     if text in names:
@@ -124,16 +127,18 @@ def _columns_of(text: str, names: Collection[str]) -> tuple[list[str], re.Match[
         hint = suggestion(text, some)
         raise DatasetError(
             f"there is no column {text!r} in the file",
-            remedy=f"{hint.replace('Supported', 'It holds')} {_FORMS}",
+            remedy=f"{hint.replace('Supported', 'It has')} {_FORMS}",
         )
     return chosen, None
 
 
 def _cut(stored: StoredColumn, cut: re.Match[str]) -> StoredColumn:
-    """Return some columns of a table (N, k, ...), one alone without its axis."""
+    """Return some columns of a table (N, k, ...); a single column loses this axis."""
     table = None if isinstance(stored, TextColumn) else even(stored)
     if table is None or len(table.shape) < 2:
-        raise DatasetError(f"{cut[0]!r} cuts a column that has no second axis", remedy=_FORMS)
+        raise DatasetError(
+            f"{cut[0]!r} names a part of a column without second axis", remedy=_FORMS
+        )
     span = _span(cut, table.shape[1])
     kept = (span.stop - span.start,) if cut["colon"] else ()
 
@@ -150,26 +155,26 @@ def _span(cut: re.Match[str], width: int) -> slice:
     if not 0 <= start < stop <= width:
         raise DatasetError(
             f"{cut[0]!r} is out of range: there are {count(width, 'column')}",
-            remedy=f"Columns are counted from 0; give A:B with A < B ≤ {width}.",
+            remedy=f"Give A:B with A < B ≤ {width}. Columns are counted from 0.",
         )
     return slice(start, stop)
 
 
 def _side_by_side(columns: Sequence[tuple[str, StoredColumn]]) -> Numbers:
-    """Return columns (N,) and tables (N, k, ...), each with its name, side by side on axis 1."""
+    """Return columns (N,) and tables (N, k, ...) concatenated along axis 1."""
     for name, column in columns:
         if isinstance(column, TextColumn):
             raise DatasetError(
-                f"the column {name!r} cannot stand beside numbers: it holds {_texts(column)}",
-                remedy="A missing number is an empty field. Or make numbers of these texts, or "
-                "leave the column out.",
+                f"the column {name!r} cannot be joined with numbers: it has {_texts(column)}",
+                remedy="Write a missing number as an empty field. Or convert the texts to numbers, "
+                "or leave the column out.",
             )
     tables = [even(column) for _, column in columns if not isinstance(column, TextColumn)]
     shapes = [(*t.shape, 1) if len(t.shape) == 1 else tuple(t.shape) for t in tables]
     if len({(s[:1], s[2:]) for s in shapes}) > 1 or not shapes[0]:
         raise DatasetError(
-            f"columns of the shapes {shapes} cannot stand side by side",
-            remedy="All axes but the second must agree.",
+            f"columns of shapes {shapes} cannot be concatenated",
+            remedy="Give columns that agree in all axes except the second.",
         )
     dtype = reduce(torch.promote_types, (t.dtype for t in tables))
     shape = (shapes[0][0], sum(s[1] for s in shapes), *shapes[0][2:])
@@ -182,7 +187,7 @@ def _side_by_side(columns: Sequence[tuple[str, StoredColumn]]) -> Numbers:
 
 
 def _texts(column: TextColumn) -> str:
-    """Say what a column of texts holds: three that are no numbers, if there are any."""
+    """Return a description of a column of texts, with three texts that are not numbers, if any."""
     parts = (column.read(k, min(k + _IDS, column.n)) for k in range(0, column.n, _IDS))
     found = list(islice((text for part in parts for text in part if not _is_number(text)), 3))
     return f"text, such as {', '.join(map(repr, found or column.read(0, min(3, column.n))))}"
@@ -201,20 +206,21 @@ def encode_arrays(
 ) -> tuple[tuple[str, ...], Callable[[str], Numbers]]:
     """Return the names of all arrays, and a function from a name to its numbers (N, ...).
 
-    Texts are numbered or tokenized, sequences padded; NAME_mask says what is a sample's own.
+    Texts become class numbers or tokens. Sequences are padded, and NAME_mask marks the entries that
+    are not padding.
     """
     padded = dict.fromkeys((*spec.pad, *spec.length, *spec.tokenizer))
     names = tuple(dict.fromkeys((*arrays.names, *(f"{name}{MASK}" for name in padded))))
 
     @cache
     def as_numbers(name: str) -> tuple[StoredColumn, float | None]:
-        """Return a column, texts as numbers, and what it is padded with."""
+        """Return a column (texts as numbers) and its padding value."""
         stored, value = arrays.load(name), spec.pad.get(name)
         if name not in spec.tokenizer and name not in spec.classes:
             return stored, value
         if not isinstance(stored, TextColumn):
-            remedy = f"Take {name} out of [dataset] tokenizer and classes."
-            raise DatasetError("it holds numbers, not texts", remedy=remedy)
+            remedy = f"Remove {name} from [dataset] tokenizer and classes."
+            raise DatasetError("it has numbers, not texts", remedy=remedy)
         if name not in spec.tokenizer:
             return _numbered(stored, spec.classes[name]), value
         ids, own = _tokenized(stored, spec.tokenizer[name])
@@ -227,9 +233,9 @@ def encode_arrays(
         stored, value = as_numbers(source)
         if isinstance(stored, TextColumn):
             raise DatasetError(
-                f"it holds {_texts(stored)}",
-                remedy="[dataset] classes lists the texts that stand for 0, 1, ...; [dataset] "
-                "tokenizer makes token ids of them.",
+                f"it has {_texts(stored)}",
+                remedy="List the texts that become 0, 1, ... in [dataset] classes, or convert them "
+                "to token ids with [dataset] tokenizer.",
             )
         if source not in padded:
             return even(stored)
@@ -242,7 +248,7 @@ def encode_arrays(
         if source == name:
             return _padded(stored, width, value, name)
         lengths = stored.lengths
-        shape = (len(lengths), width)  # which entries are a sample's own
+        shape = (len(lengths), width)  # the mask of entries that are not padding
         return NumberColumn(
             shape, torch.bool, lambda a, b: torch.arange(width) < lengths[a:b, None]
         )
@@ -257,7 +263,7 @@ def _numbered(stored: TextColumn, classes: Sequence[str]) -> NumberColumn:
         try:
             return torch.tensor([numbers[text] for text in stored.read(start, stop)])
         except KeyError as error:
-            what = f"it holds {error}, which is none of the classes"
+            what = f"it has {error}, which is not one of the classes"
             remedy = suggestion(error.args[0], list(classes))
             raise DatasetError(what, remedy=remedy) from None
 
@@ -265,9 +271,9 @@ def _numbered(stored: TextColumn, classes: Sequence[str]) -> NumberColumn:
 
 
 def _tokenized(texts: TextColumn, path: Path) -> tuple[SequenceColumn, float | None]:
-    """Return the token ids of texts, and the id that the tokenizer pads with, if it has one.
+    """Return the token ids of texts, and the tokenizer's padding id, if it has any.
 
-    `path` is a tokenizer.json, or a folder with one, as `save_pretrained` writes it.
+    `path` is a tokenizer.json, or a folder written by `save_pretrained`.
     """
     tokenizer = _tokenizer(path)
 
@@ -284,7 +290,7 @@ def _tokenized(texts: TextColumn, path: Path) -> tuple[SequenceColumn, float | N
 
 
 def words(spec: DatasetSpec, name: str) -> Callable[[list[int]], str] | None:
-    """Return what makes a text of an array's numbers again, or None where that is not known.
+    """Return the function that decodes an array's numbers to text, or None if it is not known.
 
     Raises:
         DatasetError: The tokenizer cannot be read.
@@ -300,8 +306,8 @@ def words(spec: DatasetSpec, name: str) -> Callable[[list[int]], str] | None:
 
 
 def _tokenizer(path: Path) -> Any:
-    """Load a tokenizer; no code that it may name is run."""
-    remedy = "Give a tokenizer.json, or the folder that save_pretrained wrote."
+    """Load a tokenizer without running any code that it names."""
+    remedy = "Give a tokenizer.json, or a folder written by save_pretrained."
     if not path.exists():
         raise DatasetError("there is no such tokenizer", where=str(path), remedy=remedy)
     library = need("transformers", "a tokenizer")
@@ -311,7 +317,7 @@ def _tokenizer(path: Path) -> Any:
         return library.AutoTokenizer.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # its parsers raise anything
+    except Exception as error:  # the parsers can raise anything
         what = f"the tokenizer cannot be read: {first_line(error)}"
         raise DatasetError(what, where=str(path), remedy=remedy) from error
 
@@ -319,8 +325,8 @@ def _tokenizer(path: Path) -> Any:
 def _as_sequences(stored: Numbers, name: str) -> SequenceColumn:
     if len(stored.shape) < 2:
         raise DatasetError(
-            "its samples are no sequences, so there is nothing to pad",
-            remedy=f"Take {name} out of [dataset] pad and length.",
+            "its samples are single numbers, not sequences, and cannot be padded",
+            remedy=f"Remove {name} from [dataset] pad and length.",
         )
     n, length, *row = stored.shape
     sizes = torch.full((n,), length), tuple(row)
@@ -332,24 +338,24 @@ def _require_alike(mask: Tensor, tokens: Tensor, name: str) -> None:
         k = int((mask != tokens).nonzero()[0])
         raise DatasetError(
             f"its sample {k} has {int(mask[k]):,} entries, but {int(tokens[k]):,} in {name}",
-            remedy="A mask has an entry for each token.",
+            remedy="Give a mask with an entry for each token.",
         )
 
 
 def _padded(found: SequenceColumn, width: int, value: float | None, name: str) -> NumberColumn:
-    """Return sequences (N, t, ...), cut or filled up to `width`."""
+    """Return sequences (N, t, ...), cut or padded to `width`."""
     if value is None and bool((found.lengths < width).any()):
         raise DatasetError(
-            f"some of its samples have fewer than {width:,} entries",
-            remedy=f"[dataset] pad = {{ {name} = 0 }} says what they are filled up with.",
+            f"it has samples with fewer than {width:,} entries",
+            remedy=f"Give a padding value, such as [dataset] pad = {{ {name} = 0 }}.",
         )
     wanted = torch.tensor(value or 0, dtype=torch.float64)
-    filler = wanted.to(found.dtype)  # never cut or wrapped:
+    filler = wanted.to(found.dtype)  # a truncated or wrapped value is an error:
     rounded = found.dtype.is_floating_point or found.dtype.is_complex
     if not (filler.isfinite() if rounded else filler.to(torch.float64) == wanted):
         raise DatasetError(
-            f"it holds {dtype_name(found.dtype)}, which cannot be filled up with {value}",
-            remedy="Give [dataset] pad a number that they can be.",
+            f"its dtype {dtype_name(found.dtype)} cannot represent the padding value {value}",
+            remedy="Give a number of this dtype in [dataset] pad.",
         )
     shape = (len(found.lengths), width, *found.measured[1])
 
@@ -363,11 +369,11 @@ def _padded(found: SequenceColumn, width: int, value: float | None, name: str) -
 
 
 def converter(spec: DatasetSpec, name: str, shape: Sequence[int], stored: torch.dtype) -> Convert:
-    """Return what makes stored rows (n, *shape) into a tensor (n, ...) of its own memory.
+    """Return the function that converts stored rows (n, *shape) to a new tensor (n, ...).
 
-    It is scaled, cast and reshaped as the spec says of `name`. Without a dtype, floating-point
-    numbers keep theirs and integers become int64, the one kind that class labels and embedding
-    indices may be; scaled integers become float32.
+    It scales, casts and reshapes as the spec says for `name`. Without a dtype in the spec,
+    floating-point numbers keep their dtype, and integers become int64, which class labels and
+    embedding indices require. Scaled integers become float32.
     """
     dtype, scale = spec.dtype.get(name), spec.scale.get(name)
     if dtype is not None:
@@ -377,29 +383,29 @@ def converter(spec: DatasetSpec, name: str, shape: Sequence[int], stored: torch.
     else:
         goal = torch.int64 if scale is None else torch.float32
     if stored.is_complex and not goal.is_complex:
-        remedy = "Give a complex dtype, or none."
-        raise DatasetError(f"complex numbers cannot be made {dtype}", remedy=remedy)
+        remedy = "Give a complex dtype, or leave dtype out."
+        raise DatasetError(f"complex numbers cannot be cast to {dtype}", remedy=remedy)
     new = spec.reshape.get(name, tuple(shape))
     size, known = prod(shape), prod(k for k in new if k != -1)
     if size != known and (-1 not in new or size % known):
         raise DatasetError(
             f"a sample of shape {tuple(shape)} ({size} numbers) cannot be reshaped to {new}",
-            remedy="The numbers of entries must agree; -1 stands for what is left.",
+            remedy="Give a shape with the same number of entries; one size may be -1.",
         )
     new = tuple(size // known if k == -1 else k for k in new)
 
     def convert(rows: Tensor) -> Tensor:
-        values = rows.clone()  # the stored array is not the model's to write to
+        values = rows.clone()  # the model must not write to the stored array
         if scale is not None:
             values = values.to(torch.promote_types(stored, torch.float64)) * scale
         result = values.to(goal)
         if not (goal.is_floating_point or goal.is_complex or goal == values.dtype):
             lost = result.to(values.dtype) != values
-            if lost.any():  # never cut or wrapped
-                told = f"{int(lost.sum())} values cannot be made {dtype_name(goal)}"
+            if lost.any():  # values are never truncated or wrapped
+                told = f"{int(lost.sum())} values cannot be cast to {dtype_name(goal)}"
                 first = values[lost][0].item()
-                remedy = "Give a dtype that holds them."
-                raise DatasetError(f"{told}, the first is {first}", remedy=remedy)
+                remedy = "Give a dtype that can represent them."
+                raise DatasetError(f"{told}; the first is {first}", remedy=remedy)
         return result.reshape(len(rows), *new)
 
     return convert
@@ -408,7 +414,7 @@ def converter(spec: DatasetSpec, name: str, shape: Sequence[int], stored: torch.
 def ids_of(stored: StoredColumn, n: int) -> Callable[[Tensor], Tensor]:
     """Check the ids of n samples, and return a function from positions (m,) to their ids.
 
-    They are integers (m,) int64; or texts as UTF-8 (m, w) uint8, zeros behind a text, w for all.
+    Ids are integers (m,) int64, or UTF-8 texts (m, w) uint8, padded with zeros to the same width w.
     """
     if length_of(stored) != n:
         raise DatasetError(f"there are {length_of(stored):,} ids for {n:,} samples", remedy=_OWN_ID)
@@ -416,7 +422,7 @@ def ids_of(stored: StoredColumn, n: int) -> Callable[[Tensor], Tensor]:
         return _text_ids(stored)
     fractional = stored.dtype.is_floating_point or stored.dtype.is_complex
     if isinstance(stored, SequenceColumn) or len(stored.shape) != 1 or fractional:
-        raise DatasetError("ids must be one integer or text a sample", remedy=_OWN_ID)
+        raise DatasetError("ids must be an integer or a text for each sample", remedy=_OWN_ID)
     _require_distinct(stored[0:n].to(torch.int64).numpy(), lambda k: int(stored[k : k + 1]))
     return lambda index: torch.cat([stored[a:b] for a, b in runs(index.tolist())]).long()
 
@@ -427,7 +433,9 @@ def _text_ids(texts: TextColumn) -> Callable[[Tensor], Tensor]:
     def encoded_texts(start: int, stop: int) -> list[bytes]:
         found = [text.encode("utf-8", "surrogatepass") for text in texts.read(start, stop)]
         if any(b"\0" in text for text in found):
-            raise DatasetError("an id holds a NUL character", remedy=_OWN_ID)
+            raise DatasetError(
+                "an id has a NUL character", remedy="Remove it, or leave [dataset] id out."
+            )
         return found
 
     digests, width = np.empty(n, np.uint64), 1
@@ -451,6 +459,6 @@ def _require_distinct(values: np.ndarray, shown: Callable[[int], Any]) -> None:
     if len(same):
         first, second = (int(k) for k in order[same[0] : same[0] + 2])
         raise DatasetError(
-            f"two samples have the same id: samples {first} and {second} are both {shown(first)}",
+            f"samples {first} and {second} have the same id {shown(first)}",
             remedy=_OWN_ID,
         )

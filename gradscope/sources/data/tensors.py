@@ -1,4 +1,4 @@
-"""Data that a script saved with torch.save: tensors, tuples and dicts of them, lists of samples."""
+"""Data of torch.save: tensors, tuples and dicts of tensors, or lists of samples."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,10 +35,10 @@ def open_saved(path: Path) -> StoredArrays:
 
 
 def _arrays(content: Any) -> dict[str, Tensor]:
-    """Return the arrays {name: (N, ...)} of what torch.save wrote.
+    """Return the arrays {name: (N, ...)} in the content of a torch.save file.
 
     Raises:
-        DatasetError: It is no data: a checkpoint, or anything else.
+        DatasetError: The content is a checkpoint, or not data.
     """
     if isinstance(content, TensorDataset):
         content = content.tensors
@@ -51,7 +51,7 @@ def _arrays(content: Any) -> dict[str, Tensor]:
         weights |= any(name.endswith((".weight", ".bias")) for name in found)
         if weights or (nested and not found):
             raise DatasetError(
-                f"this is a checkpoint that torch.save wrote, not data: it holds "
+                f"this is a checkpoint of torch.save, not data: it has "
                 f"{listed(map(str, content), 4)}",
                 remedy=f"Give the data as DATASET, and this file as CHECKPOINT.\n{CONVERT}",
             )
@@ -64,7 +64,7 @@ def _arrays(content: Any) -> dict[str, Tensor]:
         found = {}
     if not found:
         kind = article(type(content).__name__)
-        raise DatasetError(f"it holds {kind}, which is no data that can be read", remedy=CONVERT)
+        raise DatasetError(f"it has {kind}, which is not supported as data", remedy=CONVERT)
     return found
 
 
@@ -72,7 +72,7 @@ def _columns(samples: Sequence[Any]) -> list[Tensor]:
     """Return the columns (N, ...) of a list of samples: tensors, or tuples such as (x, y).
 
     Raises:
-        DatasetError: The samples are of different shapes or kinds.
+        DatasetError: The samples have different shapes or types.
     """
     rows = [value if isinstance(value, list | tuple) else (value,) for value in samples]
     try:
@@ -82,12 +82,12 @@ def _columns(samples: Sequence[Any]) -> list[Tensor]:
         ]
     except (TypeError, ValueError, RuntimeError) as error:
         raise DatasetError(
-            f"its {len(rows):,} samples are not all of one shape: {error}", remedy=CONVERT
+            f"its {len(rows):,} samples have different shapes: {error}", remedy=CONVERT
         ) from error
 
 
 def _names(count: int) -> list[str]:
-    """Return names for so many arrays: the last one are the targets."""
+    """Return names for `count` arrays; the last array has the targets."""
     if count == 1:
         return ["inputs"]
     inputs = ["inputs"] if count == 2 else [f"inputs_{k}" for k in range(1, count)]

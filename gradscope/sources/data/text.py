@@ -1,8 +1,8 @@
 """Text formats: .csv and .jsonl, one record a sample, read in slices.
 
-The csv and json modules of the standard library parse the records, even if pyarrow or pandas is
-installed: a file has the same values on every machine. A first pass counts the records, remembers
-where some of them begin, and finds what each column holds: all of a column is numbers, or text.
+The standard library's csv and json modules parse the records, even if pyarrow or pandas is
+installed, so a file has the same values on every machine. A first pass counts the records, stores
+the byte offsets of some records, and finds the type of each column: numbers or text.
 """
 
 import csv
@@ -33,21 +33,21 @@ from gradscope.sources.data.columns import (
 )
 from gradscope.sources.formats import DuplicateKeyError, dataset_readers, distinct, matching
 
-_EVERY = 256  # records between two offsets that are remembered
-_LONGEST = 2**28  # bytes of a line
-_FIELD = 2**27  # characters of a field
-_HEAD = 2**20  # bytes by which a separator is found
-_LOOK = 20  # records of which a separator must make the same number of fields
+_EVERY = 256  # records between two stored offsets
+_LONGEST = 2**28  # the most bytes of a line
+_FIELD = 2**27  # the most characters of a field
+_HEAD = 2**20  # number of first bytes to search for a separator
+_LOOK = 20  # number of first records that must have the same number of fields
 _SEPARATORS = (",", "\t", ";", "|")
 _LEAST, _MOST = -(2**63), 2**63 - 1  # the range of int64
-_TYPES = (np.dtype(np.bool_), np.dtype(np.int64), np.dtype(np.float64))  # each holds those before
+_TYPES = (np.dtype(np.bool_), np.dtype(np.int64), np.dtype(np.float64))  # in order of range
 
-TextRecord = Mapping[str, Any]  # by the names of the columns
-Values = Callable[[int, int], list[Any]]  # of a column, from a start up to a stop
+TextRecord = Mapping[str, Any]  # {column: value}
+Values = Callable[[int, int], list[Any]]  # (start, stop) -> the values of a column
 
 
 class _Lines:
-    """The lines of a file from where it stands, decoded; `position` is where the next begins."""
+    """The decoded lines of a file from its position on; `position` is the start of the next."""
 
     def __init__(self, file: Any) -> None:
         self._file, self.position, self.number = file, file.tell(), 0
@@ -66,7 +66,7 @@ class _Lines:
             text = str(raw.decode("utf-8-sig" if self.position == 0 else "utf-8"))
         except UnicodeDecodeError as error:
             what = f"not UTF-8 text at byte {self.position + error.start}"
-            raise DatasetError(what, remedy="Save it as UTF-8.") from error
+            raise DatasetError(what, remedy="Save the file as UTF-8.") from error
         self.position += len(raw)
         self.number += 1
         return text
@@ -92,7 +92,7 @@ def open_jsonl(path: Path) -> StoredArrays:
                 new = next(key for key in record if key not in names)
                 raise DatasetError(
                     f"{lines} has the key {new!r}, which the first line does not have",
-                    remedy="Give the first line every key; null stands for a missing number.",
+                    remedy="Write all keys in the first line, and null for a missing number.",
                 )
             yield record
 
@@ -124,20 +124,21 @@ def open_csv(path: Path) -> StoredArrays:
         for record in csv.reader(lines, delimiter=mark, strict=True):
             if record and len(record) != len(names):
                 raise DatasetError(
-                    f"{lines} has {len(record)} fields, the first line {len(names)}",
-                    remedy="Give every line a field for each column; quote fields with commas.",
+                    f"{lines} has {len(record)} fields, but the first line has {len(names)}",
+                    remedy="Write a field for each column in every line, and quote fields that "
+                    "contain commas.",
                 )
             if record and not skip:
                 yield dict(zip(names, record, strict=True))
             skip = skip and not record
 
-    note = f"the first line of {path.name} holds numbers, so the columns are called 0, 1, ..."
+    note = f"the first line of {path.name} has numbers, so the columns are called 0, 1, ..."
     arrays = _arrays(path, parse, names, _CsvColumn)
     return StoredArrays(arrays.names, arrays.load, (note,) if headless else ())
 
 
 def _separator(head: bytes) -> str | None:
-    """Return what separates the fields of a table that begins like this, None for no table."""
+    """Return the separator of a table with these first bytes, or None if it is not a table."""
     whole = head[: head.rfind(b"\n") + 1] or head
     try:
         text = whole.decode("utf-8-sig")
@@ -161,12 +162,12 @@ def _object(line: str, lines: _Lines) -> dict[str, Any]:
         found = json.loads(line, object_pairs_hook=distinct)
     except DuplicateKeyError as error:
         what = f"{lines} has {error.key!r} twice"
-        raise DatasetError(what, remedy="Give every value a key of its own.") from error
+        raise DatasetError(what, remedy="Use a different key for each value.") from error
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         remedy = 'Write one object a line, such as {"inputs": [1.5, 2], "targets": 0}.'
-        raise DatasetError(f"{lines} is no JSON object", remedy=remedy)
+        raise DatasetError(f"{lines} is not a JSON object", remedy=remedy)
     return found
 
 
@@ -176,9 +177,9 @@ def _arrays(
     names: Sequence[str],
     kind: "type[_CsvColumn | _JsonColumn]",
 ) -> StoredArrays:
-    """Go through the file once, and return its columns."""
+    """Read the file once, and return its columns."""
     columns = {name: kind() for name in names}
-    offsets, n = [0], 0  # in bytes, where every 256th record begins
+    offsets, n = [0], 0  # byte offsets of every 256th record
     with path.open("rb") as file:
         lines = _Lines(file)
         records = parse(lines)
@@ -195,7 +196,7 @@ def _arrays(
             file.seek(offsets[block])
             found = list(islice(parse(_Lines(file)), skipped, skipped + stop - start))
         if len(found) != stop - start:
-            remedy = "Leave it as it is while a run reads it."
+            remedy = "Do not change the file while a run reads it."
             raise DatasetError("the file has become shorter since it was opened", remedy=remedy)
         return found
 
@@ -206,24 +207,24 @@ def _arrays(
 
 
 def _integers(fields: Sequence[str]) -> list[int]:
-    """Return the integers that fields are; ValueError for any other text."""
+    """Return fields as integers, or raise ValueError for a different text."""
     return [int(field) for field in fields]
 
 
 def _numbers(fields: Sequence[str]) -> list[float]:
-    """Return the numbers that fields are, NaN for empty ones; ValueError for any other text."""
+    """Return fields as numbers (an empty field is NaN), or raise ValueError for other texts."""
     return [float(field) if field.strip() else np.nan for field in fields]
 
 
 class _CsvColumn:
-    """A column of fields: integers, else numbers with empty fields as NaN, else text."""
+    """A column of fields: integers, or numbers with empty fields as NaN, or texts."""
 
     def __init__(self) -> None:
         self._parsers: list[Callable[[Sequence[str]], Sequence[float]]] = [_integers, _numbers]
         self._large: float | None = None  # the first integer that int64 cannot hold
 
     def scan(self, fields: Sequence[Any], start: int) -> None:
-        """Drop the parsers that some field is not for."""
+        """Drop the parsers that cannot parse some field."""
         if self._parsers and "_" in "".join(fields):  # Python reads 2020_01 as 202001
             self._parsers.clear()
         while self._parsers:
@@ -256,13 +257,13 @@ class _JsonColumn:
 
     def __init__(self) -> None:
         self._kind = ""  # "number", "text" or "list"
-        self._type = 0  # a place in _TYPES
+        self._type = 0  # an index into _TYPES
         self._row: tuple[int, ...] | None = None
         self._lengths = array("q")
         self._misfit: str | None = None
 
     def scan(self, values: Sequence[Any], start: int) -> None:
-        """Find kind, dtype and lengths, and the first value that does not fit in."""
+        """Find kind, dtype and lengths, and the first value of a different kind."""
         for k, value in enumerate(values, start):
             kind = "number"
             if isinstance(value, list):
@@ -283,16 +284,16 @@ class _JsonColumn:
             self._kind = self._kind or kind
 
     def _add(self, value: list[Any]) -> bool:
-        """Whether a list is of numbers, and its entries of the shape of those before."""
+        """Whether a list has numbers, with entries of the same shape as in earlier lists."""
         try:
             found = np.asarray(value)
         except ValueError:  # lists of several lengths inside
             return False
         if found.dtype.kind not in "bif" or self._row not in (None, found.shape[1:]):
-            return False  # numpy makes uint64 ("u") of integers beyond int64
+            return False  # numpy converts integers beyond int64 to uint64 ("u")
         large = found.dtype.kind == "f" and bool((np.abs(found) >= float(_MOST)).any())
         if large and not any(isinstance(v, float) for v in np.asarray(value, object).flat):
-            return False  # numpy makes float64 of smaller and of larger integers together
+            return False  # numpy converts a mix of small and large integers to float64
         self._row = found.shape[1:]
         self._type = max(self._type, "bif".index(found.dtype.kind))
         return True
@@ -301,9 +302,9 @@ class _JsonColumn:
         """Return numbers (N,), texts or sequences."""
         if self._misfit is not None:
             raise DatasetError(
-                f"its values are not all of one kind: {self._misfit}",
-                remedy="Write numbers, texts, or lists of numbers of one shape, and no integer "
-                "beyond 64 bits.",
+                f"its values have different types: {self._misfit}",
+                remedy="Write only numbers, only texts, or only lists of numbers of the same "
+                "shape, and no integers beyond 64 bits.",
             )
         dtype, row = _TYPES[self._type], self._row or ()
 

@@ -1,4 +1,4 @@
-"""Weights from a file into a model: found, checked against the model, and loaded whole or not."""
+"""Loads the weights of a checkpoint into a model after a check; on an error, nothing is loaded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,33 +24,33 @@ from gradscope.sources.weights.readers import TRUSTED, files_of, read_trusted, w
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """What was read, and what was done to make it fit."""
+    """The file that was read, and the changes made to load it."""
 
-    path: Path  # the file, where a folder was given the one in it
+    path: Path  # the file; for a folder, the file in it
     format: str  # the reader's name
-    sha256: str  # the file's SHA-256; of several files, one over the list of theirs
-    files: tuple[Path, ...]  # every file that was read
-    notes: tuple[str, ...]  # one sentence for each thing done that the user may not expect
-    tensors: int = 0  # how many tensors were loaded
-    key: str = ""  # where in the file the state dict was, dotted; "" at the top level
-    prefix: str = ""  # what was taken off every name, "" if nothing
+    sha256: str  # the SHA-256 of the file, or of the list of digests for several files
+    files: tuple[Path, ...]  # all files that were read
+    notes: tuple[str, ...]  # a sentence for each change that the user may not expect
+    tensors: int = 0  # the number of loaded tensors
+    key: str = ""  # the dotted key of the state dict; "" at the top level
+    prefix: str = ""  # the prefix removed from all names, or ""
 
 
 def read(path: Path, *, unsafe_pickle: bool = False) -> tuple[Any, CheckpointReport]:
-    """Return what a checkpoint holds, and a report in which no tensor has been loaded.
+    """Return the content of a checkpoint, and a report without loaded tensors.
 
-    The path is a file, an index of several, or the folder that holds either.
+    The path is a file, an index of several files, or a folder with such a file or index.
     """
     with reachable(path, CheckpointError):
         part = path.suffix == ".distcp" and (path.parent / ".metadata").exists()
         folder = path.parent if part else path
         file = weights_in(folder) if folder.is_dir() else path
-    notes = [] if file == path else [f"The weights of the folder are those in {file.name}."]
+    notes = [] if file == path else [f"The weights are read from {file.name} in the folder."]
     name = find_reader(checkpoint_readers, file, CheckpointError)
     with reading(CheckpointError, file):
         if unsafe_pickle and name in TRUSTED:
             value = read_trusted(file, name)
-            notes.append("The checkpoint was trusted to execute code.")
+            notes.append("The checkpoint was allowed to execute code.")
         else:
             value = checkpoint_readers.get(name)(file)
         files = files_of(file) if name == "index" else (file,)
@@ -69,19 +69,19 @@ def load_into(
     assign: bool = False,
     asked: torch.dtype | None = None,
 ) -> CheckpointReport:
-    """Load a checkpoint into a model: every tensor of both must fit, or nothing is loaded.
+    """Load a checkpoint into a model. If any tensor of the two does not fit, nothing is loaded.
 
     Args:
         model: The model; its parameters and buffers are overwritten.
-        path: A file, an index of several, or the folder that holds either.
-        key: Where in it the state dict is, dotted; found by the model's names when None.
-        ignore: Globs of names that are left out where the model has no such name.
-        unsafe_pickle: The user trusts the file, which may execute code as it is loaded.
-        assign: The checkpoint's tensors become the model's, whose parameters may be on "meta".
-        asked: The dtype that the model was cast to; a cast to it is noted only if it rounds.
+        path: A file, an index of several files, or a folder with such a file or index.
+        key: The dotted key of the state dict; if None, it is found by the model's names.
+        ignore: Globs of names to leave out if the model does not have them.
+        unsafe_pickle: The user trusts the file, which may execute code while it is loaded.
+        assign: Use the checkpoint's tensors in the model; its parameters may be on "meta".
+        asked: The dtype that the model was cast to. A cast to it is noted only if it rounds.
 
     Raises:
-        CheckpointError: The file cannot be read or is refused, or it does not fit the model.
+        CheckpointError: The file cannot be read, is refused, or does not fit the model.
     """
     content, report = read(path, unsafe_pickle=unsafe_pickle)
     with located(report.path):
@@ -97,7 +97,7 @@ def load_into(
 
 
 def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return where each parameter is held, and under which name."""
+    """Return for each parameter the (module, name) pairs that refer to it."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, p in module._parameters.items():

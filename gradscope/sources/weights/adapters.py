@@ -1,7 +1,7 @@
-"""A PEFT adapter: adapter_config.json, and the weights that it adds to a base model. Local only.
+"""Loads PEFT adapters: adapter_config.json, and weights to add to a base model. Local files only.
 
-The weights are read by our own readers; peft puts them onto the base model, whose own parameters
-are frozen. Parameters have the names that they have in peft's model.
+gradscope's readers read the weights, and peft adds them to the base model. The base model's
+parameters are frozen. Parameters have the names of peft's model.
 """
 
 import warnings
@@ -20,16 +20,19 @@ from gradscope.sources.formats import need, reachable
 from gradscope.sources.weights.fit import check_finite
 from gradscope.sources.weights.readers import ADAPTER, ADAPTER_WEIGHTS, table, weights_in
 
-_GIVE = 'Give its folder, model="FOLDER", or a factory that returns it, model="FILE.py:FACTORY".'
+_GIVE = (
+    'Give the folder of the base model, model="FOLDER", or a factory that returns it, '
+    'model="FILE.py:FACTORY".'
+)
 _CLASS = "kwargs = { architecture = ... }"
 _AGAIN = "Save the adapter again with save_pretrained."
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a checkpoint, a folder or the file in it, is what PEFT writes of an adapter.
+    """Whether a checkpoint (a folder or the file in it) is a PEFT adapter.
 
     Raises:
-        CheckpointError: The folder holds a whole model, too.
+        CheckpointError: The folder also has a full model.
     """
     with reachable(path, CheckpointError):
         folder = path if path.is_dir() else path.parent
@@ -38,21 +41,23 @@ def is_adapter(path: Path) -> bool:
         file = weights_in(path) if path.is_dir() else path
         own = sorted(p.name for p in folder.glob(f"{ADAPTER_WEIGHTS}.*"))
     if path.is_dir() and own and file.name not in own:
-        what = f"it holds a model, {file.name}, and an adapter, {own[0]}"
-        remedy = f'Give one of these files; the adapter with model="{folder}", if that is its base.'
+        what = f"the folder has a model, {file.name}, and an adapter, {own[0]}"
+        remedy = (
+            f"Give one of the two files. If the model is the adapter's base model, give {own[0]} "
+            f'with model="{folder}".'
+        )
         raise CheckpointError(what, where=str(path), remedy=remedy)
     return file.stem == ADAPTER_WEIGHTS
 
 
 def base_of(folder: Path) -> Path:
-    """Return the folder of an adapter's base model, which is looked for on this machine alone.
+    """Return the folder of an adapter's base model. Only this machine is searched.
 
-    It is what `base_model_name_or_path` names as a path from the folder, from the one above it or
-    from the working directory, a folder of the same last name beside it, or in the cache of
-    huggingface_hub.
+    `base_model_name_or_path` is tried as a path relative to the folder, its parent folder and the
+    working directory; as the name of a folder next to it; and in the cache of huggingface_hub.
 
     Raises:
-        CheckpointError: It is in none of these places.
+        CheckpointError: The base model is not found.
     """
     content = _content(folder / ADAPTER)
     name = content.get("base_model_name_or_path")
@@ -60,34 +65,34 @@ def base_of(folder: Path) -> Path:
         last = Path(name).name
         places = (folder / name, folder.parent / name, Path(name), folder.parent / last)
         with reachable(folder, CheckpointError):
-            # an empty last name, as of "..", would be the adapter's own folder
+            # an empty last name, as in "..", would be the adapter's folder
             found = [p for p in places if p.is_dir() and not p.samefile(folder)]
         cached = None if found else _cached(name, content.get("revision"))
         if found or cached:
             return found[0] if found else cached  # type: ignore[return-value]
-    what = f"its base model, {name!r}, is not on this machine, and nothing is downloaded"
+    what = f"its base model {name!r} is not on this machine, and gradscope downloads nothing"
     if not name:
-        what = "it does not say what its base model is"
+        what = "it has no base_model_name_or_path"
     raise CheckpointError(what, where=str(folder / ADAPTER), remedy=_GIVE)
 
 
 def with_adapter(base: nn.Module, folder: Path, state: Any) -> tuple[nn.Module, tuple[str, ...]]:
     """Return peft's model of a base model and an adapter with the weights `state`, and notes.
 
-    Only what the adapter trains can be trained: all else is frozen.
+    Only the parameters that the adapter trains are trainable. The rest is frozen.
 
     Raises:
-        ModelError: peft is missing, cannot build the adapter, or one of its kind is refused.
-        CheckpointError: The weights are not all that the adapter trains.
+        ModelError: peft is missing, cannot build the adapter, or the adapter is not supported.
+        CheckpointError: Weights that the adapter trains are missing.
     """
     path = folder / ADAPTER
     content = _content(path)
     peft = need("peft", "this adapter", ModelError)
     values = state.values() if isinstance(state, Mapping) else [state]
     if not all(isinstance(v, Tensor) and not v.is_complex() for v in values):
-        raise CheckpointError("it holds something other than named real tensors", remedy=_AGAIN)
+        raise CheckpointError("it has values that are not named real tensors", remedy=_AGAIN)
     with located(path), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft's, to who trains an adapter
+        warnings.simplefilter("ignore")  # peft's warnings are about training
         try:
             config = peft.PeftConfig.from_peft_type(
                 **{k: v for k, v in content.items() if k != "runtime_config"}
@@ -95,13 +100,14 @@ def with_adapter(base: nn.Module, folder: Path, state: Any) -> tuple[nn.Module, 
             _require_kind(config)
             known = {f.name for f in fields(config)} | {"runtime_config", "peft_version"}
             unread = sorted(key for key, value in content.items() if value and key not in known)
-            if unread:  # peft would leave it out
+            if unread:  # peft would ignore it
                 raise ModelError(
                     f"peft {peft.__version__} has no setting {listed(unread)}",
-                    remedy="Install the one that wrote it. What does nothing can be deleted here.",
+                    remedy="Install the release of peft that wrote it. Settings without effect can "
+                    "be deleted here.",
                 )
-            config.inference_mode = False  # or nothing could be trained
-            held = isinstance(base, peft.PeftModel)  # a factory may have put it there
+            config.inference_mode = False  # else no parameter is trainable
+            held = isinstance(base, peft.PeftModel)  # a factory may have added the adapter
             model: nn.Module = base if held else _class(peft, config)(base, config)
             name = model.active_adapter
             own = peft.get_peft_model_state_dict(
@@ -110,39 +116,40 @@ def with_adapter(base: nn.Module, folder: Path, state: Any) -> tuple[nn.Module, 
             told = peft.set_peft_model_state_dict(model, dict(state), name)
         except (ModelError, MemoryError):
             raise
-        except Exception as error:  # whatever peft makes of a config, and of weights
-            what = f"peft cannot put the adapter onto its base model: {first_line(error)}"
-            raise ModelError(what, remedy=f"Is it the adapter's base model? {_GIVE}") from error
+        except Exception as error:  # peft can raise anything for a config and weights
+            what = f"peft cannot add the adapter to its base model: {first_line(error)}"
+            remedy = f"Check that this is the adapter's base model. {_GIVE}"
+            raise ModelError(what, remedy=remedy) from error
         check_finite(state, state, set(state))
         what = _misfit(model, own, state, told)
     if what:
         raise CheckpointError(
-            what, remedy=f"{_AGAIN} Or is the base model another, or of another class: {_CLASS}?"
+            what, remedy=f"{_AGAIN} Or check the base model and its class: {_CLASS}."
         )
-    return model, (f"An adapter ({content['peft_type']}): its parameters alone are trained.",)
+    return model, (f"Only the parameters of the adapter ({content['peft_type']}) are trainable.",)
 
 
 def _content(path: Path) -> dict[str, Any]:
     content = table(path, CheckpointError, _AGAIN)
     if not isinstance(content.get("peft_type"), str):
-        what = "is no table of settings with a `peft_type`"
+        what = "the file has no table of settings with a `peft_type`"
         raise CheckpointError(what, where=str(path), remedy=_AGAIN)
     return content
 
 
 def _class(peft: Any, config: Any) -> Any:
-    """Return peft's class of a model; that of any, unless the adapter asks what it is called with.
+    """Return peft's general model class, or a specific class if the adapter reads more inputs.
 
-    A Poly reads `task_ids`, an activated LoRA where the tokens invoke it.
+    A Poly reads `task_ids`. An activated LoRA reads the position of its invocation tokens.
     """
     if getattr(config, "alora_invocation_tokens", None):
-        return peft.PeftModelForCausalLM  # others leave it off
+        return peft.PeftModelForCausalLM  # the remaining classes do not activate it
     tasks = {"CAUSAL_LM": peft.PeftModelForCausalLM, "SEQ_2_SEQ_LM": peft.PeftModelForSeq2SeqLM}
     return tasks.get(config.task_type if config.peft_type == "POLY" else "", peft.PeftModel)
 
 
 def _repeated(name: str, state: Mapping[str, Tensor]) -> bool:
-    """Whether a bias is there a second time, as it is where all are trained and a whole layer."""
+    """Whether a bias is stored twice, as with bias="all" and a layer in modules_to_save."""
     one, other = state.get(name), state.get(name.replace(".modules_to_save.", "."))
     return one is not other and one is not None and other is not None and torch.equal(one, other)
 
@@ -150,29 +157,30 @@ def _repeated(name: str, state: Mapping[str, Tensor]) -> bool:
 def _misfit(
     model: nn.Module, own: Mapping[str, Tensor], state: Mapping[str, Tensor], told: Any
 ) -> str:
-    """Say what of an adapter's weights is not as peft saves it; "" if all is.
+    """Return a description of weights that differ from what peft saves, or "".
 
-    `own` is what it would save of the new adapter, `told` what it says of loading `state`.
+    `own` are the weights that peft would save for the new adapter. `told` is peft's report on
+    loading `state`.
     """
     absent = set(told.missing_keys)
     named = model.named_parameters(remove_duplicate=False)
-    given = {p for name, p in named if name not in absent}  # layers may share one
+    given = {p for name, p in named if name not in absent}  # layers may share a parameter
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     missing = sorted(name for name, p in trained.items() if p not in given)
     memory = {p.data_ptr() for p in trained.values()}
-    # what else is saved is drawn at random, and drawn anew where it is absent
+    # further saved tensors are random; peft draws new random numbers for missing tensors
     missing += [n for n, v in own.items() if n not in state and v.data_ptr() not in memory]
     unknown = sorted(name for name in told.unexpected_keys if not _repeated(name, state))
     whole = sorted(name for name, v in state.items() if not v.dtype.is_floating_point)
-    kept = {name: v for name, v in own.items() if not v.dtype.is_floating_point}  # counts, places
+    kept = {name: v for name, v in own.items() if not v.dtype.is_floating_point}  # counts, indices
     cast = [name for name in whole if name not in kept]
     if missing:
-        return f"not all of the adapter is in it: {listed(missing)} missing"
+        return f"weights of the adapter are missing: {listed(missing)}"
     if unknown:
-        return f"without a place in the model: {listed(unknown)}"
-    if cast:  # peft would make floating-point numbers of them
+        return f"the model has no parameters for {listed(unknown)}"
+    if cast:  # peft would cast them to floating-point numbers
         dtypes = ", ".join(sorted({str(state[n].dtype) for n in cast}))
-        return f"weights are no floating-point numbers, but {dtypes}: {listed(cast)}"
+        return f"weights are not floating-point numbers but {dtypes}: {listed(cast)}"
     layers = dict(model.named_modules())
     outside = [
         name
@@ -180,13 +188,13 @@ def _misfit(
         if state[name].shape != drawn.shape
         or not _inside(layers.get(name.rpartition(".")[0]), state[name])
     ]
-    return f"these are no places in the layer's weight: {listed(outside)}" if outside else ""
+    return f"indices are outside of the layer's weight: {listed(outside)}" if outside else ""
 
 
 def _inside(layer: Any, places: Tensor) -> bool:
-    """Whether places are in a layer's weight, beyond which torch would write without a word.
+    """Whether indices are inside a layer's weight; torch would silently write outside of it.
 
-    They are (axes, k), or (k,) counted through all its entries; what is no list of places is.
+    Indices are (axes, k), or (k,) into the flattened weight. Other tensors return True.
     """
     base = layer.get_base_layer() if hasattr(layer, "get_base_layer") else None
     weight = getattr(base, "weight", None)
@@ -200,11 +208,11 @@ def _inside(layer: Any, places: Tensor) -> bool:
 
 
 def _require_kind(config: Any) -> None:
-    """Refuse adapters that are more than modules within the model, or not the same twice."""
+    """Raise for adapters that change more than modules of the model, or that are random."""
     kind = config.peft_type.value
     if config.is_prompt_learning:
         raise ModelError(
-            f"{kind} adds positions to the inputs, not modules to the model",
+            f"adapters of type {kind} add positions to the inputs, which is not supported",
             remedy="Write a factory that returns the whole model, and a loss for its outputs.",
         )
     if kind == "XLORA":
@@ -214,15 +222,16 @@ def _require_kind(config: Any) -> None:
         )
     if getattr(config, "save_only_topk_weights", False):
         raise ModelError(
-            "of its weights only the largest were saved (save_only_topk_weights)",
-            remedy="Save it again without that: the others have gradients, too.",
+            "only its largest weights were saved (save_only_topk_weights)",
+            remedy="Save the adapter again without save_only_topk_weights, because all weights "
+            "have gradients.",
         )
     drawn = str(getattr(config, "init_lora_weights", ""))
     if "niter" in drawn:
         raise ModelError(
-            f"with init_lora_weights={drawn!r} the base model's weights are changed by random "
-            "numbers whenever the adapter is opened",
-            remedy="Convert it to LoRA: save_pretrained(..., "
+            f"with init_lora_weights={drawn!r}, random numbers change the base model's weights "
+            "each time the adapter is loaded",
+            remedy="Convert the adapter to LoRA: save_pretrained(..., "
             "path_initial_model_for_weight_conversion=...).",
         )
 
@@ -231,5 +240,5 @@ def _cached(name: str, revision: Any) -> Path | None:
     hub = need("huggingface_hub", "this adapter", ModelError)
     try:
         return Path(hub.snapshot_download(name, revision=revision, local_files_only=True))
-    except (OSError, ValueError):  # no such name, or it is not there
+    except (OSError, ValueError):  # the name is unknown or not in the cache
         return None

@@ -1,6 +1,6 @@
-"""Which state dict of a checkpoint is the model's, and whether it fits, tensor by tensor.
+"""Finds the model's state dict in a checkpoint, and checks that every tensor fits.
 
-Nothing is loaded here.
+This module loads nothing into the model.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,24 +17,24 @@ from gradscope.core.texts import article, listed
 from gradscope.errors import CheckpointError
 from gradscope.sources.code import user_file
 
-_DEPTH = 3  # such as checkpoint["ema"]["module"]["state_dict"]
+_DEPTH = 3  # for example checkpoint["ema"]["module"]["state_dict"]
 _PREFIXES = ("module.", "_orig_mod.", "model.")  # DataParallel's, torch.compile's, Lightning's
-_COMPILED = "._orig_mod."  # within a name: a part was compiled
-_COUNTER = "n_averaged"  # what torch's AveragedModel has beside the names that begin with module.
+_COMPILED = "._orig_mod."  # in a name: the part was compiled
+_COUNTER = "n_averaged"  # the counter of torch's AveragedModel; all other names have "module."
 _SAVE = "Save model.state_dict()."
-_CHECK = "Check that the factory and its kwargs build the model that was saved."
+_CHECK = "Check that the factory and its kwargs build the saved model."
 
 StateDict = Mapping[str, Any]  # {name: tensor}, a state dict
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A state dict that fits: found under `key`, without `prefix`, in the model's dtypes."""
+    """A fitting state dict, found under `key`, without `prefix`, in the model's dtypes."""
 
     state: dict[str, Any]  # all names of the model
     key: str
     prefix: str
-    tensors: int  # of the state that were in the checkpoint
+    tensors: int  # number of tensors from the checkpoint
     notes: tuple[str, ...]
 
 
@@ -45,11 +45,11 @@ def fit_state(
     ignore: Sequence[str],
     asked: torch.dtype | None = None,
 ) -> Fit:
-    """Return the state dict in what a checkpoint holds, if all of it fits the model.
+    """Return the state dict in a checkpoint's content if all of it fits the model, or raise.
 
-    `key` says where it is, otherwise it is the only one with the model's names; `ignore` are globs
-    of names that are left out where the model has no such name. A cast to the dtype that was
-    `asked` for is noted only if it rounds.
+    It is the state dict under `key`, or else the only state dict with the model's names. `ignore`
+    are globs of names to leave out if the model does not have them. A cast to the dtype `asked`
+    is noted only if it rounds.
     """
     with user_file("the model's own state_dict"):
         expected: StateDict = model.state_dict()
@@ -57,11 +57,11 @@ def fit_state(
     odd = [repr(name) for name in state if not isinstance(name, str)]
     if odd:
         what = f"these names in the state dict are not text: {listed(odd)}"
-        raise CheckpointError(what, remedy="Save model.state_dict() as it is.")
+        raise CheckpointError(what, remedy="Save model.state_dict() without changes.")
     kept = _without(_without_counter(state, expected), expected, ignore)
     prefix, named = _stripped(kept, expected)
     values = _without(named, expected, ignore)
-    # what a script keeps beside the weights is no weight
+    # drop further values that a script saved, which are not tensors
     values = {k: v for k, v in values.items() if k in expected or isinstance(v, Tensor)}
     renamed = [k for k in kept if k.removeprefix(prefix) not in named]
     dropped = (*(k for k in state if k not in kept), *(k for k in named if k not in values))
@@ -79,13 +79,13 @@ def fit_state(
     check_finite(values, expected, {*own})
     _require_range(cast, lost)
     notes = {
-        f"The weights are those under {key!r} of the checkpoint.": key,
-        f"Left out of the checkpoint, as not the model's: {listed(dropped)}.": dropped,
-        f"The prefix {prefix!r} was taken off all names in the checkpoint.": prefix,
-        f"By the same name but for what torch.compile adds: {listed(renamed)}.": renamed,
-        f"Cast to the model's dtype: {listed(casts)}.": casts,
+        f"The weights are read from the key {key!r} of the checkpoint.": key,
+        f"Entries of the checkpoint were ignored: {listed(dropped)}.": dropped,
+        f"The prefix {prefix!r} was removed from all names in the checkpoint.": prefix,
+        f"Names were matched without the prefix of torch.compile: {listed(renamed)}.": renamed,
+        f"Tensors were cast to the model's dtype: {listed(casts)}.": casts,
         rounding_note(lost): lost,
-        f"Not in the checkpoint, tied to others that are: {listed(tied)}.": tied,
+        f"Tied tensors missing in the checkpoint were filled in: {listed(tied)}.": tied,
     }
     told = tuple(note for note, done in notes.items() if done)
     return Fit(cast, key, prefix, len(cast) - len(tied), told)
@@ -101,7 +101,7 @@ class Change:
 
     @property
     def rounds(self) -> bool:
-        """Whether the model has fewer digits."""
+        """Whether the model's dtype has fewer digits."""
         return torch.finfo(self.stored).eps < torch.finfo(self.loaded).eps
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ class Change:
 
 
 def rounding_note(lost: Sequence[Change]) -> str:
-    """Return a sentence on a checkpoint that has more digits than the model, "" if it has not."""
+    """Return a note for a checkpoint with more digits than the model, or ""."""
     if not lost:
         return ""
     widest = min((c.stored.to_real() for c in lost), key=lambda dtype: torch.finfo(dtype).eps)
@@ -121,7 +121,7 @@ def rounding_note(lost: Sequence[Change]) -> str:
 
 
 def changed_dtypes(state: Mapping[str, Any], model: nn.Module) -> list[Change]:
-    """Return what is rounded of weights that were loaded by another library, by dtype alone."""
+    """Return the dtypes that are rounded in weights loaded by a different library."""
     stored = {v.dtype.to_real() for v in state.values() if isinstance(v, Tensor) and _inexact(v)}
     loaded = {p.dtype.to_real() for p in model.parameters() if _inexact(p)}
     most = min(loaded, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
@@ -134,42 +134,42 @@ def _inexact(t: Tensor) -> bool:
 
 
 def _require_range(cast: StateDict, lost: Sequence[Change]) -> None:
-    """Refuse finite values that are too large for the model's dtype."""
+    """Raise for finite values that are too large for the model's dtype."""
     values = {c.name: cast[c.name] for c in lost if cast[c.name].itemsize > 1}
     bad = {name: int((~torch.isfinite(value)).sum()) for name, value in values.items()}
     wrong = [f"{k} ({n} of {cast[k].numel()})" for k, n in bad.items() if n]
     if wrong:
         dtype = dtype_name(next(cast[k].dtype for k, n in bad.items() if n))
         raise CheckpointError(
-            f"{len(wrong)} tensors hold values that are too large for {dtype}: {listed(wrong)}",
-            remedy='Compute in a dtype of a larger range, such as dtype="float64".',
+            f"{len(wrong)} tensors have values that are too large for {dtype}: {listed(wrong)}",
+            remedy='Compute in a dtype with a larger range, such as dtype="float64".',
         )
 
 
 def check_finite(values: StateDict, expected: StateDict, parameters: set[str]) -> None:
-    """Refuse values that are not finite, but for buffers that hold what the model's own hold."""
+    """Raise for values that are not finite, except for buffers that equal the new model's."""
     wrong = []
     for name, value in values.items():
         if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
             continue
         bad = ~torch.isfinite(value.float() if value.itemsize == 1 else value)
-        if name not in parameters:  # an attention mask holds -inf, as the new model's own does
+        if name not in parameters:  # an attention mask has -inf, also in the new model
             bad &= value != expected[name].to(value.device)
         if bad.any():
             wrong.append(f"{name} ({int(bad.sum())} of {value.numel()})")
     if wrong:
         raise CheckpointError(
-            f"{len(wrong)} tensors hold values that are not finite: {listed(wrong)}",
-            remedy="Take a checkpoint from before the training diverged.",
+            f"{len(wrong)} tensors have values that are not finite: {listed(wrong)}",
+            remedy="Use a checkpoint from before the training diverged.",
         )
 
 
 def state_dicts(content: Any) -> list[tuple[str, Mapping[Any, Any]]]:
-    """Return everything in a checkpoint that may be a state dict, each with its dotted key."""
+    """Return all possible state dicts in a checkpoint, each with its dotted key."""
     seen: set[int] = set()
 
     def below(content: Any, key: str, depth: int) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-        if id(content) in seen:  # a pickled table may hold itself
+        if id(content) in seen:  # a pickled table may contain itself
             return
         seen.add(id(content))
         if isinstance(content, nn.Module):
@@ -187,12 +187,12 @@ def state_dicts(content: Any) -> list[tuple[str, Mapping[Any, Any]]]:
 def _state_dict(
     content: Any, expected: StateDict, key: str | None
 ) -> tuple[str, Mapping[Any, Any]]:
-    """Return the state dict under a key, otherwise the only one that has the most of the names."""
+    """Return the state dict under a key, or the only state dict with most of the model's names."""
     if isinstance(content, Tensor):
-        raise CheckpointError("it holds a single tensor, not a state dict", remedy=_SAVE)
+        raise CheckpointError("it has a single tensor, not a state dict", remedy=_SAVE)
     if not isinstance(content, Mapping | nn.Module):
         kind = article(type(content).__name__)
-        raise CheckpointError(f"it holds {kind}, not a state dict", remedy=_SAVE)
+        raise CheckpointError(f"it has {kind}, not a state dict", remedy=_SAVE)
     found = state_dicts(content)
     if key is not None:
         return state_dict_under(content, found, key)
@@ -205,7 +205,7 @@ def _state_dict(
     chosen = [each for each, score in zip(found, scores, strict=True) if score == best]
     if not found or (not best and len(found) > 1):
         if isinstance(content, Mapping) and {"state", "param_groups"} <= content.keys():
-            what = "it holds the state of an optimiser, not the weights of a model"
+            what = "it has the state of an optimiser, not the weights of a model"
             raise CheckpointError(what, remedy=_SAVE)
         if isinstance(content, Mapping) and any(hasattr(v, "__array__") for v in content.values()):
             what = f"its values are numpy arrays, not tensors: {listed(map(str, content))}"
@@ -213,9 +213,9 @@ def _state_dict(
             raise CheckpointError(what, remedy=remedy)
         keys = listed(repr(k) for k in content) if isinstance(content, Mapping) else ""
         raise CheckpointError(
-            f"there is no state dict of the model in it; its keys are: {keys or 'none'}",
-            remedy=f"{_SAVE} It may stand under a key, such as 'model'; one that is deeper than "
-            "four is named with `key`.",
+            f"it has no state dict of the model; its keys are: {keys or 'none'}",
+            remedy=f"{_SAVE} A state dict under a key, such as 'model', is found up to four levels "
+            "deep; name a deeper key with `key`.",
         )
     return _only(chosen)
 
@@ -226,10 +226,10 @@ def state_dict_under(
     """Return the state dict under a key of a checkpoint; `found` are its `state_dicts`.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: There is no state dict under the key.
     """
     below: Any = content
-    for part in key.split("."):  # it may lie deeper than is looked by itself
+    for part in key.split("."):  # a given key may be deeper than the search
         below = below.get(part) if isinstance(below, Mapping) else None
     deeper = isinstance(below, Mapping) and any(isinstance(v, Tensor) for v in below.values())
     for name, state in (*found, *([(key, below)] if deeper else [])):
@@ -238,17 +238,17 @@ def state_dict_under(
     if beginning := _beginning(found, key):
         return _only(beginning)
     known = [name for name, _ in found if name]
-    hint = suggestion(key, known).replace("Supported", "There are")
+    hint = suggestion(key, known).replace("Supported", "It has")
     what = f"there is no state dict under {key!r} in it"
-    raise CheckpointError(what, remedy=hint if known else "There is none under any key.")
+    raise CheckpointError(what, remedy=hint if known else "It has no state dict under any key.")
 
 
 def _only(chosen: Sequence[tuple[str, Mapping[Any, Any]]]) -> tuple[str, Mapping[Any, Any]]:
     if len(chosen) > 1:
         keys = listed(name or "the top level" for name, _ in chosen)
         raise CheckpointError(
-            f"there is a state dict that may be meant under each of {keys}",
-            remedy="Name the one you mean with `key`.",
+            f"several state dicts fit, under the keys {keys}",
+            remedy="Name the key with `key`.",
         )
     return chosen[0]
 
@@ -256,7 +256,7 @@ def _only(chosen: Sequence[tuple[str, Mapping[Any, Any]]]) -> tuple[str, Mapping
 def _beginning(
     found: Sequence[tuple[str, Mapping[Any, Any]]], key: str
 ) -> list[tuple[str, Mapping[Any, Any]]]:
-    """Return what stands in state dicts of several models under names that begin with a key."""
+    """Return the parts of state dicts whose names begin with a key, without the key."""
     parts: list[tuple[str, Mapping[Any, Any]]] = []
     for name, state in found:
         own = key.removeprefix(f"{name}.") if name else key
@@ -268,7 +268,7 @@ def _beginning(
 
 
 def _without_counter(state: StateDict, expected: StateDict) -> StateDict:
-    """Leave out the counter of averaged weights, where that is clearly what it is."""
+    """Drop the counter of averaged weights if all remaining names have AveragedModel's prefix."""
     others = [name for name in state if name != _COUNTER]
     averaged = _COUNTER in state and _COUNTER not in expected and others
     if not averaged or not all(name.startswith(_PREFIXES[0]) for name in others):
@@ -277,7 +277,7 @@ def _without_counter(state: StateDict, expected: StateDict) -> StateDict:
 
 
 def _without(state: StateDict, expected: StateDict, ignore: Sequence[str]) -> StateDict:
-    """Leave out what one of the globs names and the model has not, with or without prefixes."""
+    """Drop names that match a glob and that the model does not have, with or without prefixes."""
 
     def known(name: str) -> bool:
         while name not in expected and (found := [p for p in _PREFIXES if name.startswith(p)]):
@@ -292,7 +292,7 @@ def _without(state: StateDict, expected: StateDict, ignore: Sequence[str]) -> St
 
 
 def _stripped(state: StateDict, expected: StateDict) -> tuple[str, StateDict]:
-    """Take prefixes off that every name has, as far as it makes more of the names fit."""
+    """Remove prefixes that all names have, if more names then fit."""
     candidates = [("", state)]
     while (current := candidates[-1][1]) and (part := next(iter(current)).partition(".")[0] + "."):
         if not all(name.startswith(part) and name != part for name in current):
@@ -304,7 +304,7 @@ def _stripped(state: StateDict, expected: StateDict) -> tuple[str, StateDict]:
 
 
 def _uncompiled(state: StateDict, expected: StateDict) -> StateDict:
-    """Name what was compiled in one of the two alone as the model does."""
+    """Rename parts that are compiled only in the checkpoint, or only in the model."""
     plain = {name.replace(_COMPILED, "."): name for name in expected}
     named = {
         k if k in expected else plain.get(k.replace(_COMPILED, "."), k): v for k, v in state.items()
@@ -315,9 +315,9 @@ def _uncompiled(state: StateDict, expected: StateDict) -> StateDict:
 def _with_tied(
     values: StateDict, expected: StateDict, own: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Fill in names of a tensor that the checkpoint has under another of its names.
+    """Fill in missing names of tied tensors that the checkpoint has under a different name.
 
-    One without memory is the same if it is the same of the model's `own` parameters.
+    Tensors on the meta device are tied if they are the same parameter in `own`.
     """
     groups: dict[Any, list[str]] = {}
     for name, tensor in expected.items():
@@ -332,8 +332,8 @@ def _with_tied(
             first, other = values[there[0]], values[name]
             if first.shape == other.shape and not torch.equal(first.to(other.dtype), other):
                 raise CheckpointError(
-                    f"{there[0]!r} and {name!r} are one tensor in the model, but differ here",
-                    remedy="Save the state dict of a model that ties them too.",
+                    f"{there[0]!r} and {name!r} are tied in the model, but differ in the file",
+                    remedy="Save the state dict of a model that also ties them.",
                 )
         for name in names if there else []:
             if name not in values:
@@ -351,42 +351,47 @@ def _check_names(values: StateDict, expected: StateDict, key: str) -> None:
     told = "; ".join(f"{len(names)} {what} ({listed(names)})" for names, what in sides if names)
     remedy = _CHECK
     if not missing:
-        remedy += ' ignore="GLOB" leaves out what it does not have.'
+        remedy += ' Or leave out names that the model does not have with ignore="GLOB".'
     mixed = [p for p in _PREFIXES if any(name.startswith(p) for name in unexpected)]
     parts = {name.partition(".")[0] for name in unexpected if "." in name}
     own = [p for p in sorted(parts) if _covers(values, p, expected)]
     if own:
         keys = listed(f"{key}.{p}" if key else p for p in own)
-        remedy += f" All of the model's are under {keys}: name one with `key`."
+        remedy += f" All names of the model are under {keys}: give the key with `key`."
     elif mixed:
-        remedy += f" Not every name begins with {mixed[0]!r}, so it was not taken off."
-    what = f"the names do not fit the model's {len(expected)}: {told}"
+        remedy += f" Not every name begins with {mixed[0]!r}, so this prefix was not removed."
+    what = f"the names do not fit the model's {len(expected)} names: {told}"
     raise CheckpointError(what, remedy=remedy)
 
 
 def _covers(values: StateDict, part: str, expected: StateDict) -> bool:
-    """Whether the names that begin with a part are the model's, all of them."""
+    """Whether the names that begin with a part are exactly the model's names."""
     begin = f"{part}."
     named = {k.removeprefix(begin): v for k, v in values.items() if k.startswith(begin)}
     return _stripped(named, expected)[1].keys() == expected.keys()
 
 
 def _check_tensors(values: StateDict, expected: StateDict) -> list[Change]:
-    """Return what is to be cast: floating-point numbers to other floating-point numbers only."""
+    """Return the casts to make, or raise if a tensor does not fit.
+
+    Only floating-point numbers are cast to floating-point numbers.
+    """
     wrong: list[str] = []
     casts: list[Change] = []
     for name, want in expected.items():
         got = values[name]
-        if not isinstance(want, Tensor):  # extra state, of whatever kind the module makes of it
+        if not isinstance(want, Tensor):  # extra state of a module can have any type
             continue
         if not isinstance(got, Tensor):
             wrong.append(f"{name}: a {type(got).__name__}, not a tensor")
         elif got.is_meta:
-            wrong.append(f"{name}: a tensor of the meta device, without numbers")
+            wrong.append(f"{name}: a tensor on the meta device, without values")
         elif got.layout != torch.strided or got.is_quantized:
             wrong.append(f"{name}: a sparse or quantized tensor")
         elif got.shape != want.shape:
-            wrong.append(f"{name}: {tuple(got.shape)} here, {tuple(want.shape)} in the model")
+            wrong.append(
+                f"{name}: {tuple(got.shape)} in the checkpoint, {tuple(want.shape)} in the model"
+            )
         elif got.dtype != want.dtype:
             change = Change(name, got.dtype, want.dtype)
             both = got.is_complex() if want.is_complex() else got.is_floating_point()
@@ -396,6 +401,6 @@ def _check_tensors(values: StateDict, expected: StateDict) -> list[Change]:
                 wrong.append(str(change))
     if wrong:
         what = f"{len(wrong)} of {len(expected)} tensors do not fit: {listed(wrong)}"
-        remedy = f"{_CHECK} Only floating-point numbers are cast, to floating-point numbers."
+        remedy = f"{_CHECK} Dtypes are cast only between floating-point dtypes."
         raise CheckpointError(what, remedy=remedy)
     return casts

@@ -1,7 +1,7 @@
-"""A Hugging Face model folder: config.json and weights. Local files only, no code from the folder.
+"""Loads Hugging Face model folders: config.json and weights. Local files only, no code is run.
 
-The weights are read by our own readers; transformers builds the model and maps old names to new
-ones. A model that answers with logits gives these alone, so that losses by name take its output.
+gradscope's readers read the weights. transformers builds the model and maps old names to new names.
+If a model's output has logits, the model returns only the logits, so losses by name accept them.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -23,7 +23,7 @@ from gradscope.sources.weights.readers import table
 
 CONFIG = "config.json"
 _ATTENTION = "attn_implementation"
-_OURS = ("architecture", _ATTENTION)  # arguments that are no values of a config
+_OURS = ("architecture", _ATTENTION)  # arguments that are not values of a config
 _SAVED = "Save the model again with save_pretrained, or write a factory for it (`model`)."
 
 
@@ -36,10 +36,10 @@ def build_from_config(
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """Return the model that a folder's config.json describes, with the weights `state`, and notes.
 
-    Of `kwargs`, `architecture` is the class in transformers, where it is not the config's;
-    `attn_implementation` says how attention is computed; others replace values of the config.
-    Weights `brought` by an adapter may be missing. If the config's dtype has fewer digits than the
-    weights, they are loaded in `dtype`.
+    In `kwargs`, `architecture` is a transformers class that replaces the config's class, and
+    `attn_implementation` selects the computation of attention. The remaining `kwargs` replace
+    values of the config. Weights `brought` by an adapter may be missing. If the config's dtype has
+    fewer digits than the weights, the weights are loaded in `dtype`.
     """
     with located(folder / CONFIG):
         content = _content(folder / CONFIG, kwargs)
@@ -50,7 +50,7 @@ def build_from_config(
             )
             for key in kwargs:
                 if key not in _OURS and not hasattr(config, key):
-                    what = f"the config has no value {key!r} that `kwargs` could replace"
+                    what = f"the config has no value {key!r}, which `kwargs` would replace"
                     raise ModelError(what, remedy=suggestion(key, sorted(config.to_dict())))
             config.update({k: v for k, v in kwargs.items() if k not in _OURS})
             if hasattr(config, "use_cache") and "use_cache" not in kwargs:
@@ -62,13 +62,13 @@ def build_from_config(
                 model, told = _loaded(kind, config, state, own | {"dtype": dtype})
         missing = sorted(set(told["missing_keys"]).difference(brought))
         wrong = sorted(
-            f"{name}: {tuple(here)} here, {tuple(there)} in the model"
+            f"{name}: {tuple(here)} in the checkpoint, {tuple(there)} in the model"
             for name, here, there in told["mismatched_keys"]
         )
         what, remedy = "", _SAVED
         if missing:
             what = f"{len(missing)} weights of the model are missing: {listed(missing)}"
-            remedy = "Name the architecture that was saved: kwargs = { architecture = ... }."
+            remedy = "Name the saved architecture: kwargs = { architecture = ... }."
         elif wrong:
             what = f"{len(wrong)} tensors do not fit: {listed(wrong)}"
         elif told["error_msgs"]:
@@ -84,27 +84,27 @@ def build_from_config(
     methods = {"forward": forward, "__module__": kind.__module__}
     model.__class__ = type(kind.__name__, (kind,), methods)
     unused = sorted(told["unexpected_keys"])
-    note = f"The model does not use these of the checkpoint: {listed(unused)}."
+    note = f"The model does not use these tensors of the checkpoint: {listed(unused)}."
     return model, (note,) if unused else ()
 
 
 def _loaded(
     kind: Any, config: Any, state: Mapping[str, Any], more: Mapping[str, Any]
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a model with its weights, and what transformers says of them."""
+    """Return a model with its weights, and transformers' report on loading them."""
     model, told = kind.from_pretrained(
         None,
         config=config,
         state_dict=dict(state),
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # told by the caller, in our own words
+        ignore_mismatched_sizes=True,  # the caller reports them
         **more,
     )
     return model, told
 
 
 def _content(path: Path, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Read config.json; refuse what would be executed: classes of the folder, other kernels."""
+    """Read config.json; raise if it would execute code, such as classes or custom kernels."""
     content = table(path, ModelError, _SAVED)
     if "quantization_config" in content:
         remedy = "Give the folder of the model before quantizing."
@@ -112,7 +112,7 @@ def _content(path: Path, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     settings = {**content, **kwargs}
     attention = [v for k, v in settings.items() if _ATTENTION in k and isinstance(v, str)]
     if "auto_map" in settings or any("/" in value for value in attention):
-        what = "the model needs code of its own, which is never executed"
+        what = "the model needs code from its folder or a hub, which is never executed"
         raise ModelError(what, remedy=_SAVED)
     return content
 
@@ -123,7 +123,7 @@ def _class(transformers: Any, content: Mapping[str, Any], kwargs: Mapping[str, A
     kind = getattr(transformers, name, None) if isinstance(name, str) else None
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise ModelError(
-            "it names no architecture" if name is None else f"transformers has no model {name!r}",
+            "it has no architecture" if name is None else f"transformers has no model {name!r}",
             remedy='Name a class of transformers: kwargs = { architecture = "..." } under [model].',
         )
     return kind
@@ -131,7 +131,7 @@ def _class(transformers: Any, content: Mapping[str, Any], kwargs: Mapping[str, A
 
 @contextmanager
 def _building(transformers: Any) -> Iterator[None]:
-    """Translate errors of transformers, and keep its reports and progress bars off the terminal."""
+    """Translate errors of transformers, and hide its reports and progress bars."""
     logging = transformers.utils.logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -140,7 +140,7 @@ def _building(transformers: Any) -> Iterator[None]:
         yield
     except ModelError:
         raise
-    except Exception as error:  # whatever transformers makes of a config
+    except Exception as error:  # transformers can raise anything for a config
         what = f"transformers cannot build the model: {first_line(error)}"
         raise ModelError(what, remedy=_SAVED) from error
     finally:

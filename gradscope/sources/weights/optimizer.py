@@ -16,17 +16,18 @@ from gradscope.sources.formats import reachable, reading
 from gradscope.sources.weights import read
 
 _SAVE = "Save optimizer.state_dict() of torch.optim.Adam or AdamW with torch.save."
-_IN_ORDER = "model"  # what may be given instead of a file of names
-_DEPTH = 2  # such as checkpoint["optimizer_states"][0]
+_IN_ORDER = "model"  # accepted instead of a file with names
+_DEPTH = 2  # for example checkpoint["optimizer_states"][0]
 
 
 def read_names(text: str) -> ParameterNames:
     """Read a JSON file with a list of the parameters' names in the optimiser's order.
 
-    `model` instead of a file says that each group is in the order of the model's parameters.
+    The text `model` instead of a file means that each group is in the order of the model's
+    parameters.
 
     Raises:
-        CheckpointError: The file cannot be read, or it is not a list of distinct names.
+        CheckpointError: The file cannot be read, or is not a list of different names.
     """
     if text == _IN_ORDER:
         return ParameterNames(None)
@@ -46,12 +47,12 @@ def read_names(text: str) -> ParameterNames:
 
 
 def read_optimizer(path: Path) -> OptimizerState:
-    """Read the state of an Adam or AdamW, alone in its file or in a checkpoint.
+    """Read the state of an Adam or AdamW from a file with the state, or from a checkpoint.
 
-    Nothing in it is executed.
+    No code in the file is executed.
 
     Raises:
-        CheckpointError: The file cannot be read, or holds no such state.
+        CheckpointError: The file cannot be read, or has no such state.
     """
     try:
         content, _ = read(path)
@@ -62,13 +63,13 @@ def read_optimizer(path: Path) -> OptimizerState:
         states = list(_states(content, _DEPTH))
         if len(states) != 1:
             raise CheckpointError(
-                f"it holds {len(states) or 'no'} states of an optimiser", remedy=_SAVE
+                f"it has {len(states) or 'no'} states of an optimiser", remedy=_SAVE
             )
         state = states[0]["state"]
         groups = []
         for group in states[0]["param_groups"]:
             numbers = group["params"]
-            known = all(isinstance(number, str) for number in numbers)  # as FSDP saves them
+            known = all(isinstance(number, str) for number in numbers)  # the form that FSDP saves
             names = group.get("param_names", numbers if known else [None] * len(numbers))
             own = [_moments(state.get(number), group) for number in numbers]
             groups.append(list(zip(names, own, strict=True)))
@@ -84,16 +85,16 @@ def _states(content: Any, depth: int) -> Iterator[Mapping[str, Any]]:
 
 
 def _moments(state: Any, group: Mapping[str, Any]) -> Moments | None:
-    """Return what the state of one parameter says, None if there is none."""
+    """Return the moments in the state of a parameter, or None without a state."""
     if not state:
         return None
     known = {"step", "exp_avg", "exp_avg_sq"} <= state.keys() and "mu_product" not in state
     if not known or not {"betas", "eps", "amsgrad"} <= group.keys():
-        raise CheckpointError("this is the state of another optimiser", remedy=_SAVE)
+        raise CheckpointError("this is not the state of an Adam or AdamW optimiser", remedy=_SAVE)
     if group.get("maximize"):
         raise CheckpointError(
-            "the optimiser maximises, and gradients here are those of losses",
-            remedy="Give the state of one that minimises.",
+            "the optimiser was created with maximize=True, which is not supported",
+            remedy="Give the state of an optimiser that minimises the loss.",
         )
     first, second = state["exp_avg"], state["exp_avg_sq"]
     if second.is_complex():

@@ -1,8 +1,8 @@
-"""The checkpoint formats: safetensors, torch.save's, several files; nothing in them is executed.
+"""Checkpoint formats: safetensors, torch.save and several files. No code in them is executed.
 
-Only `read_trusted` executes what a file says, and is called only if `unsafe_pickle` is given. Which
-of a folder's files hold the weights is found here, too. An index.json of several is
-{"weight_map": {name: file}}, as Hugging Face writes it.
+Only `read_trusted` can execute code of a file, and only with `unsafe_pickle`. This module also
+finds the files with weights in a folder. An index.json of several files is
+{"weight_map": {name: file}}, the format of Hugging Face.
 """
 
 import argparse
@@ -41,18 +41,18 @@ from gradscope.sources.formats import (
     require_regular,
 )
 
-TRUSTED = ("torch", "torch-legacy", "pickle")  # what unsafe_pickle lets execute code
+TRUSTED = ("torch", "torch-legacy", "pickle")  # formats that can execute code with unsafe_pickle
 
-_TORCH_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # what torch.save began with before 1.6
-_DIRECTORY = 0x10  # of a zip entry's attributes, as DOS has them
-_MAX_EXPANSION = 100  # torch.save does not compress; a bomb does
+_TORCH_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # first bytes of torch.save before 1.6
+_DIRECTORY = 0x10  # the DOS attribute of a directory in a zip entry
+_MAX_EXPANSION = 100  # torch.save does not compress, a zip bomb does
 _STATE_DICT = (
     "Save model.state_dict() with torch.save or safetensors, and give that file. "
     "If you trust this one, unsafe_pickle=True loads it."
 )
 
-# What training scripts put beside the weights, and what only holds data: a best score of numpy's,
-# a random state, the parsed arguments, a path. torch itself refuses these.
+# Types that training scripts save with the weights and that have only data: a numpy score, a random
+# state, parsed arguments, a path. torch refuses them by default.
 _HARMLESS: list[Any] = [
     argparse.Namespace,
     torch.utils.data.TensorDataset,
@@ -67,7 +67,7 @@ _HARMLESS: list[Any] = [
     ),
 ]
 
-# torch's unpickler names what it refuses in one of these ways
+# the forms in which torch's unpickler names a refused type
 _REFUSED = re.compile(
     r"GLOBAL (?P<g>\S+)|unrecognized function (?P<f>.+)|but got (?P<c><class .+>)"
     r"|(?P<m>\S+) must be imported to load"
@@ -77,25 +77,25 @@ _REFUSED = re.compile(
 @checkpoint_readers.register("safetensors")
 @matching(is_safetensors)
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """Named tensors and nothing else, as safetensors writes them."""
+    """Named tensors of a safetensors file."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
     size = path.stat().st_size
     if 8 + length > size:
-        raise _damaged(f"its header claims {length:,} bytes, the file has {size:,}")
+        raise _damaged(f"its header declares {length:,} bytes, but the file has {size:,}")
     return safetensors.torch.load_file(path, device="cpu")
 
 
 @checkpoint_readers.register("torch")
 @matching(is_zip)
 def read_torch(path: Path) -> Any:
-    """Tensors and plain containers, the zip archive that torch.save writes."""
+    """Tensors and plain containers in a zip archive of torch.save."""
     kind = _verified_kind(path)
     if kind != "saved":
         raise CheckpointError(
-            f"this is a {kind} archive, which holds a program",
-            remedy="Save model.state_dict(). If you trust the file, unsafe_pickle=True loads it, "
-            'as weights or, with model="checkpoint", as the model.',
+            f"this is a {kind} archive with a program",
+            remedy="Save model.state_dict(). If you trust the file, load it with "
+            'unsafe_pickle=True, as weights, or as the model with model="checkpoint".',
         )
     return _torch_load(path)
 
@@ -103,7 +103,7 @@ def read_torch(path: Path) -> Any:
 @checkpoint_readers.register("torch-legacy")
 @matching(lambda head: head.startswith(_TORCH_MAGIC))
 def read_torch_legacy(path: Path) -> Any:
-    """Tensors and plain containers, as torch.save wrote them before torch 1.6."""
+    """Tensors and plain containers in a file of torch.save before torch 1.6."""
     return _torch_load(path)
 
 
@@ -116,40 +116,40 @@ def read_torch_legacy(path: Path) -> Any:
     )
 )
 def refuse_pickle(path: Path) -> Any:
-    """Any objects, as pickle writes them: they execute code, so only with --unsafe-pickle."""
+    """Any objects in a pickle file, which executes code: only with --unsafe-pickle."""
     what = "this is a Python pickle, which could execute code and is never loaded"
     raise CheckpointError(what, remedy=_STATE_DICT)
 
 
 def _torch_load(path: Path) -> Any:
     try:
-        # weights_only must be given: its default obeys an environment variable. An open file must
-        # be given: by a path, torch goes by the suffix.
+        # Pass weights_only: an environment variable changes its default. Pass an open file: with a
+        # path, torch reads the suffix.
         with (
             path.open("rb") as file,
             torch.serialization.safe_globals(_HARMLESS),
             warnings.catch_warnings(),
         ):
-            warnings.simplefilter("ignore")  # torch's own, by release: no code of the user's runs
+            warnings.simplefilter("ignore")  # torch's warnings; no user code runs here
             return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         refused = _REFUSED.search(str(error))
         if refused is not None:
             name = next(text for text in refused.groups() if text)
             raise CheckpointError(
-                f"it holds more than tensors: {name}. Such a file can execute code and is not "
-                "loaded",
+                f"it has values that are not tensors: {name}. The file could execute code and is "
+                "not loaded",
                 remedy=_STATE_DICT,
             ) from error
         if isinstance(error, pickle.UnpicklingError):
-            # torch's own text advises to switch its protection off
-            reason = "its pickled part cannot be read without executing code, or not at all"
+            # torch's message advises to disable its protection
+            reason = "its pickled part is invalid, or cannot be read without executing code"
             raise _damaged(reason) from error
         raise
 
 
 def _verified_kind(path: Path) -> Literal["saved", "TorchScript", "torch.export"]:
-    """Return what of torch's wrote a zip archive, every part of which has its checksum."""
+    """Return the torch function that wrote a zip archive, after a check of all checksums."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         names = [entry.filename for entry in entries]
@@ -163,14 +163,14 @@ def _verified_kind(path: Path) -> Literal["saved", "TorchScript", "torch.export"
             remedy = "Give a file of torch.save or safetensors as CHECKPOINT, and data as DATASET."
             raise CheckpointError(f"this is a {found}", remedy=remedy)
         if len(set(names)) < len(names):
-            raise _damaged("several of its parts have one name")
+            raise _damaged("several of its parts have the same name")
         claimed = sum(entry.file_size for entry in entries)
         if claimed > _MAX_EXPANSION * path.stat().st_size:
-            raise _damaged(f"its parts claim {claimed:,} bytes in all")
+            raise _damaged(f"its parts declare {claimed:,} bytes in total")
         empty = [e.filename for e in entries if e.file_size and e.external_attr & _DIRECTORY]
-        if empty:  # torch takes these for folders, and leaves the tensor's memory as it was
+        if empty:  # torch reads these as folders and leaves the tensor's memory unset
             raise _damaged(f"its part {empty[0]!r} is marked as a folder")
-        broken = archive.testzip()  # torch itself loads a flipped bit without a word
+        broken = archive.testzip()  # torch loads a flipped bit without an error
         if broken is not None:
             raise _damaged(f"the checksum of its part {broken!r} is wrong")
     return "TorchScript" if script else "torch.export" if program else "saved"
@@ -181,22 +181,21 @@ def _damaged(reason: str) -> CheckpointError:
 
 
 def read_trusted(path: Path, name: str) -> Any:
-    """Return what a file holds that the user trusts, executing whatever it says.
+    """Return the content of a file that the user trusts; this can execute any code in the file.
 
-    `name` is the reader for it, one of `TRUSTED`. A TorchScript or torch.export archive becomes
-    the module it holds.
+    `name` is the reader, one of `TRUSTED`. A TorchScript or torch.export archive gives its module.
     """
     kind = _verified_kind(path) if name == "torch" else "saved"
-    try:  # what the file's code prints goes to stderr
+    try:  # output of the file's code is sent to stderr
         with (
             path.open("rb") as file,
             redirect_stdout(sys.stderr),
             importable(Path.cwd()),
             warnings.catch_warnings(),
         ):
-            for deprecated in (DeprecationWarning, FutureWarning):  # torch.jit, by release
+            for deprecated in (DeprecationWarning, FutureWarning):  # some releases: torch.jit
                 warnings.simplefilter("ignore", deprecated)
-            # torch.export.load of 2.10 says this of its own reading
+            # torch.export.load of torch 2.10 warns about its own reading
             warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
             if kind == "TorchScript":
                 return torch.jit.load(file, map_location="cpu")  # type: ignore[no-untyped-call]
@@ -210,9 +209,9 @@ def read_trusted(path: Path, name: str) -> Any:
         raise CheckpointError(what, remedy=remedy) from error
     except (AttributeError, ImportError) as error:
         raise CheckpointError(
-            f"what was pickled needs a name that is not here: {first_line(error)}",
-            remedy="Pickled objects are found by module and name: run in the folder of that "
-            "module. Better save model.state_dict(), which needs no names.",
+            f"a pickled object needs a module or name that is missing: {first_line(error)}",
+            remedy="Run in the folder of this module. Or save model.state_dict(), which needs no "
+            "modules.",
         ) from error
 
 
@@ -224,28 +223,28 @@ def _program(program: torch.export.ExportedProgram) -> nn.Module:
     if sizes and all(isinstance(size, int) for size in sizes):
         raise CheckpointError(
             f"this program was exported for batches of {sizes[0]} only",
-            remedy="Export it with dynamic_shapes: the first axis of its inputs Dim.DYNAMIC.",
+            remedy="Export it with dynamic_shapes, with Dim.DYNAMIC for the first axis of inputs.",
         )
     return program.module()
 
 
-ADAPTER = "adapter_config.json"  # PEFT's
-ADAPTER_WEIGHTS = "adapter_model"  # with a suffix
+ADAPTER = "adapter_config.json"  # PEFT's config file
+ADAPTER_WEIGHTS = "adapter_model"  # PEFT's file of weights, without suffix
 
-_NAMES = (  # Hugging Face's, in the order in which it looks for them
+_NAMES = (  # Hugging Face's files, in its order of search
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
 _SUFFIXES = {".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pt2"}
-_OTHERS = {"optimizer", "scheduler", "rng_state", "training_args", "scaler"}  # of a trainer
+_OTHERS = {"optimizer", "scheduler", "rng_state", "training_args", "scaler"}  # a trainer's files
 _MAX_BYTES = 2**27  # the names of the largest models take a few megabytes
 _AGAIN = "Download the folder again, or write it again with save_pretrained."
 
 
 def table(path: Path, error: type[InputError], remedy: str, most: int = 2**24) -> dict[str, Any]:
-    """Return a file's table of settings, JSON of at most so many bytes, or raise `error`."""
+    """Return the table of settings in a JSON file of at most `most` bytes, or raise `error`."""
     with reachable(path, error):
         require_regular(path, error)
     with reachable(path, error), path.open("rb") as file:
@@ -253,16 +252,16 @@ def table(path: Path, error: type[InputError], remedy: str, most: int = 2**24) -
     try:
         content = json.loads(text, object_pairs_hook=distinct) if len(text) <= most else None
     except (ValueError, RecursionError) as failure:
-        what = f"is no JSON, or ambiguous: {first_line(failure)}"
+        what = f"the file is not valid JSON: {first_line(failure)}"
         raise error(what, where=str(path), remedy=remedy) from failure
     if not isinstance(content, dict):
-        what = f"is no table of settings of at most {most:,} bytes"
+        what = f"the file is not a table of settings of at most {most:,} bytes"
         raise error(what, where=str(path), remedy=remedy)
     return content
 
 
 def weights_in(folder: Path) -> Path:
-    """Return the one file of a folder that holds the weights, or that lists those which do."""
+    """Return the file of a folder that has the weights, or the index of the files with weights."""
     names = sorted(entry.name for entry in folder.iterdir())
     for name in _NAMES:
         if name in names:
@@ -273,22 +272,22 @@ def weights_in(folder: Path) -> Path:
     if ".metadata" in names and any(name.endswith(".distcp") for name in names):
         what = "this is a distributed checkpoint; its metadata are a pickle, which is never loaded"
         tool = "python -m torch.distributed.checkpoint.format_utils"
-        remedy = f"Convert it: {tool} dcp_to_torch FOLDER OUT.pt"
+        remedy = f"Convert it with {tool} dcp_to_torch FOLDER OUT.pt"
     elif ADAPTER in names and (own := [n for n in files if Path(n).stem == ADAPTER_WEIGHTS]):
-        return folder / own[0]  # of two, .bin and .safetensors, the older form comes first
+        return folder / own[0]  # .bin is before .safetensors
     elif "data.pkl" in names:
         what = "this is an unpacked archive of torch.save"
-        remedy = "Pack it again, or give the file as it was."
+        remedy = "Give the original file, or pack the folder again."
     elif len(found) == 1:
         return folder / found[0]
     elif not found:
-        held = f"it holds: {listed(names)}" if names else "it is empty"
-        what, remedy = f"no weights are in this folder; {held}", "Give the file itself."
+        held = f"it has {listed(names)}" if names else "it is empty"
+        what, remedy = f"this folder has no weights; {held}", "Give the file with the weights."
     elif any("-of-" in name for name in found):
-        what = f"the index.json that lists the parts of the checkpoint is missing: {listed(found)}"
-        remedy = "Download the folder again, index included."
+        what = f"the index.json of the checkpoint's parts is missing: {listed(found)}"
+        remedy = "Download the folder again, including the index."
     else:
-        what, remedy = f"several files may be meant: {listed(found)}", "Give one of them."
+        what, remedy = f"this folder has several checkpoints: {listed(found)}", "Give one file."
     raise CheckpointError(what, where=str(folder), remedy=remedy)
 
 
@@ -301,7 +300,7 @@ def weights_in(folder: Path) -> Path:
     )
 )
 def read_index(path: Path) -> dict[str, Tensor]:
-    """Tensors in several files that an index.json lists, as Hugging Face writes them."""
+    """Tensors in several files listed in an index.json (Hugging Face)."""
     content: dict[str, Tensor] = {}
     for file, names in _shards(path).items():
         shard = path.parent / file
@@ -311,11 +310,11 @@ def read_index(path: Path) -> dict[str, Tensor]:
         with reading(CheckpointError, shard):
             held = checkpoint_readers.get(reader)(shard)
         if not isinstance(held, Mapping) or not all(isinstance(v, Tensor) for v in held.values()):
-            raise _wrong(f"{shard.name} holds something other than named tensors")
+            raise _wrong(f"{shard.name} has values that are not named tensors")
         absent = [name for name in names if name not in held]
         if absent:
             count = f"{len(absent)} tensors that it lists in {file}"
-            raise _wrong(f"{count} are not there: {listed(absent)}")
+            raise _wrong(f"{count} are missing: {listed(absent)}")
         twice = [name for name in held if name in content]
         if twice:
             raise _wrong(f"{len(twice)} tensors are in more than one file: {listed(twice)}")
@@ -324,24 +323,24 @@ def read_index(path: Path) -> dict[str, Tensor]:
 
 
 def files_of(path: Path) -> tuple[Path, ...]:
-    """Return all files that an index stands for, itself first."""
+    """Return the index and all files that it lists."""
     return (path, *(path.parent / file for file in _shards(path)))
 
 
 def _shards(path: Path) -> dict[str, list[str]]:
-    """Return {file: the names listed in it}, the files in order."""
+    """Return {file: names of its tensors}, sorted by file."""
     shards: dict[str, list[str]] = {}
     for name, file in _table(path).items():
-        place = PureWindowsPath(str(file))  # whatever system it was written on
+        place = PureWindowsPath(str(file))  # the index may be written on any system
         inside = not place.drive and not place.root and ".." not in place.parts
         if not isinstance(file, str) or not file.isprintable() or not (inside and place.parts):
-            raise _wrong(f"{name!r} is in {file!r}, which is no file of its own folder")
+            raise _wrong(f"{name!r} is in {file!r}, which is not a file in the index's folder")
         shards.setdefault(file, []).append(name)
     with reachable(path, CheckpointError):
         absent = [file for file in shards if not (path.parent / file).exists()]
     if absent:
         beside = sorted(p.name for p in path.parent.iterdir() if p != path)
-        hint = suggestion(absent[0], beside).replace("Supported", "The folder holds")
+        hint = suggestion(absent[0], beside).replace("Supported", "The folder has")
         count = f"{len(absent)} of its {len(shards)} files"
         raise _wrong(f"{count} are missing: {listed(absent)}", hint)
     return dict(sorted(shards.items()))
@@ -354,13 +353,13 @@ def _table(path: Path) -> Mapping[str, Any]:
         content = json.loads(path.read_bytes(), object_pairs_hook=distinct)
     except RecursionError as error:
         raise _wrong("it is nested too deeply") from error
-    except ValueError as error:  # not JSON, not UTF-8, a key twice
+    except ValueError as error:  # not JSON, not UTF-8, or a repeated key
         raise _wrong(f"it cannot be read: {error}") from error
     table = content.get("weight_map")
     if not isinstance(table, dict) or not table:
         raise _wrong(
-            "it is JSON without a table `weight_map`, so no index of a checkpoint",
-            "Give the file with the weights, or the folder that holds it.",
+            "it is JSON without a table `weight_map`, so it is not an index of a checkpoint",
+            "Give the file with the weights, or its folder.",
         )
     return table
 

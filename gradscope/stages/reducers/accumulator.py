@@ -1,7 +1,7 @@
 """Accumulates the states of batches, files or processes into the state of all their samples.
 
-Within a batch sums are taken in the gradients' own precision. From batch to batch states are
-carried in float64, and sums are added in place, which takes no memory for a second state.
+Within a batch, sums have the gradients' precision. Between batches, states are kept in float64.
+Sums are added in place, so no memory for a second state is needed.
 """
 
 from collections.abc import Hashable, Mapping
@@ -21,38 +21,38 @@ from gradscope.stages.reducers.base import (
 
 K = TypeVar("K", bound=Hashable)
 
-_TRIED, _CUTS = 7, ((0, 3), (3, 4), (4, 7))  # made-up samples, and the parts that they come in
-_TOLERANCE = 1e-6  # of the largest number of its kind
+_TRIED, _CUTS = 7, ((0, 3), (3, 4), (4, 7))  # number of test samples, and their batches
+_TOLERANCE = 1e-6  # relative to the largest entry of a result
 
 
 class Accumulator(Generic[K]):
     """The states of several reducers over all samples so far.
 
     Args:
-        reducers: By any key.
-        states: The states of earlier samples, by key. Their tensors are not changed.
+        reducers: {key: reducer}, with keys of any type.
+        states: {key: state} of earlier samples. Their tensors are not changed.
 
     Attributes:
-        states: By key, of each reducer that has seen samples.
+        states: {key: state} of each reducer that has seen samples.
     """
 
     def __init__(
         self, reducers: Mapping[K, Reducer], states: Mapping[K, State] | None = None
     ) -> None:
         self.reducers, self.states = reducers, dict(states or {})
-        self._owned: set[K] = set()  # keys of states in float64 whose tensors nothing else holds
+        self._owned: set[K] = set()  # keys of float64 states whose tensors are not shared
         self._dtypes: dict[K, dict[str, torch.dtype]] = {}  # the dtypes of each first state
 
     def add(self, more: dict[K, State], *, carry: bool = True) -> None:
-        """Add the states of further samples, which leave `more` on the way.
+        """Add the states of further samples, which are removed from `more`.
 
-        Sums are added in place after everything that may run out of memory: if it does, nothing
-        has changed.
+        Sums are added in place after all steps that may run out of memory. If a step does, the
+        states have not changed.
 
         Args:
-            more: By key.
+            more: {key: state}.
             carry: Convert a reducer's first state to float64 now. Otherwise the method `carry`
-                does, or nobody where no further samples come.
+                converts it, which is not needed if there are no further samples.
         """
         sums: dict[K, State] = {}
         new: dict[K, State] = {}
@@ -71,13 +71,13 @@ class Accumulator(Generic[K]):
         self.states = self.states | new
 
     def carry(self) -> None:
-        """Convert states to float64 that are not yet: they may hold the gradients' memory."""
+        """Convert the remaining states to float64: they may keep the gradients' memory alive."""
         for key in self.states.keys() - self._owned:
             self.states[key] = _taken_over(self.states[key], copy=self.reducers[key].additive)
             self._owned.add(key)
 
     def pop(self, key: K) -> State | None:
-        """Remove and return a reducer's state, None if it has seen no sample."""
+        """Remove and return a reducer's state, or None if it has seen no sample."""
         self._owned.discard(key)
         return self.states.pop(key, None)
 
@@ -86,7 +86,7 @@ class Accumulator(Generic[K]):
 
         Args:
             key: A reducer that has seen samples.
-            narrow: Convert the state to the dtypes of its first batch before.
+            narrow: First convert the state to the dtypes of its first batch.
         """
         state = self.pop(key)
         assert state is not None
@@ -96,9 +96,9 @@ class Accumulator(Generic[K]):
 
 
 def _taken_over(state: State, *, copy: bool) -> State:
-    """Return a state in float64; entries leave `state` on the way, so that never both are whole.
+    """Return a state in float64; entries are removed from `state` one by one to save memory.
 
-    With `copy` it shares no tensor with anything else, even where it is in float64 already.
+    With `copy`, the result has new tensors even for entries that are already float64.
     """
     found: State = {}
     for key in list(state):
@@ -109,16 +109,16 @@ def _taken_over(state: State, *, copy: bool) -> State:
 
 
 def _add_in_place(state: State, more: State) -> None:
-    """Add sums to a state in float64 without making new tensors."""
+    """Add sums to a float64 state in place."""
     for key, value in state.items():
         value.add_(more[key].to(value.device))
 
 
 def depends_on_split(reducer: Reducer) -> str | None:
-    """Return the first result that changes when the same samples come in several batches, or None.
+    """Return the first result that changes when the samples are split into batches, or None.
 
-    A few made-up gradients are reduced at once, and in three parts, which are accumulated and
-    merged. Returns None if all results agree, and for a reducer that does not take such gradients.
+    Random gradients are reduced in a single batch, and in three batches that are accumulated and
+    merged. Returns None if all results agree, or if the reducer raises for these gradients.
     """
     for gradients in (_made_up(), _made_up(broken=True)):
         try:
@@ -126,9 +126,9 @@ def depends_on_split(reducer: Reducer) -> str | None:
                 first = reducer.earlier.reducer
                 reducer = reducer.earlier.given(first.result(first.start(gradients)))
             whole = reducer.result(carried_state(reducer.start(gradients)))
-            ways = (reducer, reducer._replace(additive=False))  # added in place, and merged
+            ways = (reducer, reducer._replace(additive=False))  # added in place, or merged
             results = [_in_parts(one, gradients) for one in ways]
-        except Exception:  # a run raises whatever is wrong with the reducer
+        except Exception:  # the run will raise the reducer's error
             return None
         for found in results:
             for name in (*whole, *(found.keys() - whole.keys())):
@@ -138,7 +138,7 @@ def depends_on_split(reducer: Reducer) -> str | None:
 
 
 def _in_parts(reducer: Reducer, gradients: Gradients) -> dict[str, Tensor]:
-    """Return the result of gradients that come in three batches."""
+    """Return the result for gradients in three batches."""
     total = Accumulator({0: reducer})
     for cut in _CUTS:
         part = gradients.select(slice(*cut)).with_powers(reducer.powers)
@@ -147,7 +147,7 @@ def _in_parts(reducer: Reducer, gradients: Gradients) -> dict[str, Tensor]:
 
 
 def _made_up(*, broken: bool = False) -> Gradients:
-    """Return gradients of a layer (3, 2) with two positions a sample, and of its bias.
+    """Return random gradients of a layer (3, 2) with two positions a sample, and of its bias.
 
     If `broken`, the first sample is not finite.
     """

@@ -1,12 +1,12 @@
-"""What a reducer is: three pure functions around a state that can be stored and merged.
+"""Reducers: three pure functions of a state that can be stored and merged.
 
-The state is a flat dict of tensors: sums, and counts in int64. Within a batch the sums that
-autograd takes too (Σ gᵢ, Σ |gᵢ|²) are taken in the gradients' own precision, as autograd does;
-from batch to batch they are carried in float64 (complex128 for complex gradients). Any split of
-the data, merged in any order, gives the same result up to the rounding of the batches' own sums.
+The state is a flat dict of tensors: sums, and counts in int64. Within a batch, Σ gᵢ and Σ |gᵢ|²
+have the gradients' precision, as in autograd. Between batches, sums are kept in float64 (complex128
+for complex gradients). Any split of the data, merged in any order, gives the same result up to the
+rounding of each batch's sums.
 
-A result that is no tensor of the parameter's own shape is called NAME.word ("fc.weight.edges"). A
-parameter is a leaf of the tree of modules, so no other parameter's name begins with NAME and a dot.
+A result with a shape different from the parameter's is called NAME.word ("fc.weight.edges"). A
+parameter is a leaf of the tree of modules, so no parameter's name begins with NAME and a dot.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,33 +29,34 @@ State = dict[str, Tensor]
 Merge = Callable[[State, State], State]
 
 TILE_BYTES = 32 * 2**20
-_HELD = (1e-18, 1e37)  # between these, what float32 loses lies 20 decades below the largest entry
+# if the largest square is in this range, squares that underflow float32 are 20 decades smaller
+_HELD = (1e-18, 1e37)
 
 
 class FirstPass(NamedTuple):
-    """What a reducer waits for: the result of another one over all samples."""
+    """An earlier reducer whose result over all samples a reducer needs before it can start."""
 
-    stage: Stage  # the other reducer as it is written
-    reducer: "Reducer"  # the other reducer
-    given: Callable[[Mapping[str, Tensor]], "Reducer"]  # from its result to the one that waits
-    # from its result to one of the same sizes that `given` takes in no time: for runs whose time
-    # and memory matter, not their numbers
+    stage: Stage  # the earlier reducer's name and arguments
+    reducer: "Reducer"  # the earlier reducer
+    given: Callable[[Mapping[str, Tensor]], "Reducer"]  # from its result to the waiting reducer
+    # from its result to a result of the same sizes that `given` processes quickly: for runs that
+    # measure time and memory only
     rehearsed: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict
 
 
 class Reducer(NamedTuple):
-    """An expectation-like summary over samples.
+    """A summary over samples, such as an expectation.
 
     Attributes:
-        start: State of the samples of one batch.
-        merge: State of the samples of both states, as new tensors.
-        result: {name: (*shape)}.
-        raw: It reads the raw gradients' structure, so no transform may stand before it.
-        powers: The sums over samples it asks the gradients for (`Gradients.power_sum`).
+        start: Returns the state of the samples of one batch.
+        merge: Returns the state of the samples of both states, as new tensors.
+        result: Returns {name: (*shape)}.
+        raw: The reducer reads the structure of raw gradients, so no transform may precede it.
+        powers: The powers k whose sums over samples it reads (`Gradients.power_sum`).
         additive: Every entry of the state is a sum over samples, and `merge` is `added`.
-        earlier: What it waits for, if it does: until that is given it cannot start.
-        note: What is to be said of its result.
-        separate: Each parameter's result follows from its own entries ("kind:NAME") and from n.
+        earlier: The earlier reducer whose result it needs before it can start, if any.
+        note: A note about its result, shown to the user.
+        separate: Each parameter's result depends only on its entries ("kind:NAME") and on n.
     """
 
     start: Callable[[Gradients], State]
@@ -80,7 +81,7 @@ def tiles(block: Block) -> Iterator[Tensor]:
 
 
 def count(gradients: Gradients) -> Tensor:
-    """Return n as a float64 scalar, where the gradients are."""
+    """Return n as a float64 scalar on the gradients' device."""
     device = next(iter(gradients.values())).device
     return torch.tensor(float(gradients.n), dtype=double(device), device=device)
 
@@ -92,7 +93,7 @@ def entries(state: State, kind: str) -> dict[str, Tensor]:
 
 
 def on_one_device(merge: Merge) -> Merge:
-    """Move the first state to the second's device: a state read from a file is on the CPU."""
+    """Return `merge` with the first state moved to the second's device: files load to the CPU."""
 
     @wraps(merge)
     def apply(a: State, b: State) -> State:
@@ -102,7 +103,7 @@ def on_one_device(merge: Merge) -> Merge:
     return apply
 
 
-ParameterState = dict[str, Tensor]  # what a state holds of one parameter, by kind
+ParameterState = dict[str, Tensor]  # {kind: tensor}, the part of a state for one parameter
 
 
 def for_each_parameter(
@@ -111,13 +112,13 @@ def for_each_parameter(
     result: Callable[[ParameterState, Tensor], dict[str, Tensor]],
     ordered_for: str = "",
 ) -> Reducer:
-    """Return the reducer that treats each parameter by itself.
+    """Return the reducer that treats each parameter separately.
 
     Args:
         start: From a batch's gradients to their part of the state.
-        merge: From two parts, and the numbers of their samples, to one; None for sums over samples.
-        result: From a part and N to tensors by suffix: "" stands for NAME, "edges" for NAME.edges.
-        ordered_for: The reducer's name, if complex numbers are to be refused.
+        merge: From two parts and their numbers of samples to the merged part. Use None for sums.
+        result: From a part and N to {suffix: tensor}: "" stands for NAME, "edges" for NAME.edges.
+        ordered_for: The reducer's name, if it must raise for complex numbers.
     """
 
     def start_all(gradients: Gradients) -> State:
@@ -143,12 +144,12 @@ def for_each_parameter(
 
 
 def joined(n: Tensor, every: dict[str, ParameterState]) -> State:
-    """Return the state of n () samples, from what it holds of each parameter."""
+    """Return the state of n () samples from the parts {name: part} of all parameters."""
     return {"n": n} | {f"{kind}:{name}": t for name, p in every.items() for kind, t in p.items()}
 
 
 def parts(state: State) -> dict[str, ParameterState]:
-    """Return what a state holds of each parameter, whatever order its entries are in."""
+    """Return the parts {name: part} of a state; its entries may be in any order."""
     found: dict[str, ParameterState] = {}
     for key, value in state.items():
         kind, colon, name = key.partition(":")
@@ -159,14 +160,14 @@ def parts(state: State) -> dict[str, ParameterState]:
 
 @on_one_device
 def added(a: State, b: State) -> State:
-    """Merge states of which every entry is a sum over samples."""
+    """Merge states with sums over samples as entries."""
     return {key: carried(value) + b[key] for key, value in a.items()}
 
 
 def taken_result(reducer: Reducer, state: State) -> dict[str, Tensor]:
-    """Return the result; where they are `separate`, entries leave the state as it is made of them.
+    """Return the result; for a `separate` reducer, the entries used are removed from the state.
 
-    So there are never both a whole state and a whole result, each as large as the model.
+    This avoids a full state and a full result, each as large as the model, at the same time.
     """
     if not reducer.separate:
         return reducer.result(state)
@@ -183,17 +184,17 @@ def taken_result(reducer: Reducer, state: State) -> dict[str, Tensor]:
 
 
 def carried_state(state: State) -> State:
-    """Return a state in the precision in which it is kept from batch to batch."""
+    """Return a state in the precision in which it is kept between batches."""
     return {key: carried(value) for key, value in state.items()}
 
 
 def carried_bytes(state: State) -> int:
-    """Return the bytes of a state as it is carried, without making it."""
+    """Return the bytes of `carried_state(state)` without computing it."""
     return sum(t.numel() * _kept(t).itemsize for t in state.values())
 
 
 def carried(sums: Tensor) -> Tensor:
-    """Return a tensor of a state in the precision in which it is kept from batch to batch."""
+    """Return a tensor of a state in the precision in which it is kept between batches."""
     return sums.to(_kept(sums))
 
 
@@ -203,7 +204,7 @@ def _kept(sums: Tensor) -> torch.dtype:
 
 
 def power_sum(gradients: Gradients, name: str, power: int) -> Tensor:
-    """Return Σᵢ gᵢ or Σᵢ |gᵢ|² (*shape) of a batch; squares that float32 cannot hold in float64."""
+    """Return Σᵢ gᵢ or Σᵢ |gᵢ|² (*shape) of a batch; float64 if float32 cannot hold the squares."""
     found = gradients.power_sum(name, power)
     if power == 1 or found.dtype == double(found.device) or not found.numel():
         return found
@@ -212,11 +213,11 @@ def power_sum(gradients: Gradients, name: str, power: int) -> Tensor:
 
 
 def ordered(gradients: Gradients, reducer: str) -> Gradients:
-    """Return the gradients if their entries can be put in order, and refuse complex ones."""
+    """Return the gradients if all are real, or raise for complex gradients."""
     for name, block in gradients.items():
         if block.dtype.is_complex:
             raise SpecError(
-                f"{reducer!r} needs numbers that can be ordered, and {name!r} is complex",
-                remedy=f"Put a transform to real numbers before it: abs | {reducer}.",
+                f"{reducer!r} needs real numbers, but {name!r} is complex",
+                remedy=f"Put a transform to real numbers before it, for example abs | {reducer}.",
             )
     return gradients

@@ -1,10 +1,10 @@
-"""Counts: of what is not finite, and histograms of all entries of a parameter over all samples.
+"""Counts of entries that are not finite, and histograms of a parameter's entries over all samples.
 
-With a range given, bins of a histogram are equally wide in the scale's coordinate between low and
-high. Without one the bins are cells [k·2ᵉ, (k+1)·2ᵉ) of the coordinate, with the smallest e for
-which the values seen fit into as many cells as asked for. As more values come, pairs of cells are
-joined into one, which is exact: the result depends on the values alone, never on their order or
-their batches.
+With a given range, the bins of a histogram have equal width in the scale's coordinate between low
+and high. Without a range, the bins are cells [k·2ᵉ, (k+1)·2ᵉ) of the coordinate. e is the smallest
+exponent for which the values fit into the requested number of cells. As more values arrive, pairs
+of cells are merged. The merge is exact, so the result depends on the values only, not on their
+order or batches.
 """
 
 from collections.abc import Callable
@@ -26,25 +26,25 @@ from gradscope.stages.reducers.base import (
     tiles,
 )
 
-_MOST = 2**24  # bins
-_DIGITS = 40  # cells are no finer than so many binary digits below the largest coordinate
+_MOST = 2**24  # the largest number of bins
+_DIGITS = 40  # the width of cells is at least 2^-40 of the largest coordinate
 
 
 class BinScale(NamedTuple):
-    """A coordinate in which bins are equally wide."""
+    """A coordinate in which bins have equal width."""
 
-    forward: Callable[[Tensor], Tensor]  # from values; -inf where a value has no place in it
-    back: Callable[[Tensor], Tensor]  # from coordinates
-    finest: int  # the smallest e, of which the edges of cells are still different numbers
+    forward: Callable[[Tensor], Tensor]  # values to coordinates; -inf for a value without one
+    back: Callable[[Tensor], Tensor]  # coordinates to values
+    finest: int  # the smallest exponent e for which the edges of cells are distinct numbers
 
 
 @reducers.register("nonfinite")
 def nonfinite() -> Reducer:
     """Numbers of entries and of samples that are infinite or NaN, for each parameter.
 
-    NAME.entries () counts over entries and samples, NAME.samples () the samples with at least one.
-    Samples whose raw gradient is not finite never reach a reducer unless the run keeps them
-    (nonfinite = "keep"); without that, what is counted here was made by the transforms.
+    NAME.entries () counts such entries over all samples. NAME.samples () counts the samples with at
+    least one such entry. Samples with a raw gradient that is not finite reach a reducer only with
+    nonfinite = "keep". Without it, the counted values come from the transforms.
     """
 
     def start(block: Block) -> ParameterState:
@@ -64,14 +64,15 @@ def histogram(
 ) -> Reducer:
     """Counts of the entries of a parameter, all samples pooled, in bins between edges.
 
-    NAME (bins,) are the counts; NAME.edges (bins + 1,) the edges, in the values' own units;
-    NAME.outside (3,) counts what lies below, above, and is NaN. All counts together are N times
-    the number of entries. A bin holds its left edge, the last one of a given range also its right.
+    NAME (bins,) are the counts. NAME.edges (bins + 1,) are the edges, in the values' units.
+    NAME.outside (3,) counts values below the range, above the range, and NaN. The sum of all counts
+    is N times the number of entries. A bin includes its left edge. With a given range, the last bin
+    also includes its right edge.
 
-    Scales are `linear`; `log` for positive numbers (others count as below: put `abs` before it);
-    `symlog` for both signs, x ↦ sign(x) log₂(1 + |x|/linear) (Webber 2013), linear below `linear`.
-    Without `low` and `high`, the ends of the range, it is found from the values, as cells whose
-    width is a power of two in the scale's coordinate.
+    Scales are `linear`; `log` for positive numbers (zero and negative numbers count as below: put
+    `abs` before it); and `symlog` for both signs, x ↦ sign(x) log₂(1 + |x|/linear) (Webber 2013),
+    linear below `linear`. `low` and `high` are the ends of the range. Without them, the range
+    follows from the values, with bins whose width is a power of two in the scale's coordinate.
     """
     if not 0 < linear < inf:
         raise ValueError(f"linear must be positive, not {linear}")
@@ -81,7 +82,7 @@ def histogram(
     if low is None and high is None:
         return _found(scales[scale], bins)
     if low is None or high is None:
-        raise ValueError("low and high are given together or not at all")
+        raise ValueError("give both low and high, or neither")
     if not (isfinite(low) and isfinite(high) and low < high and (low > 0 or scale != "log")):
         positive = "positive and " if scale == "log" else ""
         raise ValueError(f"low must be {positive}below high, not {low} and {high}")
@@ -127,7 +128,7 @@ def _found(scale: BinScale, bins: int) -> Reducer:
         reach = torch.stack([*ends])
         exponent, first = grid(reach)
         cells = (inside * ldexp(1.0, -exponent)).floor()
-        # a negative number that underflows on the way is still in the cell below zero
+        # a negative number that underflows here still belongs to the cell below zero
         place = torch.where((inside < 0) & (cells == 0), -1, cells).long() - first
         return {"inside": place.bincount(minlength=bins), "outside": outside.sum(1), "reach": reach}
 
@@ -156,9 +157,10 @@ def _reducer(
     merged: Callable[..., ParameterState],
     edges: Callable[..., Tensor],
 ) -> Reducer:
-    """Return the reducer to `inside` (bins,) and `outside` (3,) (below, above, NaN), both int64.
+    """Return the reducer with the state `inside` (bins,) and `outside` (3,), both int64.
 
-    `reach` (2,) is the smallest and largest coordinate inside, (inf, -inf) if there is none.
+    `outside` counts values below, above and NaN. `reach` (2,) is the smallest and largest
+    coordinate inside, or (inf, -inf) if no value is inside.
     """
 
     def start(block: Block) -> ParameterState:
@@ -187,7 +189,7 @@ def _grid(reach: Tensor, bins: int, finest: int) -> tuple[int, int]:
 
 
 def _cell(x: float, exponent: int) -> int:
-    """Return ⌊x / 2ᵉ⌋, also where the quotient underflows."""
+    """Return ⌊x / 2ᵉ⌋, also if the quotient underflows."""
     cell = floor(ldexp(x, -exponent))
     return -1 if x < 0 and cell == 0 else cell
 
@@ -199,7 +201,7 @@ def _symlog(linear: float) -> BinScale:
     def back(y: Tensor) -> Tensor:
         size = y.abs()
         small = linear * (size * _LN2).expm1()
-        large = torch.exp2(size + log2(linear))  # where the 1 no longer counts, without overflow
+        large = torch.exp2(size + log2(linear))  # for large sizes: without the 1, no overflow
         return y.sign() * torch.where(size < 60, small, large)
 
     return BinScale(forward, back, finest=-300)

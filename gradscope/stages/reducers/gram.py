@@ -1,6 +1,6 @@
 """Inner products of all samples' gradients with each other.
 
-The state keeps the factors of all samples: it grows with N, as the result does with N². Rows of
+The state keeps the factors of all samples. It grows with N, and the result grows with N². Rows of
 factors are padded with zeros to a common number of positions, which changes no product.
 """
 
@@ -31,9 +31,9 @@ _POSITIONS = {"left": 2, "right": 2, "index": 1, "rows": 1}  # the axis t of eac
 def gram() -> Reducer:
     """⟨T(gᵢ), T(gⱼ)⟩ for all pairs of samples, over all parameters: `gram` (N, N).
 
-    Rows and columns are in the order of the samples' positions in the data set, without those that
-    were left out; the second factor is conjugated when complex. The state holds, of each sample,
-    the factors of its gradient where they are smaller than the gradient, else the gradient.
+    Rows and columns are in the order of the data set, without the samples that the run left out.
+    The second factor of complex products is conjugated. The state holds the factors of each
+    sample's gradient, or the gradient itself unless the factors are smaller.
     """
 
     def start(gradients: Gradients) -> State:
@@ -58,7 +58,7 @@ def gram() -> Reducer:
 
 
 def _fields(block: Block) -> ParameterState:
-    """Return {"k.field": (n, ...)} of the k-th term's factors; dense where that is no larger."""
+    """Return {"k.field": (n, ...)} with the factors of each term k, or dense if not larger."""
     if block.factored_size is None or block.factored_size < prod(block.shape):
         part: ParameterState = {}
         for k, term in enumerate(block.terms()):
@@ -75,7 +75,7 @@ def _fields(block: Block) -> ParameterState:
 
 
 def _block(part: ParameterState) -> Block:
-    """Put a block together again."""
+    """Return the block of a part that `_fields` made."""
     terms: dict[int, ParameterState] = {}
     for key, values in part.items():
         number, _, field = key.partition(".")
@@ -91,14 +91,14 @@ def _block(part: ParameterState) -> Block:
 
 
 def _merged(a: ParameterState, b: ParameterState) -> ParameterState:
-    """Join the samples of two batches, densely where their blocks are of different kinds."""
+    """Join the samples of two batches; blocks of different kinds become dense."""
     if _sizes(a) != _sizes(b):
         return {"0.values": torch.cat([_block(a).dense(), _block(b).dense()])}
     return {key: _stacked(key, values, b[key]) for key, values in a.items()}
 
 
 def _sizes(part: ParameterState) -> dict[str, list[int]]:
-    """Return what must be equal for two parts to be joined: all sizes but those of positions."""
+    """Return the sizes that must be equal to join two parts: all except the positions axis."""
     found = {}
     for key, values in part.items():
         field = key.partition(".")[2]

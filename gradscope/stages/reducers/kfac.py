@@ -1,20 +1,21 @@
-"""Kronecker factors: the second moments of a gradient's two factors, and in their eigenbasis.
+"""Kronecker factors (K-FAC), and second moments in their eigenbasis (EK-FAC).
 
-A layer's gradient is Σₜ bₜ ⊗ aₜ over T positions (one for a linear layer on vectors, output pixels
-for a convolution, time steps for a shared layer), with a the activation and b the output gradient.
-Martens and Grosse 2015 (arXiv:1503.05671) take E[b bᵀ] ⊗ E[a aᵀ] for E[vec(g) vec(g)ᵀ]; with
-several positions, and these taken as independent, it is E[Σₜ b bᵀ] ⊗ E[(1/T) Σₜ a aᵀ] (Grosse and
-Martens 2016, arXiv:1602.01407; "expand" in Eschenhagen et al. 2023, arXiv:2311.00636).
+A layer's gradient is Σₜ bₜ ⊗ aₜ over T positions, where a is the activation and b the output
+gradient. A linear layer on vectors has a single position. The positions of a convolution are output
+pixels, the positions of a shared layer are time steps. Martens and Grosse 2015 (arXiv:1503.05671)
+approximate E[vec(g) vec(g)ᵀ] by E[b bᵀ] ⊗ E[a aᵀ]. With several independent positions this is
+E[Σₜ b bᵀ] ⊗ E[(1/T) Σₜ a aᵀ] (Grosse and Martens 2016, arXiv:1602.01407; "expand" in Eschenhagen
+et al. 2023, arXiv:2311.00636).
 
 A position counts if its output gradient has an entry that is not exactly 0. Padding, ignored tokens
-and units that are all off add nothing to any gradient. Their activations are in neither moment, and
+and inactive units add nothing to any gradient. Their activations are excluded from the moments, and
 T is the number of positions that count.
 
-A bias whose gradient is Σₜ b belongs to the same layer: with (a, 1) in the place of a, both are one
-block (Grosse and Martens 2016, section 2).
+If the gradient of a bias is Σₜ b, the bias belongs to the same layer. With (a, 1) instead of a,
+weight and bias form one block (Grosse and Martens 2016, section 2).
 
-George et al. 2018 (arXiv:1806.03884) keep the eigenvectors of A ⊗ B and take the best diagonal
-there: for a layer's gradient G, E[(U_Bᵀ G U_A)²] instead of the products of both eigenvalues.
+George et al. 2018 (arXiv:1806.03884) keep the eigenvectors of A ⊗ B and compute the best diagonal
+in their basis: E[(U_Bᵀ G U_A)²] for a layer's gradient G, instead of products of eigenvalues.
 """
 
 from collections.abc import Mapping
@@ -66,31 +67,31 @@ def kfac(
     bias: Literal["separate", "column"] = "separate",
     full: int = 0,
 ) -> Reducer:
-    """Kronecker factors NAME.A, NAME.B of each layer's Fisher block; NAME.diagonal without them.
+    """Kronecker factors NAME.A and NAME.B of each layer's Fisher block, or else NAME.diagonal.
 
-    B ⊗ A approximates the block E[vec(g) vec(g)ᵀ] for a gradient read row by row (A ⊗ B read
-    column by column), and equals it for one sample without weight sharing. B (r, r) belongs to the
-    weight's first axis, A (c, c) to the others: output gradient and activation for linear layers
-    and convolutions, the other way round where a weight is stored inputs first (transposed
-    convolutions, `x @ W`). With G groups they are (G, r, r) and (G, c, c). With complex factors
-    they are E[b bᴴ] and E[a aᴴ].
+    B ⊗ A approximates the block E[vec(g) vec(g)ᵀ], where vec reads the gradient row by row (A ⊗ B
+    if column by column). It is exact for one sample without weight sharing. B (r, r) belongs to the
+    weight's first axis, A (c, c) to the remaining axes. For linear layers and convolutions, B is
+    the factor of the output gradient and A of the activation. For weights stored inputs first
+    (transposed convolutions, `x @ W`), A and B are exchanged. With G groups the shapes are
+    (G, r, r) and (G, c, c). Complex factors are E[b bᴴ] and E[a aᴴ].
 
-    With exact labels B = (1/N) Σᵢₜ E[b bᵀ], the expectation over all of a sample's labels.
+    With exact labels B = (1/N) Σᵢₜ E[b bᵀ], the expectation over all labels of a sample.
 
     Parameters whose gradients have no factors (biases, norms, tables) have NAME.diagonal (*shape),
-    E[|g|²], instead. Factors are known to the backend `hooks`. A transform before scales one
-    factor or destroys both: nothing should come before.
+    E[|g|²], instead. Only the backend `hooks` returns factors. No transform may precede kfac,
+    because a transform scales a factor or destroys both factors.
 
     With `positions=mean`, A = (1/T) Σᵢₜ a aᵀ; with `sum`, A = (1/N) Σᵢₜ a aᵀ. B = (1/N) Σᵢₜ b bᵀ.
-    The sums are over positions whose output gradient is not 0 in every entry, T in all samples
-    together: padding and ignored tokens do not count. N is the number of samples.
+    The sums are over the T positions of all samples whose output gradient is not 0 in every entry:
+    padding and ignored tokens do not count. N is the number of samples.
 
-    With `bias=column` a bias whose gradient is Σₜ b in every sample is the last column of its
-    weight: the activations are (a, 1), A is (c + 1, c + 1), and the bias has nothing of its own.
-    Where a weight is stored inputs first it is the last row, and B is (r + 1, r + 1).
+    With `bias=column`, a bias whose gradient is Σₜ b in every sample is the last column of its
+    weight. The activations are (a, 1), A is (c + 1, c + 1), and the bias has no separate result.
+    If the weight is stored inputs first, the bias is the last row, and B is (r + 1, r + 1).
 
-    A dense parameter without factors of at most `full` numbers (a norm's) is taken as one row, with
-    A its whole second moment E[g gᵀ] and B = 1, instead of the diagonal.
+    A dense parameter without factors (for example of a norm layer) is a single row if it has at
+    most `full` numbers. Then A is the full second moment E[g gᵀ], B is 1, and it has no diagonal.
     """
     return Reducer(partial(_start, bias, full), _merged, partial(_result, positions), raw=True)
 
@@ -99,9 +100,9 @@ def _start(bias: str, full: int, gradients: Gradients) -> State:
     """Return the sums of one batch."""
     if all(block.kind != "outer" for block in gradients.values()):
         raise UnsupportedError(
-            "kfac needs gradients that are sums of outer products, and none of "
-            f"{', '.join(gradients)} is",
-            remedy="Use the backend hooks, and kfac without a transform before it.",
+            "kfac needs gradients as sums of outer products, but the gradients of "
+            f"{', '.join(gradients)} are not",
+            remedy="Use the backend hooks, and put no transform before kfac.",
         )
     every = {}
     for name, block in gradients.items():
@@ -114,7 +115,7 @@ def _start(bias: str, full: int, gradients: Gradients) -> State:
 
 
 def _result(positions: str, state: State) -> dict[str, Tensor]:
-    """Return the factors, and the diagonals of parameters without."""
+    """Return the factors, and the diagonals of parameters without factors."""
     n, every = state["n"], parts(state)
     layers = {name: _with_bias(part) for name, part in every.items() if "a" in part}
     inside = {bias_of(name) for name, (_, _, has_bias) in layers.items() if has_bias}
@@ -132,14 +133,15 @@ def _merged(a: State, b: State) -> State:
     differing = {key.partition(":")[2] for key in a.keys() ^ b.keys()}
     if differing:
         raise UnsupportedError(
-            f"{', '.join(sorted(differing))}: an outer product in one batch and not in another",
-            remedy="Use one backend, and batches of one form.",
+            f"the gradient of {', '.join(sorted(differing))} is an outer product in some batches "
+            "only",
+            remedy="Use the same backend and the same input shape for all batches.",
         )
     return added(a, b)
 
 
 def _samples(gradients: Gradients) -> Tensor:
-    """Return the number of samples (), of which each may have several rows."""
+    """Return the number of samples (); a sample may have several rows."""
     rows = count(gradients)
     return rows if gradients.weights is None else rows / gradients.weights.shape[1]
 
@@ -149,7 +151,7 @@ def _flat(weights: Tensor | None) -> Tensor | None:
 
 
 def _as_row(block: Block, weights: Tensor | None) -> ParameterState:
-    """Return the sums of a layer whose one row is all numbers of a parameter: Σ g gᴴ, and N."""
+    """Return the sums of a parameter that is treated as a single row: Σ g gᴴ, and N."""
     found = None
     flat = _flat(weights)
     for rows, tile in wide(block).tiles():
@@ -164,9 +166,10 @@ def _as_row(block: Block, weights: Tensor | None) -> ParameterState:
 def _sums(block: Block, bias: Block | None, weights: Tensor | None) -> ParameterState:
     """Return Σᵢₜ a aᴴ, Σᵢₜ b bᴴ over the positions that count, and their number () or (k,).
 
-    It takes a few samples at a time. With a bias, of (a, 1) and of (b, 1); and of how many samples
-    it is not Σₜ b, and not Σₜ a. With weights (samples, r), b is that of each row, and a that of
-    the sample, at the positions that count in a row of it.
+    The sums are computed a few samples at a time. With a bias, the factors are (a, 1) and (b, 1),
+    and two further numbers count the samples whose bias gradient differs from Σₜ b and from Σₜ a.
+    With weights (samples, r), each row has its own b. The rows of a sample share a, and a position
+    of a counts if it counts in any of the rows.
     """
     if block.kind != "outer":
         return {"squares": wide(block).squared_sum(_flat(weights))}
@@ -179,7 +182,7 @@ def _sums(block: Block, bias: Block | None, weights: Tensor | None) -> Parameter
             part = part.outer
         assert isinstance(part, OuterBlock | SegmentBlock)
         factors = part.factors()
-        assert factors is not None  # of an outer product
+        assert factors is not None  # an outer product always has factors
         left, right = factors.tensors.values()
         column = bias is not None
         if weights is None:
@@ -189,7 +192,7 @@ def _sums(block: Block, bias: Block | None, weights: Tensor | None) -> Parameter
         if bias is not None:
             own = bias.select(rows)
             more["apart"] = torch.stack([~belongs(own, side) for side in (left, right)]).sum(1)
-        if more["counted"].numel() == 1:  # of one group: (f, f) and ()
+        if more["counted"].numel() == 1:  # without groups the shapes are (f, f) and ()
             more |= {key: more[key].squeeze(0) for key in ("a", "b", "counted")}
         found = {key: found[key] + value for key, value in more.items()} if found else more
     return {key: found[key] for key in ("a", "b", "counted", "apart") if key in found}
@@ -198,9 +201,9 @@ def _sums(block: Block, bias: Block | None, weights: Tensor | None) -> Parameter
 def _of_rows(
     part: OuterBlock | SegmentBlock, left: Tensor, right: Tensor, *, ones: bool
 ) -> ParameterState:
-    """Return the sums of rows that are samples, of any number of groups."""
+    """Return the sums for rows that are samples, for any number of groups."""
     counted = part.nonzero_positions()
-    if isinstance(part, SegmentBlock):  # its own rows are not padded to the longest sample
+    if isinstance(part, SegmentBlock):  # its rows are not padded to the longest sample
         left, right, counted = (t[None, None] for t in (part.left, part.right, counted))
     found = {"counted": counted.sum((0, 2)).to(double(part.device))}
     return found | {k: _moments(f, counted, ones=ones) for k, f in (("a", right), ("b", left))}
@@ -209,7 +212,7 @@ def _of_rows(
 def _of_labels(
     part: OuterBlock | SegmentBlock, left: Tensor, right: Tensor, weights: Tensor, *, ones: bool
 ) -> ParameterState:
-    """Return the sums of samples with several rows each, of any number of groups."""
+    """Return the sums for samples with several rows each, for any number of groups."""
     (n, r), right_is_gradient = weights.shape, part.right_is_gradient
     if isinstance(part, SegmentBlock):
         raise _other_positions()
@@ -219,7 +222,7 @@ def _of_labels(
     by = weights.flatten().sqrt()
     found: ParameterState = {"counted": once.sum((0, 2)).to(double(part.device))}
     for flag in (False, True) if isinstance(right_is_gradient, Tensor) else (right_is_gradient,):
-        here = right_is_gradient == flag  # (t,), or at all positions
+        here = right_is_gradient == flag  # (t,), or a bool for all positions
         gradient, activation = (right, left) if flag else (left, right)
         own, input_ = ("a", "b") if flag else ("b", "a")
         same = (activation == activation[::r].repeat_interleave(r, 0)).all(-1)
@@ -237,17 +240,17 @@ def _of_labels(
 
 def _other_positions() -> UnsupportedError:
     return UnsupportedError(
-        "the labels of a sample reach different positions of a layer, so its factors have no "
-        "common A",
+        "the gradients of a sample's labels come from different positions of a layer, so they have "
+        "no common factor A",
         where="labels exact: kfac",
-        remedy="Use labels sampled.",
+        remedy='Use labels="sampled".',
     )
 
 
 def _moments(factor: Tensor, counted: Tensor, *, ones: bool) -> Tensor:
-    """Return Σᵢₜ f fᴴ (k, f, f) of a factor (n, k, t, f) in float64; if asked, that of (f, 1).
+    """Return Σᵢₜ f fᴴ (k, f, f) of a factor (n, k, t, f) in float64.
 
-    The sum is over the positions that are `counted` (n, k, t).
+    The sum is over the positions that are `counted` (n, k, t). With `ones`, f becomes (f, 1).
     """
     n, k, t, f = factor.shape
     dtype = wider(factor.dtype, factor.device)
@@ -265,7 +268,7 @@ def _moments(factor: Tensor, counted: Tensor, *, ones: bool) -> Tensor:
 
 
 def _with_bias(part: ParameterState) -> tuple[Tensor, Tensor, bool]:
-    """Return the sums A and B of the layer with its bias where that belongs to it, and whether."""
+    """Return the layer's sums A and B, and whether they include its bias."""
     a, b = part["a"], part["b"]
     if "apart" not in part:
         return a, b, False
@@ -279,7 +282,7 @@ _DIAGONAL = ".diagonal"
 
 
 class Basis(NamedTuple):
-    """Where a layer's second moments are taken: eigenvectors, one a column, of k groups."""
+    """The eigenvectors (as columns) of a layer's factors, for k groups."""
 
     a: Tensor  # (k, c, c), float64 or complex128
     b: Tensor  # (k, r, r)
@@ -290,16 +293,16 @@ class Basis(NamedTuple):
         return len(self.a), self.b.shape[-1], self.a.shape[-1]
 
     def coordinates(self, matrices: Tensor) -> Tensor:
-        """Return U_Bᴴ G conj(U_A) of matrices G (n, k, r, c)."""
+        """Return the coordinates U_Bᴴ G conj(U_A) of matrices G (n, k, r, c)."""
         return _between(self.b.mH.to(matrices), matrices, self.a.conj().to(matrices))
 
     def back(self, coordinates: Tensor) -> Tensor:
-        """Return U_B C U_Aᵀ of coordinates C (n, k, r, c): what they are the coordinates of."""
+        """Return the matrices U_B C U_Aᵀ with coordinates C (n, k, r, c)."""
         return _between(self.b.to(coordinates), coordinates, self.a.mT.to(coordinates))
 
 
 def _between(left: Tensor, matrices: Tensor, right: Tensor) -> Tensor:
-    """Return L G R (n, k, r, c), of left (k, r, r) and right (k, c, c), as few large products."""
+    """Return L G R (n, k, r, c) for left (k, r, r) and right (k, c, c), by large products."""
     return torch.einsum("ksr,nkrd->nksd", left, torch.einsum("nkrc,kcd->nkrd", matrices, right))
 
 
@@ -307,17 +310,17 @@ def _between(left: Tensor, matrices: Tensor, right: Tensor) -> Tensor:
 def ekfac(with_: Vector | None = None, full: int = 512) -> Reducer:
     """EK-FAC: NAME.eigenvalues E[(U_Bᵀ G U_A)²], with the bases NAME.A.vectors, NAME.B.vectors.
 
-    U_A (c, c) and U_B (r, r) are the eigenvectors, one a column, of the factors that
-    `kfac:bias=column` finds in an earlier pass over the data, and G (r, c) a sample's gradient as
-    a matrix, its bias in the last column (or row). With G groups all three have a leading axis.
+    The columns of U_A (c, c) and U_B (r, r) are the eigenvectors of the factors. An earlier pass
+    over the data computes the factors with `kfac:bias=column`. G (r, c) is a sample's gradient as
+    a matrix with its bias in the last column (or row). Groups add a leading axis to all three.
     The sum of the eigenvalues is E‖g‖². A dense parameter without factors of at most `full` numbers
-    is one row (r = 1), and its eigenvalues those of E[g gᵀ]; others have NAME.diagonal (*shape),
-    E[|g|²]. Nothing should come before.
+    is a single row (r = 1), with the eigenvalues of E[g gᵀ]. The remaining parameters have
+    NAME.diagonal (*shape), E[|g|²]. No transform may precede ekfac.
 
-    `with=` takes all bases from a stored `kfac`, or from a stored `ekfac` as they are there: then
-    there is no earlier pass, and the samples may be others than those they were found with.
+    `with=` computes the bases from a stored `kfac`, or loads them from a stored `ekfac`. Then there
+    is no earlier pass, and the samples may differ from the samples of the stored result.
 
-    George et al. 2018 (arXiv:1806.03884, section 3.2).
+    Source: George et al. 2018 (arXiv:1806.03884, section 3.2).
     """
     if with_ is not None:
         return _within(with_.values, with_.source)
@@ -331,10 +334,10 @@ def ekfac(with_: Vector | None = None, full: int = 512) -> Reducer:
 
 
 def bases_of(stored: Mapping[str, Tensor], source: str = "") -> dict[str, Basis]:
-    """Return {weight: eigenvectors} of what `kfac` or `ekfac` has found.
+    """Return {weight: eigenvectors} from the result of `kfac` or `ekfac`.
 
     Raises:
-        InputError: There are no factors, or one is not finite.
+        InputError: There are no factors, or a factor is not finite.
     """
     found = {}
     for key in stored:
@@ -346,7 +349,7 @@ def bases_of(stored: Mapping[str, Tensor], source: str = "") -> dict[str, Basis]
                 break
     if not found:
         raise InputError(
-            "there are no Kronecker factors in it",
+            "the stored result has no Kronecker factors",
             where=source or None,
             remedy="Give the result of kfac or ekfac.",
         )
@@ -354,19 +357,19 @@ def bases_of(stored: Mapping[str, Tensor], source: str = "") -> dict[str, Basis]
 
 
 def _vectors(factor: Tensor, name: str, source: str, as_they_are: bool) -> Tensor:
-    """Return a factor's eigenvectors (k, f, f); of vectors as they are, the vectors."""
+    """Return a factor's eigenvectors (k, f, f); `as_they_are` means that it holds them already."""
     if not bool(factor.isfinite().all()):
         raise InputError(
             f"the Kronecker factors of {name!r} are not finite, so they have no eigenvectors",
             where=source or None,
-            remedy='Leave samples out whose gradients are not finite: nonfinite="skip".',
+            remedy='Leave out samples with gradients that are not finite: nonfinite="skip".',
         )
     matrices = factor.unsqueeze(0) if factor.dim() == 2 else factor
     return matrices if as_they_are else torch.linalg.eigh(matrices)[1]
 
 
 def _of_the_same_sizes(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return bases as large as those of the factors that are found, without their eigenvectors."""
+    """Return bases with the sizes of the found factors; identities instead of eigenvectors."""
     return {
         f"{key}.vectors": torch.eye(value.shape[-1]).to(value).expand_as(value)
         for key, value in found.items()
@@ -385,9 +388,9 @@ def _waiting(gradients: Gradients) -> State:
 def _within(
     stored: Mapping[str, Tensor], source: str = "", known: Mapping[str, Tensor] | None = None
 ) -> Reducer:
-    """Return the reducer to second moments in the bases that are stored, and the diagonals.
+    """Return the reducer for second moments in the stored bases, and for the diagonals.
 
-    Of the parameters without factors, unless these are `known`: {NAME.diagonal: (*shape)}.
+    Parameters without factors have diagonals, unless `known` {NAME.diagonal: (*shape)} has them.
     """
     bases = bases_of(stored, source)
     marks = {name: _mark(basis) for name, basis in bases.items()}
@@ -423,17 +426,17 @@ def _within(
                 found[f"{name}.{word}"] = value[0] if len(value) == 1 else value
         return found | rest
 
-    note = f"ekfac: no Kronecker factors, so the diagonal alone: {', '.join(plain)}"
+    note = f"ekfac: diagonal only, because there are no Kronecker factors: {', '.join(plain)}"
     return Reducer(start, merge, result, raw=True, note=note if plain else "")
 
 
 def _require_bases(state: State, marks: Mapping[str, Tensor]) -> None:
-    """Refuse a state of samples that were held against other eigenvectors."""
+    """Raise if the state was computed with different eigenvectors."""
     for name, mark in entries(state, "basis").items():
         if int(mark) != int(marks[name]):
             raise UnsupportedError(
-                f"{name}: the eigenvectors are not those that earlier samples were held against",
-                remedy="Begin again, or give the bases: ekfac:with=FILE.h5:CHAIN.",
+                f"the eigenvectors of {name!r} differ from the eigenvectors of earlier samples",
+                remedy="Start again, or give the bases with ekfac:with=FILE.h5:CHAIN.",
             )
 
 
@@ -447,8 +450,8 @@ def _layers(
             layer = layer_of(name, bases[name].sizes, shapes)
             if layer is None:
                 raise SpecError(
-                    f"the stored factors of {name!r} are of {bases[name].sizes} groups, rows and "
-                    f"columns, which does not fit the parameter's {shapes[name]}",
+                    f"the stored factors of {name!r} have {bases[name].sizes} groups, rows and "
+                    f"columns, which do not fit the parameter's shape {shapes[name]}",
                     where=source or None,
                 )
             found[name] = layer
@@ -464,7 +467,7 @@ def _in_basis(gradients: Gradients, layer: LayerWeights, basis: Basis) -> Tensor
         dtype = torch.promote_types(dtype, torch.complex64)
     basis = Basis(*(side.to(weight.device, dtype) for side in basis))
     factored = weight.factored_size or 0
-    positions = factored // (k * (r + c)) + 1  # about t
+    positions = factored // (k * (r + c)) + 1  # approximately t
     by_factors = weight.kind == "outer" and positions * (r * r + c * c) <= r * c * (r + c)
     size = (factored if by_factors else k * r * c) * dtype.itemsize
     found = torch.zeros(layer.sizes, dtype=double(weight.device), device=weight.device)
@@ -493,7 +496,7 @@ def _rotated(gradients: Gradients, layer: LayerWeights, basis: Basis, by_factors
 
 
 def _mark(basis: Basis) -> Tensor:
-    """Return a number () that tells eigenvectors from others, bit by bit."""
+    """Return a checksum () of the bits of the eigenvectors."""
     bits = [torch.view_as_real(s) if s.is_complex() else s for s in basis]
     whole = {8: torch.int64, 4: torch.int32}
     sums = [t.contiguous().view(whole[t.dtype.itemsize]).flatten() for t in bits]

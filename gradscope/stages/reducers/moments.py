@@ -1,10 +1,10 @@
-"""Sums over samples and what follows from them: mean, moments, variance and standard deviation.
+"""Reducers based on sums over samples: mean, moments, variance and standard deviation.
 
-The variance is exact also where the mean is far larger than the spread. Its state holds the mean as
+The variance is exact also if the mean is far larger than the spread. Its state holds the mean as
 an unevaluated sum of two float64 numbers, `mean` + `rest`, and the sum of squared deviations from
-it, `m2`. Two such means differ by (mean_b − mean_a) + (rest_b − rest_a), whose first difference is
-exact where they are close (Sterbenz 1974), so that merging by Chan, Golub and LeVeque's update
-(1979) does not lose the digits that the mean and the spread do not share.
+the mean, `m2`. Two means differ by (mean_b − mean_a) + (rest_b − rest_a). The first difference is
+exact if the means are close (Sterbenz 1974). So the update of Chan, Golub and LeVeque (1979) merges
+two states without cancellation.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from gradscope.stages.reducers.base import (
     tiles,
 )
 
-_SAFE = 0.01  # share of Σ|g|² that must be left after the mean's part is taken off: two digits lost
+_SAFE = 0.01  # least share of Σ|g|² after n|mean|² is subtracted: at most two digits are lost
 
 
 @reducers.register("sum")
@@ -41,9 +41,9 @@ def sum_() -> Reducer:
 def mean(standard_error: bool = False) -> Reducer:
     """(1/N) Σᵢ T(gᵢ): the expectation over the samples.
 
-    With `standard_error=true`, NAME.standard_error (*shape) is added, √(var / N) with ddof 1: how
-    far the mean of so many independent samples is from the expectation, NaN for one sample.
-    Transforms that follow see the mean and its error alike.
+    With `standard_error=true`, the result also has NAME.standard_error (*shape), √(var / N) with
+    ddof 1: the standard error of the mean of N independent samples. It is NaN for one sample.
+    Transforms after the reducer act on both the mean and its error.
     """
     if not standard_error:
         return _power_sums(1)
@@ -59,15 +59,15 @@ def mean(standard_error: bool = False) -> Reducer:
 def second_moment() -> Reducer:
     """(1/N) Σᵢ |T(gᵢ)|² elementwise: the diagonal of the empirical Fisher.
 
-    A sample's gradient is summed over its positions first and squared then (Kunstner et al. 2019,
-    arXiv:1905.12558, on what the empirical Fisher is and is not).
+    A sample's gradient is first summed over its positions, then squared (Kunstner et al. 2019,
+    arXiv:1905.12558, on limits of the empirical Fisher).
     """
     return _power_sums(2)
 
 
 @reducers.register("moment")
 def moment(k: int) -> Reducer:
-    """(1/N) Σᵢ T(gᵢ)ᵏ elementwise, about zero; of complex entries the complex power."""
+    """(1/N) Σᵢ T(gᵢ)ᵏ elementwise, about zero; complex entries are raised to the complex power."""
     if k < 1:
         raise ValueError(f"k must be at least 1, not {k}")
     if k == 1:
@@ -86,8 +86,8 @@ def var(ddof: int = 1) -> Reducer:
     """Σᵢ |T(gᵢ) − mean|² / (N − ddof), elementwise; NaN where N ≤ ddof.
 
     `var:ddof=0 | norm:p=1` is Σⱼ (E[gⱼ²] − E[gⱼ]²), the ξ of CABS (Balles et al. 2017,
-    arXiv:1612.05086). ddof (delta degrees of freedom) 1 is the unbiased estimate, 0 the
-    population's variance.
+    arXiv:1612.05086). ddof (delta degrees of freedom) = 1 gives the unbiased estimate, ddof=0 the
+    population variance.
     """
     return _spread(ddof, lambda value: value)
 
@@ -124,7 +124,7 @@ def merge_spread(a: ParameterState, b: ParameterState, n_a: Tensor, n_b: Tensor)
 
 
 def _power_sums(power: int, *, divided: bool = True) -> Reducer:
-    """Return the reducer to Σᵢ T(gᵢ) or Σᵢ |T(gᵢ)|², which the gradients may know; over N."""
+    """Return the reducer Σᵢ T(gᵢ) or Σᵢ |T(gᵢ)|², divided by N if `divided`."""
 
     def start(gradients: Gradients) -> State:
         every = {f"sum:{name}": power_sum(gradients, name, power) for name in gradients}
@@ -140,8 +140,8 @@ def _power_sums(power: int, *, divided: bool = True) -> Reducer:
 def start_spread(block: Block) -> ParameterState:
     """Return the mean of a batch, its rest and m2 = Σᵢ |gᵢ − mean|², all (*shape).
 
-    Where the block knows Σ|g|² without a dense form, Σ|g|² − n|mean|² is taken, unless it cancels
-    in some entry. Otherwise a second pass over dense tiles sums deviations from the mean.
+    If the block computes Σ|g|² without a dense form, m2 is Σ|g|² − n|mean|², unless that cancels in
+    some entry. Otherwise a second pass over dense tiles sums the deviations from the mean.
     """
     n, whole = block.n, wide(block)
     mean = whole.weighted_sum() / n
@@ -163,7 +163,7 @@ def start_spread(block: Block) -> ParameterState:
 
 
 def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a + b rounded, and what rounding left out, exactly (Knuth's TwoSum)."""
+    """Return a + b rounded, and its exact rounding error (Knuth's TwoSum)."""
     total = a + b
     back = total - a
     return total, (a - (total - back)) + (b - back)

@@ -1,11 +1,11 @@
 """Order statistics over samples: the smallest and the largest value, and quantiles.
 
-Quantiles are exact while the values are few, within a relative error beyond. Up to `EXACT` numbers
-(samples times entries, all parameters together) are kept. Beyond, each entry has a logarithmic
-histogram (DDSketch: Masson, Rim and Lee 2019, arXiv:1908.10693), with buckets (γⁱ⁻¹, γⁱ],
-γ = (1 + a)/(1 − a), whose value 2γⁱ/(γ + 1) is within the relative error a of all in it. Only
-buckets that hold something are stored. Which of the two is used, and the counts, depend on the
-values alone, so that any split of the data gives the same result.
+Quantiles are exact for few values, and have a bounded relative error for more values. Up to `EXACT`
+numbers (samples times entries, all parameters together) are kept. For more numbers, each entry has
+a logarithmic histogram (DDSketch: Masson, Rim and Lee 2019, arXiv:1908.10693). Its buckets are
+(γⁱ⁻¹, γⁱ] with γ = (1 + a)/(1 − a). The value 2γⁱ/(γ + 1) is within the relative error a of every
+number in the bucket. Empty buckets are not stored. Any split of the data gives the same result,
+because the counts, and the choice between numbers and histogram, do not depend on the batches.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,19 +31,19 @@ from gradscope.stages.reducers.base import (
     tiles,
 )
 
-EXACT = 1_000_000  # numbers that are kept as they are
+EXACT = 1_000_000  # the most numbers to keep
 _LARGEST = 750.0  # |log x| of any float64, rounded up
 
 
 @reducers.register("min")
 def minimum() -> Reducer:
-    """minᵢ T(gᵢ), elementwise over the samples; complex gradients are refused."""
+    """minᵢ T(gᵢ), elementwise over the samples; raises for complex gradients."""
     return _extreme("min", torch.amin, torch.minimum)
 
 
 @reducers.register("max")
 def maximum() -> Reducer:
-    """maxᵢ T(gᵢ), elementwise over the samples; complex gradients are refused."""
+    """maxᵢ T(gᵢ), elementwise over the samples; raises for complex gradients."""
     return _extreme("max", torch.amax, torch.maximum)
 
 
@@ -51,10 +51,10 @@ def maximum() -> Reducer:
 def quantile(q: float, error: float = 0.01) -> Reducer:
     """The q-quantile over the samples, elementwise, interpolated linearly between two ranks.
 
-    Exact up to a million numbers (samples × entries). Beyond, each of the two order statistics is
-    within the relative error `error` of the true one, zeros are exact, and memory holds one
-    (key, count) pair for each entry and non-empty bucket: at error 0.01 at most 116 buckets for
-    each sign and factor of ten that the entry ranges over. An entry with a NaN is NaN.
+    The result is exact up to a million numbers (samples × entries). For more numbers, each of the
+    two ranks' values has a relative error of at most `error`; zeros are exact. Memory then holds a
+    (key, count) pair for each entry and non-empty bucket. At error 0.01 an entry has at most 116
+    buckets for each sign and factor of ten of its range. An entry with a NaN is NaN.
     """
     if not 0 <= q <= 1:
         raise ValueError(f"q must be between 0 and 1, not {q}")
@@ -64,7 +64,7 @@ def quantile(q: float, error: float = 0.01) -> Reducer:
 
 
 def quantiles(q: float, error: float, most: int = EXACT) -> Reducer:
-    """Return the reducer that keeps up to `most` numbers as they are."""
+    """Return the reducer that keeps up to `most` numbers before it counts in buckets."""
     buckets = _Buckets(error)
 
     def start(gradients: Gradients) -> State:
@@ -102,7 +102,7 @@ def quantiles(q: float, error: float, most: int = EXACT) -> Reducer:
             else:
                 low, high, last = buckets.ranked(part, n, ranks)
             found = torch.where(low == high, low, low + (position - ranks[0]) * (high - low))
-            return torch.where(last.isnan(), last, found)  # which is NaN if any of them is
+            return torch.where(last.isnan(), last, found)  # last is NaN if any value is NaN
 
         return {name: quantile(part) for name, part in parts(state).items()}
 
@@ -121,10 +121,9 @@ def _extreme(
 
 
 class _Buckets:
-    """Numbers of buckets, and keys that hold an entry's number and a bucket's.
+    """Codes of buckets, and keys that combine an entry's index with a bucket's code.
 
-    The codes of an entry are in the order of the values: -top is -∞, 0 is zero, top is ∞, and
-    top + 1 is NaN.
+    The codes have the order of the values: -top is -∞, 0 is zero, top is ∞, and top + 1 is NaN.
     """
 
     def __init__(self, error: float) -> None:
@@ -144,7 +143,7 @@ class _Buckets:
         return (entry * self.stride + rows + self.top).flatten()
 
     def values(self, keys: Tensor) -> Tensor:
-        """Return the value that stands for each key's bucket."""
+        """Return the value that represents each key's bucket."""
         code = keys % self.stride - self.top
         size = doubled(code.abs() - self.middle) * log(self.gamma)
         found = code.sign() * size.exp() * (2 / (1 + self.gamma))
@@ -152,7 +151,7 @@ class _Buckets:
         return torch.where(code > self.top, torch.nan, found)
 
     def filled(self, tiles: Iterable[Tensor]) -> ParameterState:
-        """Return the part of a state for values (m, *shape), tile after tile."""
+        """Return the part of a state for tiles of values (m, *shape)."""
         shape, found, counts = torch.empty(0), [], []
         for tile in tiles:
             keys, held = torch.unique(self.keys(tile), return_counts=True)
@@ -172,14 +171,14 @@ class _Buckets:
 
 
 def _packed(keys: Tensor, counts: Tensor) -> ParameterState:
-    """Return buckets with every key once, in order, and how many they are."""
+    """Return buckets with unique sorted keys, and their number `packed`."""
     found, place = torch.unique(keys, return_inverse=True)
     held = torch.zeros_like(found).index_add_(0, place, counts)
     return {"keys": found, "counts": held, "packed": torch.tensor(len(found), device=keys.device)}
 
 
 def _joined(a: ParameterState, b: ParameterState) -> ParameterState:
-    """Join two lists of buckets, sorted only when they have doubled since the last time."""
+    """Join two lists of buckets; sort them only if the length doubled since the last sort."""
     keys, counts = (torch.cat([a[kind], b[kind]]) for kind in ("keys", "counts"))
     size = torch.maximum(a["packed"], b["packed"])
     if len(keys) > 2 * int(size):

@@ -1,4 +1,4 @@
-"""What a transform is: a function of per-sample gradients, with a declared scope."""
+"""Transforms: functions of per-sample gradients, each with a declared scope."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Transform = Callable[[Gradients], Gradients]
 
 
 class TransformScope(StrEnum):
-    """How much of a sample's gradient one entry of the result depends on."""
+    """The part of a sample's gradient that an entry of the result depends on."""
 
     ELEMENTWISE = "elementwise"
     FACTOR = "one factor a sample"
@@ -32,20 +32,21 @@ class Vector:
     """A stored vector in parameter space: the aggregate of a chain in a result file."""
 
     values: Mapping[str, Tensor]  # {name: (*shape)}, float64
-    source: str = ""  # where it comes from, for messages
+    source: str = ""  # file and chain, for messages
 
     def of(self, gradients: Gradients) -> dict[str, Tensor]:
         """Return the vector's part for each parameter of `gradients`.
 
         Raises:
-            SpecError: A parameter is missing, or has another shape.
+            SpecError: A parameter is missing, or its shape differs.
         """
         for name, block in gradients.items():
             found = self.values.get(name)
             if found is None or tuple(found.shape) != block.shape:
-                shape = "absent" if found is None else f"of shape {tuple(found.shape)}"
+                stored = "no" if found is None else f"shape {tuple(found.shape)} for"
                 raise SpecError(
-                    f"{name!r} is {shape} in the stored vector, and {block.shape} here",
+                    f"the stored vector has {stored} {name!r}, but the gradient has shape "
+                    f"{block.shape}",
                     where=self.source or None,
                 )
         return {name: self.values[name].to(block.device) for name, block in gradients.items()}
@@ -53,21 +54,21 @@ class Vector:
 
 @dataclass(frozen=True)
 class NeedsMean:
-    """A transform that waits for the mean {name: (*shape)} over all samples of what reaches it."""
+    """A transform that first needs the mean {name: (*shape)} of its input over all samples."""
 
     given: Callable[[Mapping[str, Tensor]], Transform]
 
 
 @dataclass(frozen=True)
 class NeedsProblem:
-    """A transform that evaluates the model again, on the batch that the gradients are from."""
+    """A transform that evaluates the model again on the batch of the gradients."""
 
     given: Callable[[Problem, Batch], Transform]
 
 
 @dataclass(frozen=True)
 class ReadsNorms:
-    """A transform that asks the gradients it is given for their L2 norms."""
+    """A transform that reads the L2 norms of its input gradients."""
 
     apply: Transform
 
@@ -78,9 +79,9 @@ class ReadsNorms:
 
 @dataclass(frozen=True)
 class KnowsModel:
-    """A transform that is given all parameters {name: shape} of the model before the first batch.
+    """A transform that receives all parameters {name: shape} of the model before the first batch.
 
-    An aggregate that is stored may be transformed without its model.
+    A stored aggregate can be transformed without the model.
     """
 
     apply: Transform
@@ -95,7 +96,7 @@ TransformStep = Transform | NeedsMean | NeedsProblem
 
 
 class TransformFactory(StageFactory[TransformStep]):
-    """A transform as it is registered or declared."""
+    """A factory of transforms with a scope, registered under a name or declared by a user."""
 
     def __init__(
         self,
@@ -104,8 +105,8 @@ class TransformFactory(StageFactory[TransformStep]):
         function: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__(make)
-        self.scope = scope  # what it promises; how the blocks are used must keep to it
-        self.function = function or make  # what its author wrote
+        self.scope = scope  # the transform must keep to it
+        self.function = function or make  # the function written by the author
 
 
 transforms: Registry[TransformFactory] = Registry("transform")
@@ -114,20 +115,20 @@ transforms: Registry[TransformFactory] = Registry("transform")
 def transform(
     name: str, scope: TransformScope
 ) -> Callable[[Callable[..., TransformStep]], TransformFactory]:
-    """Register a factory: it takes the stage's arguments and returns the transform.
+    """Register a factory, which takes the stage's arguments and returns the transform.
 
     Args:
         name: The stage's name in a chain.
-        scope: The declared scope; how the blocks are used must keep to it.
+        scope: The declared scope. The transform must keep to it.
     """
     return lambda make: transforms.register(name)(TransformFactory(make, scope))
 
 
 def widened(gradients: Gradients) -> Gradients:
-    """Cast half precision to float32, in which transforms compute; leave the rest as it is."""
+    """Cast half precision to float32, the dtype of transforms; keep the remaining dtypes."""
     halves = (torch.float16, torch.bfloat16)
     if not any(block.dtype in halves for block in gradients.values()):
-        return gradients  # the very same object: its norms may be known already
+        return gradients  # the same object: its norms may already be computed
     return gradients.map(lambda b: b.to(torch.float32) if b.dtype in halves else b)
 
 
@@ -137,7 +138,7 @@ def blockwise(fn: Callable[[Block], Block]) -> Transform:
 
 
 def by_parts(fn: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """Apply `fn` to real numbers, or to the real and imaginary parts (..., 2) of complex ones."""
+    """Apply `fn` to real numbers, or to real and imaginary parts (..., 2) of complex numbers."""
     if not values.is_complex():
         return fn(values)
     return torch.view_as_complex(fn(torch.view_as_real(values)))

@@ -1,4 +1,4 @@
-"""Transforms of each entry of a gradient alone: dense, but for what the blocks know."""
+"""Transforms that act on each entry of a gradient separately."""
 
 from collections.abc import Callable, Mapping
 from math import inf, isfinite
@@ -35,7 +35,7 @@ def square() -> Transform:
 
 @transform("sign", TransformScope.ELEMENTWISE)
 def sign() -> Transform:
-    """The sign of each entry, 0 at 0; g/|g| for complex ones (Bernstein et al. 2018)."""
+    """The sign of each entry, 0 at 0; g/|g| for complex entries (Bernstein et al. 2018)."""
     return _mapped(torch.sgn, lambda bound: torch.where(bound < inf, _ROOT, bound))
 
 
@@ -47,9 +47,9 @@ def absolute() -> Transform:
 
 @transform("power", TransformScope.ELEMENTWISE)
 def power(p: float) -> Transform:
-    """T(g) = gᵖ elementwise for whole p, else sgn(g)·|g|ᵖ, which is real for negative g too.
+    """T(g) = gᵖ elementwise for integer p, else sgn(g)·|g|ᵖ, which is real also for negative g.
 
-    After `abs` or `square` the two are the same. p is > 0 and finite.
+    After `abs` or `square` the two definitions agree. p must be > 0 and finite.
     """
     if not 0 < p < inf:
         raise ValueError(f"p must be positive and finite, not {p}")
@@ -71,15 +71,15 @@ def power(p: float) -> Transform:
 
 @transform("clamp", TransformScope.ELEMENTWISE)
 def clamp(min_: float | None = None, max_: float | None = None) -> Transform:
-    """T(g) = max(min, min(max, g)) elementwise; real and imaginary parts apart if complex.
+    """T(g) = max(min, min(max, g)) elementwise; real and imaginary parts are clamped separately.
 
-    Gradient clipping by value. At least one bound is given.
+    This is gradient clipping by value. Give min, max or both.
     """
     if min_ is None and max_ is None:
         raise ValueError("give min, max or both")
     low, high = -inf if min_ is None else min_, inf if max_ is None else max_
     if not low <= high:
-        raise ValueError(f"min must not be above max, and is {low} with max {high}")
+        raise ValueError(f"min must not be above max, but min is {low} and max is {high}")
     most = max(abs(limit) for limit in (min_, max_) if limit is not None)
 
     return _mapped(
@@ -112,15 +112,15 @@ def scale(by: float) -> Transform:
 
 @transform("center", TransformScope.LINEAR)
 def center() -> NeedsMean:
-    """T(g) = g − E[g], the mean over all samples of what reaches this stage.
+    """T(g) = g − E[g], where E[g] is the mean of this stage's input over all samples.
 
-    It takes an earlier pass over the data for the mean; `clip:max_norm=1 | center` is centred at
-    the mean of the clipped gradients. The difference is taken in float64.
+    The mean needs an earlier pass over the data. `clip:max_norm=1 | center` subtracts the mean of
+    the clipped gradients. The difference is computed in float64.
     """
 
     def given(mean: Mapping[str, Tensor]) -> Transform:
         def apply(gradients: Gradients) -> Gradients:
-            # a mean of complex gradients is complex128, of real ones float64
+            # a mean of complex gradients is complex128, a mean of real gradients float64
             blocks = {
                 name: CenteredBlock(block, mean[name].to(block.device))
                 for name, block in widened(gradients).items()
@@ -133,5 +133,5 @@ def center() -> NeedsMean:
 
 
 def _mapped(fn: Callable[[Tensor], Tensor], grows: Callable[[Tensor], Tensor]) -> Transform:
-    """Return a map of entries, and how it changes a number that no gradient is longer than."""
+    """Return the transform by `fn`; `grows` maps an upper bound of norms to the new bound."""
     return blockwise(lambda block: MappedBlock(block, fn, grows))

@@ -1,10 +1,11 @@
-"""The Hessian-vector product of one sample's loss, exact or refused.
+"""The Hessian-vector product of one sample's loss: exact, or an error.
 
-Two things go wrong silently in double backward passes. A custom function whose backward pass cannot
-be differentiated leaves an error node in the graph, which autograd passes by when it is asked for
-parameters beyond it. And a custom function that saved an intermediate takes it for a constant. So
-error nodes are looked for, and where custom functions are in the graph the product is compared
-with differences of gradients in float64.
+Double backward passes can be wrong silently in two ways. First, a custom function may have a
+backward pass that cannot be differentiated. It leaves an error node in the graph, and autograd
+skips this node on the way to parameters behind it. Second, a custom function may save an
+intermediate value, which is then treated as a constant. gradscope therefore searches the graph for
+error nodes. If the graph has custom functions, it also compares the product with differences of
+gradients in float64.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,19 +33,19 @@ from gradscope.stages.transforms.base import (
 )
 
 _ERROR_NODE = "Error"
-_STEP = 1e-5  # of the length of the parameters, for differences of gradients
-_TOLERANCE = 1e-4  # of the product: two sides of a difference lose about half the digits
+_STEP = 1e-5  # step of the differences of gradients, relative to the length of the parameters
+_TOLERANCE = 1e-4  # relative to the product: a difference loses about half the digits
 
 
 @transform("hvp", TransformScope.VECTOR)
 def hvp(with_: Vector | None = None) -> NeedsProblem:
     """T(g) = Hᵢ gᵢ = ½∇‖gᵢ‖², Hᵢ the Hessian of the sample's own loss; with a stored v, Hᵢ v.
 
-    Without a vector each sample's is what reaches this stage: `clip:max_norm=1 | hvp` is Hᵢ times
-    the clipped gradient. Exact, by two backward passes a sample (Pearlmutter 1994); of complex
-    parameters real and imaginary parts count as coordinates of their own. A parameter that the
-    gradient does not depend on gets zeros. Where samples are coupled, and own-loss gradients were
-    asked for, Hᵢ is that of the sample's loss within its batch.
+    Without a stored vector, Hᵢ is multiplied by this stage's input: `clip:max_norm=1 | hvp` is Hᵢ
+    times the clipped gradient. The product is exact and takes two backward passes a sample
+    (Pearlmutter 1994). Real and imaginary parts of complex parameters are separate coordinates. A
+    parameter that the gradient does not depend on gets zeros. With coupled samples and own-loss
+    gradients, Hᵢ is the Hessian of the sample's loss within its batch.
     """
 
     def given(problem: Problem, batch: Batch) -> Transform:
@@ -55,14 +56,14 @@ def hvp(with_: Vector | None = None) -> NeedsProblem:
             if found != {name: tuple(p.shape) for name, p in problem.parameters.items()}:
                 names = ", ".join(found)
                 raise SpecError(
-                    f"hvp needs one vector entry for each parameter, and is given {names}",
+                    f"hvp needs one entry for each parameter, but its input has {names}",
                     where="chain",
                     remedy="Put hvp before stages such as norm, dot or project.",
                 )
             alone = True
             try:
                 require_independent(problem, batch)
-            except CoupledSamplesError:  # own-loss gradients were asked for
+            except CoupledSamplesError:  # the user asked for own-loss gradients
                 alone = False
             shared = None if with_ is None else with_.of(gradients)
             rows = {k: p.new_empty(len(batch), *p.shape) for k, p in problem.parameters.items()}
@@ -85,9 +86,9 @@ def hvp(with_: Vector | None = None) -> NeedsProblem:
 def _product(
     problem: Problem, batch: Batch, position: int, vector: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], bool]:
-    """Return {name: (H v) (*shape)} of a sample's loss, and whether custom functions took part.
+    """Return {name: (H v) (*shape)} of a sample's loss, and whether its graph has custom functions.
 
-    It is the gradient of ⟨g, v⟩, v held fixed. Only kernels that have a second derivative are used.
+    H v is the gradient of ⟨g, v⟩ for constant v. Only kernels with a second derivative are used.
     """
     what = "hvp cannot differentiate this model twice"
     remedy = "Use operations whose backward pass can itself be differentiated."
@@ -108,14 +109,14 @@ def _product(
             products.append(product.sum().real)
         along = torch.stack(products).sum()
         if any(internals.kind(node) == _ERROR_NODE for node in _nodes(along)):
-            once = "a custom autograd function allows one derivative only (once_differentiable)"
+            once = "a custom autograd function is once_differentiable"
             raise UnsupportedError(f"{what}: {once}", remedy=remedy)
         found = [g.detach() for g in _gradients(along, problem)]
     return dict(zip(problem.parameters, found, strict=True)), custom
 
 
 def _gradients(value: Tensor, problem: Problem, *, create_graph: bool = False) -> list[Tensor]:
-    """Return ∂value/∂p for each parameter, dense, zeros where it is not reached."""
+    """Return ∂value/∂p for each parameter, dense; zeros if the value does not depend on it."""
     parameters = list(problem.parameters.values())
     if not value.requires_grad:
         return [torch.zeros_like(p) for p in parameters]
@@ -163,10 +164,10 @@ def _require_agreement(
     rounding = 1e-8 * _length(sides[0]) * length
     if not error <= _TOLERANCE * _length(right) + rounding:
         raise UnsupportedError(
-            "the second derivative of a custom autograd function is wrong: H v differs from "
-            f"differences of gradients by {error:.1e} of {_length(right):.1e}",
-            remedy="Its backward pass must be made of differentiable operations on its inputs and "
-            "outputs; an intermediate that it saved counts as a constant.",
+            "the second derivative of a custom autograd function is wrong: H v has norm "
+            f"{_length(right):.1e} and differs by {error:.1e} from differences of gradients",
+            remedy="Write its backward pass with differentiable operations on its inputs and "
+            "outputs. Intermediate values that it saves are treated as constants.",
         )
 
 

@@ -1,8 +1,8 @@
-"""The norm of a sample's gradient, factors of it, and the largest entries.
+"""The norm of a sample's gradient, transforms that scale by it, and the largest entries.
 
-`p` is > 0 or `inf` (the largest magnitude); below 1, ‖g‖ₚ is (Σ|g|ᵖ)^(1/p) all the same, which is
-no norm. With p = 2 no gradient need be formed. `per` is "sample" for one norm over all parameters
-together, "parameter" for one of each.
+`p` is > 0 or `inf` (the largest magnitude). For p < 1 the same formula (Σ|g|ᵖ)^(1/p) is used,
+although it is not a norm. With p = 2 the dense gradients are not needed. With `per="sample"` a
+sample has one norm over all parameters, with `per="parameter"` one norm for each parameter.
 """
 
 from collections.abc import Callable
@@ -28,9 +28,10 @@ Per = Literal["sample", "parameter"]
 
 @transform("norm", TransformScope.VECTOR)
 def norm(p: float = 2.0, per: Per = "sample") -> Transform:
-    """T(g) = ‖g‖ₚ: one number a sample, or one a sample and parameter.
+    """T(g) = ‖g‖ₚ: one number for each sample, or for each sample and parameter.
 
-    Per sample it is the single entry `norm` (n,), per parameter (n,) for each name.
+    With `per=sample` the result is the single entry `norm` (n,), with `per=parameter` it is (n,)
+    for each parameter name.
     """
     _require_order(p)
 
@@ -43,24 +44,24 @@ def norm(p: float = 2.0, per: Per = "sample") -> Transform:
 
 @transform("clip", TransformScope.FACTOR)
 def clip(max_norm: float, p: float = 2.0, per: Per = "sample") -> Transform:
-    """T(g) = g · min(1, max_norm / ‖g‖ₚ), over all parameters together or each by itself.
+    """T(g) = g · min(1, max_norm / ‖g‖ₚ), over all parameters together or for each separately.
 
-    The per-sample clipping of DP-SGD (Abadi et al. 2016, arXiv:1607.00133, algorithm 1); per
-    parameter it is the per-layer clipping of McMahan et al. 2018 (arXiv:1710.06963).
+    This is the per-sample clipping of DP-SGD (Abadi et al. 2016, arXiv:1607.00133, algorithm 1).
+    With `per=parameter` it is per-layer clipping (McMahan et al. 2018, arXiv:1710.06963).
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, not {max_norm}")
-    # the norm 0 gives the factor inf, so 1
+    # a norm of 0 gives inf, clamped to the factor 1
     return _by_norm(lambda sizes: (max_norm / sizes).clamp(max=1.0), p, per)
 
 
 @transform("normalize", TransformScope.FACTOR)
 def normalize(p: float = 2.0, per: Per = "sample") -> Transform:
-    """T(g) = g / ‖g‖ₚ, over all parameters together or each by itself; a zero stays zero.
+    """T(g) = g / ‖g‖ₚ, over all parameters together or for each separately; a zero stays zero.
 
-    Normalised gradients (Cutkosky & Mehta 2020, arXiv:2002.03305).
+    These are normalised gradients (Cutkosky & Mehta 2020, arXiv:2002.03305).
     """
-    # a NaN norm is not 0, so it is divided by: the sample stays visibly not finite
+    # a NaN norm is not replaced by 0: the sample stays visibly not finite
     return _by_norm(lambda sizes: torch.where(sizes == 0, 0.0, 1.0 / sizes), p, per)
 
 
@@ -68,13 +69,13 @@ def normalize(p: float = 2.0, per: Per = "sample") -> Transform:
 def topk(k: int | None = None, fraction: float | None = None) -> Transform:
     """Keep the k entries of largest magnitude of a sample's whole gradient, zero the rest.
 
-    Top-k sparsification (Aji & Heafield 2017, arXiv:1704.05021; Stich et al. 2018,
-    arXiv:1809.07599). Of equal magnitudes the first are kept, in the order of the parameters and
-    of the entries in each. Where there are at most k entries, all stay. Instead of k, `fraction`
-    is a share of the entries: the nearest whole number of them (half to even), at least one.
+    This is top-k sparsification (Aji & Heafield 2017, arXiv:1704.05021; Stich et al. 2018,
+    arXiv:1809.07599). Between equal magnitudes the earlier entry is kept, in the order of the
+    parameters and their entries. A gradient of at most k entries is unchanged. `fraction` sets k
+    as a share of the entries, rounded to the nearest integer (half to even), at least 1.
     """
     if (k is None) == (fraction is None):
-        raise ValueError("give k or fraction, one of them")
+        raise ValueError("give either k or fraction")
     if k is not None and k < 1:
         raise ValueError(f"k must be at least 1, not {k}")
     if fraction is not None and not 0 < fraction <= 1:
@@ -130,7 +131,7 @@ def _by_norm(factor: Callable[[Tensor], Tensor], p: float, per: Per) -> Transfor
 
 
 def _kept(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the columns, ascending, and the values (m, k) of each row's k largest entries."""
+    """Return the columns (ascending) and values (m, k) of the k largest entries in each row."""
     sizes = rows.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)  # a NaN is never dropped
     least = sizes.topk(k, dim=1).values[:, -1:]
     above, equal = sizes > least, sizes == least
@@ -141,9 +142,9 @@ def _kept(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _by_parameter(gradients: Gradients, places: Tensor, values: Tensor) -> dict[str, SparseBlock]:
-    """Cut what is kept into one block a parameter, padded to its fullest sample.
+    """Split the kept entries into a block for each parameter, padded to the longest sample.
 
-    `places` (n, k) count the entries of all parameters one after the other, ascending.
+    `places` (n, k) are ascending indices into the concatenated entries of all parameters.
     """
     blocks, start = {}, 0
     for name, block in gradients.items():

@@ -1,10 +1,10 @@
-"""Random projections of a sample's gradient to few numbers, keeping inner products on average.
+"""Random projections of a sample's gradient to a few numbers that keep inner products on average.
 
-Matrices of independent entries are drawn a tile at a time and kept while they fit. Every entry
-is looked up in a table by raw random bits, so mean and variance are the table's, and the same bits
-give the same matrix wherever it is used. A tile of 16 rows and up to 4,096 columns, counted from
-the matrix's first, has a stream of its own and is laid out row by row. So an entry depends on seed,
-use, name, its place and the number of columns alone. Of a sparse matrix the places are kept, too.
+Matrices of independent entries are drawn a tile at a time and kept while they fit. Raw random bits
+select each entry from a table. So the table determines mean and variance, and the same bits give
+the same matrix on every device. Each tile of 16 rows and up to 4,096 columns has a separate stream
+and is filled row by row. So an entry depends only on seed, use, name, its position and the number
+of columns. For a sparse matrix, the positions of its entries are kept as well.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,14 +26,14 @@ from gradscope.stages.transforms.base import Transform, TransformScope, transfor
 
 Kind = Literal["gaussian", "rademacher", "sparse", "sjlt", "kronecker"]
 Per = Literal["sample", "parameter"]
-Project = Callable[[str, Block], Tensor]  # of a parameter's name and block: T(g) (n, dim)
+Project = Callable[[str, Block], Tensor]  # (parameter name, block) -> T(g) (n, dim)
 Tile = tuple[slice, slice, Tensor]  # rows, columns, entries
 Piece = tuple[slice, slice, Tensor]  # samples, entries, values
 
-_LARGEST = 2**24  # numbers of a projection
-_ROWS, _COLUMNS = 16, 4096  # of a stream: changing these changes every matrix
-_CHUNKS = 16  # entries that a tile adds to a dim, and tiles before their sum goes to float64
-_PATTERN = 2**19  # entries of a sparse matrix's tile, if it is no wider
+_LARGEST = 2**24  # the largest dim
+_ROWS, _COLUMNS = 16, 4096  # size of a stream's tile: a change of these changes every matrix
+_CHUNKS = 16  # entries that a tile adds to a dim, and tiles that are summed before float64
+_PATTERN = 2**19  # entries in a tile of a sparse matrix, if it is not wider
 _KEPT = 2**28  # bytes of matrices kept for the next batch
 
 
@@ -47,41 +47,42 @@ def project(
 ) -> Transform:
     """T(g) = P g / √dim, P random: the single entry `project` (n, dim), in float64.
 
-    Over the choice of P, E⟨Pg, Ph⟩/dim = ⟨g, h⟩ (Johnson & Lindenstrauss 1984). P depends on seed,
-    kind and each parameter's name and shape alone; with a smaller dim it is the first rows of the
-    larger one (but for sjlt and kronecker). Products are taken in the gradients' own precision, in
-    float32 at least. Up to 256 MiB of P are kept for the next batch; what is beyond is drawn again.
+    Over random P, E⟨Pg, Ph⟩/dim = ⟨g, h⟩ (Johnson & Lindenstrauss 1984). P depends only on seed,
+    kind, and the name and shape of each parameter. P of a smaller dim is the first rows of P of a
+    larger dim (except for sjlt and kronecker). Products are computed in the gradients' precision,
+    at least float32. Up to 256 MiB of P are kept for the next batch; the rest is drawn again.
 
-    `per=parameter` projects each parameter by itself, with the same P: NAME (n, dim), whose sum
-    over all names is `project`. A parameter of at most dim entries is not projected but kept,
-    NAME (n, entries), so that its inner products are exact.
+    `per=parameter` projects each parameter separately with the same P: NAME (n, dim). The sum over
+    all names is `project`. A parameter of at most dim entries is not projected: its result is
+    NAME (n, entries), and its inner products are exact.
 
-    The entries of P are independent of mean 0 and variance 1:
+    These kinds have independent entries of mean 0 and variance 1:
 
-    - gaussian: standard normal, rounded to 2^16 values of equal probability, ±4.3 the outermost;
-    - rademacher: ±1 (Achlioptas 2003), the fastest of these to draw;
+    - gaussian: standard normal, rounded to 2^16 values of equal probability, at most ±4.3;
+    - rademacher: ±1 (Achlioptas 2003), the fastest to draw;
     - sparse: ±√3 with probability 1/6 each, else 0 (Achlioptas 2003), rounded to 16 bits: ±1.73202
       with probability 10923/65536 each.
 
-    Or most of them are 0, or they are products:
+    These kinds have mostly zeros, or products, as entries:
 
-    - sjlt: sparse Johnson-Lindenstrauss (Dasgupta et al. 2010, arXiv:1004.4240). The dims are cut
-      into `nonzeros` (1) equal parts of w = dim/nonzeros, and each entry of g is added to one dim
-      of every part, with a random sign (Kane & Nelson 2014, arXiv:1012.1577), then all is divided
-      by √nonzeros. Entry j of a parameter goes to place (j + r) mod w of a part; r is drawn
-      uniformly for each part and each w entries on. So two of the same w never meet, any others
-      with probability 1/w, and the variance of ⟨Tg, Th⟩ is at most that of rademacher, at a cost of
-      `nonzeros` additions an entry instead of dim;
-    - kronecker: P = A ⊗ C for each parameter seen as a matrix (its first axes, all others: where
-      rows and columns are the fewest together), A (a, r) and C (b, c) normal with a·b = dim, as
-      square as dim's divisors allow. Then P Σₜ bₜ⊗aₜ = Σₜ (A bₜ)(C aₜ)ᵀ, and no gradient of an
-      outer block is formed (Choe et al. 2024, arXiv:2405.13954, "LoGra"). Its variance is larger
-      for gradients of low rank.
+    - sjlt: sparse Johnson-Lindenstrauss (Dasgupta et al. 2010, arXiv:1004.4240). The dims are split
+      into `nonzeros` (default 1) parts of size w = dim/nonzeros. Each entry of g is added to one
+      dim of every part with a random sign (Kane & Nelson 2014, arXiv:1012.1577). The sums are
+      divided by √nonzeros. Entry j of a parameter is added to dim (j + r) mod w of a part. r is
+      uniform and drawn for each part and each run of w entries. Two entries of the same run never
+      share a dim; two entries of different runs share a dim with probability 1/w. The variance
+      of ⟨Tg, Th⟩ is at most the variance with rademacher. The cost is `nonzeros` additions an entry
+      instead of dim;
+    - kronecker: P = A ⊗ C for each parameter as a matrix. The matrix has the parameter's first axes
+      as rows and its last axes as columns, split so that rows + columns are fewest. A (a, r) and
+      C (b, c) are normal, with a·b = dim and a, b as close as dim's divisors allow. Then
+      P Σₜ bₜ⊗aₜ = Σₜ (A bₜ)(C aₜ)ᵀ, and the gradient of an outer block is never formed (Choe et al.
+      2024, arXiv:2405.13954, "LoGra"). The variance is larger for gradients of low rank.
     """
     if not 1 <= dim <= _LARGEST:
         raise ValueError(f"dim must be from 1 to {_LARGEST:,}, not {dim:,}")
     projected = _bound(dim, kind, seed, nonzeros)
-    size = sqrt(nonzeros or 1) if kind == "sjlt" else sqrt(dim)  # of a column of P
+    size = sqrt(nonzeros or 1) if kind == "sjlt" else sqrt(dim)  # the norm of a column of P
 
     def whole(gradients: Gradients) -> dict[str, Tensor]:
         dtypes = (wider(block.dtype, block.device) for block in gradients.values())
@@ -103,19 +104,19 @@ def project(
 
 
 def _bound(dim: int, kind: Kind, seed: int, nonzeros: int | None) -> Project:
-    """Return what projects a block by a matrix of this kind."""
+    """Return the function that projects a block with a matrix of this kind."""
     if kind == "sjlt":
         count = 1 if nonzeros is None else nonzeros
         if not 1 <= count <= dim or dim % count:
-            raise ValueError(f"nonzeros must divide dim, and {count} does not divide {dim}")
+            raise ValueError(f"nonzeros must divide dim, but {count} does not divide {dim}")
         return _added(SparseMatrices(dim, count, seed))
     if nonzeros is not None:
-        raise ValueError(f"nonzeros is for kind=sjlt, and kind is {kind}")
+        raise ValueError(f"nonzeros is an option of kind=sjlt only, and kind is {kind}")
     return _two_sided(dim, seed) if kind == "kronecker" else _full(dim, kind, seed)
 
 
 def _full(dim: int, kind: str, seed: int) -> Project:
-    """Return what multiplies a block by its projection (dim, entries), tile by tile."""
+    """Return the function that multiplies a block by its matrix (dim, entries), tile by tile."""
     matrices = RandomMatrices(dim, kind, seed, f"project {kind}")
 
     def projected(name: str, block: Block) -> Tensor:
@@ -126,7 +127,7 @@ def _full(dim: int, kind: str, seed: int) -> Project:
         for samples, part, values in block.pieces():
             for rows, columns, entries in matrices.tiles(name, size, part, block.device):
                 inside = slice(columns.start - part.start, columns.stop - part.start)
-                # a tile's product in the gradients' own dtype, the sum over tiles in float64
+                # a tile's product has the gradients' dtype, the sum over tiles is in float64
                 found[samples, rows].add_(values[:, inside] @ entries.to(values.dtype).mT)
         return found
 
@@ -134,7 +135,7 @@ def _full(dim: int, kind: str, seed: int) -> Project:
 
 
 def _added(matrices: "SparseMatrices") -> Project:
-    """Return what adds the entries of a block to their dims."""
+    """Return the function that adds the entries of a block to their dims."""
     tile = max(_COLUMNS, matrices.width, min(_CHUNKS * matrices.width, _PATTERN))  # entries
 
     def projected(name: str, block: Block) -> Tensor:
@@ -144,10 +145,10 @@ def _added(matrices: "SparseMatrices") -> Project:
         for start in range(0, block.n, step):
             some = block if step >= block.n else block.select(slice(start, start + step))
             total = torch.zeros(matrices.rows, some.n, dtype=dtype, device=block.device)
-            near = torch.zeros_like(total, dtype=block.dtype)  # of the last tiles
+            near = torch.zeros_like(total, dtype=block.dtype)  # the sum of the last tiles
             for k, (samples, part, values) in enumerate(_cut(some.pieces(), tile), 1):
                 pattern = matrices.part(name, size, part, block.device)
-                near[:, samples].add_(pattern.of(values.mT))  # += would copy it once more
+                near[:, samples].add_(pattern.of(values.mT))  # += would make one more copy
                 if k % _CHUNKS == 0:
                     total += near
                     near.zero_()
@@ -158,7 +159,7 @@ def _added(matrices: "SparseMatrices") -> Project:
 
 
 def _cut(pieces: Iterable[Piece], most: int) -> Iterator[Piece]:
-    """Cut pieces of more than `most` entries, where others are cut too."""
+    """Cut pieces of more than `most` entries at multiples of `most`."""
     for samples, part, values in pieces:
         if part.stop - part.start <= most:
             yield samples, part, values
@@ -169,7 +170,7 @@ def _cut(pieces: Iterable[Piece], most: int) -> Iterator[Piece]:
 
 
 def _two_sided(dim: int, seed: int) -> Project:
-    """Return what projects a block from both sides."""
+    """Return the function that projects a block from both sides."""
     a = max(d for d in range(1, isqrt(dim) + 1) if dim % d == 0)
     left, right = (
         RandomMatrices(rows, "gaussian", seed, f"project {side}")
@@ -187,21 +188,21 @@ def _two_sided(dim: int, seed: int) -> Project:
 
 
 def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the rows and columns of a parameter seen as a matrix: the fewest together."""
+    """Return the numbers of rows and columns of a parameter as a matrix, with the least sum."""
     cuts = range(1, max(2, len(shape)))
     return min(((prod(shape[:cut]), prod(shape[cut:])) for cut in cuts), key=sum)
 
 
 @cache
 def table(kind: str) -> np.ndarray:
-    """Return the entries (2^bits, m), float32, that each value of a few random bits stands for."""
-    if kind == "rademacher":  # the eight signs of the bits of a byte
+    """Return the entries (2^bits, m), float32, for each value of a few random bits."""
+    if kind == "rademacher":  # a byte gives eight signs
         values = np.unpackbits(np.arange(256, dtype=np.uint8).reshape(-1, 1), axis=1) * 2.0 - 1.0
-    elif kind == "sparse":  # ±c at the nearest to a sixth of 2^16 places each, variance 1
+    elif kind == "sparse":  # ±c at nearly 2^16 / 6 places each, variance 1
         count = round(2**16 / 6)
         values = np.zeros((2**16, 1))
         values[:count], values[-count:] = (sign * sqrt(2**16 / (2 * count)) for sign in (-1, 1))
-    else:  # the standard normal's quantiles in the middle of 2^16 equal parts, variance 1
+    else:  # standard normal quantiles at the middle of 2^16 equal parts, variance 1
         parts = (torch.arange(2**15, dtype=torch.float64) + 0.5) / 2**16
         half = torch.special.ndtri(parts).numpy()
         values = np.concatenate([half, -half]).reshape(-1, 1)
@@ -210,7 +211,7 @@ def table(kind: str) -> np.ndarray:
 
 
 class _Place(NamedTuple):
-    """Which tile: of which matrix, from which row and column on, and where it is wanted."""
+    """A tile of a matrix: its name, first row, first column and device."""
 
     name: str
     top: int
@@ -221,8 +222,8 @@ class _Place(NamedTuple):
 class RandomMatrices:
     """Matrices (rows, columns), one for each name.
 
-    Tiles are kept for as long as this object lives, up to `kept_bytes` over all names; the others
-    are drawn again whenever they are asked for, by as many threads as torch may use.
+    This object keeps tiles, up to `kept_bytes` over all names. The remaining tiles are drawn again
+    on each use, by as many threads as torch uses.
     """
 
     def __init__(
@@ -230,10 +231,10 @@ class RandomMatrices:
         rows: int,
         kind: str,  # of entries: gaussian, rademacher or sparse
         seed: int,
-        use: str,  # what the numbers are for
+        use: str,  # the use of the random numbers
         *,
-        tile_rows: int = 1024,  # of a tile: 16 MiB, so that it is multiplied from the cache
-        kept_bytes: int = _KEPT,  # what may be kept for the next batch
+        tile_rows: int = 1024,  # a tile of 16 MiB stays in the cache for the product
+        kept_bytes: int = _KEPT,  # the most bytes to keep for the next batch
     ) -> None:
         self.rows, self._table, self._seed, self._use = rows, table(kind), seed, use
         self._tile_rows, self._left = tile_rows, kept_bytes
@@ -242,11 +243,11 @@ class RandomMatrices:
         self._buffer = np.empty(0, np.float32)  # fresh pages cost as much as the drawing
 
     def tiles(self, name: str, columns: int, part: slice, device: torch.device) -> Iterator[Tile]:
-        """Yield (rows, columns, entries), float32, that cover all rows of the columns `part`.
+        """Yield (rows, columns, entries), float32, which cover all rows of the columns `part`.
 
-        Entries are valid until the next are asked for.
+        Entries are valid until the next iteration.
         """
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # starts none that is not used
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # starts threads on first use
             for first in range(part.start - part.start % _COLUMNS, part.stop, _COLUMNS):
                 wide = min(_COLUMNS, columns - first)
                 wanted = slice(max(first, part.start), min(first + wide, part.stop))
@@ -259,7 +260,7 @@ class RandomMatrices:
     def whole(self, name: str, columns: int, device: torch.device) -> Tensor:
         """Return the matrix (rows, columns), float32."""
         kept = self._kept.get(_Place(name, 0, 0, device))
-        if kept is not None and kept.shape == (self.rows, columns):  # it is one tile
+        if kept is not None and kept.shape == (self.rows, columns):  # the tile is the whole matrix
             return kept
         found = torch.empty(self.rows, columns, device=device)
         for rows, part, entries in self.tiles(name, columns, slice(0, columns), device):
@@ -267,7 +268,7 @@ class RandomMatrices:
         return found
 
     def _tile(self, place: _Place, size: tuple[int, int], pool: ThreadPoolExecutor) -> Tensor:
-        """Return a tile that is kept, or the last one (parts meet inside of a tile), or draw it."""
+        """Return a kept tile, the last tile (two parts may share a tile), or draw a new tile."""
         found = self._kept.get(place, self._last.get(place))
         if found is not None:
             return found
@@ -285,7 +286,7 @@ class RandomMatrices:
         return tile
 
     def _draw(self, values: np.ndarray, place: _Place, pool: ThreadPoolExecutor) -> None:
-        """Fill `values`, whose first row and column are at `place`."""
+        """Fill `values`; `place` has their first row and column."""
 
         def fill(rows: range) -> None:
             for row in rows:
@@ -299,33 +300,33 @@ class RandomMatrices:
         rows, threads = range(0, len(values), _ROWS), torch.get_num_threads()
         if threads == 1 or self._table.shape[1] > 1:  # short work: threads would wait for the GIL
             fill(rows)
-        else:  # shares, since a stream costs less to draw than to hand over
+        else:  # a share of rows for each thread: passing on single streams costs more than drawing
             cuts = [k * len(rows) // threads for k in range(threads + 1)]
             shares = [rows[start:stop] for start, stop in pairwise(cuts)]
             list(pool.map(fill, shares))  # the list raises what a thread raised
 
 
 def _looked_up(values: np.ndarray, table: np.ndarray, words: Callable[[int], np.ndarray]) -> None:
-    """Fill `values` (s,) with rows of `table`, by the words' bits from the lowest on."""
+    """Fill `values` (s,) with rows of `table`, selected by the words' bits, lowest bits first."""
     bits, together = len(table).bit_length() - 1, table.shape[1]
     count = ceil(values.size / together)
     draws = words(ceil(count * bits / 64)).astype("<u8", copy=False).view(f"<u{bits // 8}")
-    index = draws[:count].astype(np.intp)  # what numpy would make of it anyway, but slower
+    index = draws[:count].astype(np.intp)  # numpy's own conversion is slower
     if values.size % together:
         values[:] = table[index].reshape(-1)[: values.size]
-    else:  # "wrap" checks nothing: every index is in the table
+    else:  # every index is in the table, and "wrap" skips the check
         np.take(table, index, 0, out=values.reshape(-1, together), mode="wrap")
 
 
 class Pattern(NamedTuple):
-    """Some columns of a sparse matrix: which entries are added to which row, with which sign."""
+    """Columns of a sparse matrix: the entries to add to each row, and their signs."""
 
-    entries: Tensor  # (m,) int32, those of the first row first
-    first: Tensor  # (rows,) int32, where a row's begin
+    entries: Tensor  # (m,) int32, sorted by row
+    first: Tensor  # (rows,) int32, the index of each row's first entry
     signs: Tensor  # (m,) float32
 
     def of(self, values: Tensor) -> Tensor:
-        """Return the products (rows, n) of `values` (entries, n), added in their own dtype."""
+        """Return the products (rows, n) with `values` (entries, n), summed in their dtype."""
         numbers = values.contiguous()
         if values.is_complex():
             numbers = torch.view_as_real(numbers).flatten(1)
@@ -341,10 +342,10 @@ class Pattern(NamedTuple):
 class SparseMatrices:
     """Matrices (rows, columns) with `nonzeros` entries ±1 in each column, one for each name.
 
-    The rows are cut into as many parts of `width`, and a column has one entry in each. Column j is
-    in place (j + r) mod width, where r is word j // width of the part's stream, modulo width. A
-    stream has 4,096 words. The signs are a matrix (nonzeros, columns) of their own. Up to
-    `kept_bytes` are kept for the next batch.
+    The rows are split into `nonzeros` parts of `width` rows. A column has an entry in each part.
+    Column j has it in row (j + r) mod width, where r is word j // width of the part's stream,
+    modulo width. A stream has 4,096 words. The signs are a separate matrix (nonzeros, columns). Up
+    to `kept_bytes` are kept for the next batch.
     """
 
     def __init__(self, rows: int, nonzeros: int, seed: int, *, kept_bytes: int = _KEPT) -> None:
@@ -356,7 +357,7 @@ class SparseMatrices:
         self._kept: dict[tuple[str, int, int, torch.device], Pattern] = {}
 
     def part(self, name: str, columns: int, part: slice, device: torch.device) -> Pattern:
-        """Return the columns `part`, of so many."""
+        """Return the columns `part` of a matrix with that many `columns`."""
         key = (name, part.start, part.stop, device)
         found = self._kept.get(key)
         if found is None:
@@ -385,7 +386,7 @@ class SparseMatrices:
         return Pattern(torch.cat(index).int(), before.int(), torch.cat(values))
 
     def _shifts(self, name: str, row: int, chunks: range) -> Tensor:
-        """Return what the columns of each chunk are moved by (chunks,), of a part of the rows."""
+        """Return the shifts r (chunks,) of each chunk of columns, for part `row` of the rows."""
         first = chunks.start - chunks.start % _COLUMNS
         found = [
             random.words(self._seed, "project sjlt places", name, row, start, _COLUMNS)

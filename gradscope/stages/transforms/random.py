@@ -1,10 +1,10 @@
 """Random numbers, and the transforms that draw them: noise and stochastic rounding.
 
-Random numbers belong to a seed, a use, a parameter and a sample, and to nothing else.
-Each has a stream of its own of the counter-based generator Philox (Salmon et al. 2011): the key is
-a hash of seed, use and parameter, the counter begins at the sample's index. So batch size, order,
-backend, device and sharding change nothing. Large matrices, whose entries belong to no sample, are
-drawn by SFC64 (Doty-Humphrey, PractRand), at twice the speed, in pieces each seeded by a hash.
+Random numbers depend on seed, use, parameter and sample only. Batch size, order, backend, device
+and sharding do not change them. Each combination has a separate stream of the counter-based
+generator Philox (Salmon et al. 2011). The key is a hash of seed, use and parameter, and the counter
+starts at the sample's index. The entries of large matrices belong to no sample. SFC64
+(Doty-Humphrey, PractRand) draws them at twice the speed, in pieces that are each seeded by a hash.
 """
 
 import hashlib
@@ -21,8 +21,8 @@ from gradscope.blocks.base import as_rows
 from gradscope.core.precision import double, doubled
 from gradscope.stages.transforms.base import Transform, TransformScope, by_parts, transform, widened
 
-_STREAM = 192  # bits of the counter within a stream; the 64 above them tell the streams apart
-_MOST_BITS = 24  # beyond, the levels are finer than float32
+_STREAM = 192  # bits of the counter within a stream; the upper 64 bits identify the stream
+_MOST_BITS = 24  # with more bits, the levels are finer than float32
 
 
 @transform("noise", TransformScope.ELEMENTWISE)
@@ -30,8 +30,9 @@ def noise(std: float, seed: int = 0) -> Transform:
     """T(g) = g + std · z, z standard normal, independent in every entry: the Gaussian mechanism.
 
     DP-SGD is `clip:max_norm=C | sum | noise:std=S` (Abadi et al. 2016, arXiv:1607.00133; Dwork &
-    Roth 2014, appendix A). On samples z depends on seed, parameter and the sample's position in
-    the data set, on an aggregate on seed and parameter. Of complex entries both parts get noise.
+    Roth 2014, appendix A). For a sample, z depends on seed, parameter and the sample's position in
+    the data set. After a reducer it depends on seed and parameter. Complex entries get noise in
+    both parts.
     """
     if not 0 <= std < inf:
         raise ValueError(f"std must be finite and not negative, not {std}")
@@ -44,13 +45,13 @@ def noise(std: float, seed: int = 0) -> Transform:
 
 @transform("quantize", TransformScope.VECTOR)
 def quantize(bits: int, seed: int = 0) -> Transform:
-    """Stochastic rounding to 2^bits − 1 even levels over [−max|g|, max|g|]; unbiased.
+    """Unbiased stochastic rounding to 2^bits − 1 evenly spaced levels over [−max|g|, max|g|].
 
-    With s = 2^(bits−1) − 1 the levels are k/s · max|g|, k = −s..s, the maximum taken for each
-    sample and parameter. An entry between two levels goes to the upper one (in magnitude) with the
-    probability that keeps its expectation: QSGD (Alistarh et al. 2017, arXiv:1610.02132), scaled
-    by the largest entry instead of the norm; 2 bits are TernGrad (Wen et al. 2017,
-    arXiv:1705.07878). Real and imaginary parts are rounded apart, with one maximum for both.
+    With s = 2^(bits−1) − 1 the levels are k/s · max|g|, k = −s..s. Each sample and parameter has
+    its own maximum. An entry is rounded up in magnitude with the probability that keeps its
+    expectation, else down. This is QSGD (Alistarh et al. 2017, arXiv:1610.02132), scaled by the
+    largest entry instead of the norm. With 2 bits it is TernGrad (Wen et al. 2017,
+    arXiv:1705.07878). Real and imaginary parts are rounded separately, with a common maximum.
     """
     if not 2 <= bits <= _MOST_BITS:
         raise ValueError(f"bits must be from 2 to {_MOST_BITS}, not {bits}")
@@ -62,7 +63,7 @@ def quantize(bits: int, seed: int = 0) -> Transform:
             largest = largest.reshape(-1, *[1] * (parts.dim() - 1))
             unit = torch.where(largest == 0, 1.0, largest)  # a zero row stays zero
             exact = doubled(parts).abs() / unit * steps
-            below = exact.floor()  # and up in magnitude where the draw is below what that cuts off
+            below = exact.floor()  # rounded up if the draw is below the fractional part
             level = below + (uniform(seed, use, name, keys, parts) < exact - below)
             found: Tensor = parts.sgn() * (level / steps * largest)
             return found.to(parts.dtype)
@@ -73,7 +74,7 @@ def quantize(bits: int, seed: int = 0) -> Transform:
 
 
 def _drawn(word: str, draw: Callable[[str, str, Tensor, Tensor], Tensor]) -> Transform:
-    """Return the transform that applies `draw`(use, name, values, keys) when a row is needed."""
+    """Return the transform that calls `draw`(use, name, values, keys) when rows are needed."""
 
     def apply(gradients: Gradients) -> Gradients:
         use, keys = belonging(gradients, word)
@@ -87,22 +88,22 @@ def _drawn(word: str, draw: Callable[[str, str, Tensor, Tensor], Tensor]) -> Tra
 
 
 def generator(seed: int, use: str, name: str, stream: int = 0) -> np.random.Generator:
-    """Return the generator of a stream, which is a sample's index; two uses share no numbers."""
+    """Return the generator of a stream (a sample's index); different uses share no numbers."""
     key = _hash(seed, use, name)
     return np.random.Generator(np.random.Philox(key=key, counter=(stream % 2**64) << _STREAM))
 
 
 def words(seed: int, use: str, name: str, row: int, column: int, count: int) -> np.ndarray:
-    """Return the first `count` raw words, uint64, of the stream that begins at an entry."""
+    """Return the first `count` raw words (uint64) of the stream that starts at an entry."""
     bits = np.random.SFC64(_hash(seed, use, name, row, column))
     return np.random.Generator(bits).integers(0, 2**64, count, np.uint64)  # raw, without the GIL
 
 
 def belonging(gradients: Gradients, word: str) -> tuple[str, Tensor]:
-    """Return the use of the numbers that `word` draws, and what each row draws by (n,) int64.
+    """Return the use of the random numbers and the key of each row (n,) int64.
 
-    Samples draw by their position in the data set. An aggregate is one row, number 0, and draws
-    for a use of its own.
+    The key of a sample is its position in the data set. An aggregate has the single row 0 and a
+    separate use. `word` is the name of the transform.
     """
     if gradients.index is None:
         return f"{word} of aggregate", torch.arange(gradients.n)
@@ -110,7 +111,10 @@ def belonging(gradients: Gradients, word: str) -> tuple[str, Tensor]:
 
 
 def normal(seed: int, use: str, name: str, keys: Tensor, like: Tensor) -> Tensor:
-    """Return standard normal numbers (n, ...) like `like`, a row for each key; complex in parts."""
+    """Return standard normal numbers (n, ...) like `like`, a row for each key.
+
+    Real and imaginary parts of complex numbers are each standard normal.
+    """
     values = np.empty((len(keys), *like.shape[1:], *([2] if like.is_complex() else [])))
     for row, key in enumerate(keys.tolist()):
         generator(seed, use, name, key).standard_normal(out=values[row : row + 1])
@@ -119,7 +123,7 @@ def normal(seed: int, use: str, name: str, keys: Tensor, like: Tensor) -> Tensor
 
 
 def uniform(seed: int, use: str, name: str, keys: Tensor, like: Tensor) -> Tensor:
-    """Return float64 numbers from [0, 1), (n, ...) as `like`, a row for each key."""
+    """Return uniform float64 numbers in [0, 1), of shape (n, ...) like `like`, a row a key."""
     values = np.empty((len(keys), *like.shape[1:]))
     for row, key in enumerate(keys.tolist()):
         generator(seed, use, name, key).random(out=values[row : row + 1])
@@ -127,6 +131,6 @@ def uniform(seed: int, use: str, name: str, keys: Tensor, like: Tensor) -> Tenso
 
 
 def _hash(*parts: str | int) -> int:
-    """Return 128 bits that belong to `parts`."""
+    """Return a 128-bit hash of `parts`."""
     text = "\0".join(map(str, parts)).encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")

@@ -1,6 +1,6 @@
-"""Transforms by what is stored: inner products with a vector, preconditioning, Adam's moments.
+"""Transforms with stored values: inner products with a vector, preconditioning, Adam's moments.
 
-A vector is the aggregate of a chain in a result file, `with=FILE.h5:CHAIN`.
+A stored vector is the aggregate of a chain in a result file, `with=FILE.h5:CHAIN`.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,14 +31,14 @@ from gradscope.stages.transforms.base import (
 
 Apply = Callable[[Block], Block]
 
-_ROOT = 0.5  # Adam's
+_ROOT = 0.5  # the power of the second moment in Adam
 
 
 @transform("dot", TransformScope.LINEAR)
 def dot(with_: Vector) -> Transform:
     """T(g) = ⟨g, v⟩ = Σ g · conj(v) over all parameters: the single entry `dot` (n,), in float64.
 
-    Complex where g or v is.
+    The result is complex if g or v is complex.
     """
 
     def apply(gradients: Gradients) -> Gradients:
@@ -51,12 +51,12 @@ def dot(with_: Vector) -> Transform:
 def cosine(with_: Vector | None = None, to: Literal["mean"] | None = None) -> Transform | NeedsMean:
     """T(g) = Re⟨g, v⟩ / (‖g‖₂ ‖v‖₂): the single entry `cosine` (n,), 0 if g or v is zero.
 
-    How well gradients agree (Sankararaman et al. 2020, arXiv:1904.06963). v is stored,
-    or, with `to=mean`, the mean over all samples of what reaches this stage,
-    which takes an earlier pass over the data.
+    It measures how well gradients agree (Sankararaman et al. 2020, arXiv:1904.06963). v is a stored
+    vector. With `to=mean`, v is the mean of this stage's input over all samples, which needs an
+    earlier pass over the data.
     """
     if (with_ is None) == (to is None):
-        raise ValueError("give with=FILE.h5:CHAIN or to=mean, one of them")
+        raise ValueError("give either with=FILE.h5:CHAIN or to=mean")
     if with_ is not None:
         return _cosine(with_)
     return NeedsMean(lambda mean: _cosine(Vector(mean, "the mean of the samples")))
@@ -64,18 +64,19 @@ def cosine(with_: Vector | None = None, to: Literal["mean"] | None = None) -> Tr
 
 @transform("precondition", TransformScope.ELEMENTWISE)
 def precondition(with_: Vector, damping: float = 0.0, power: float = _ROOT) -> Transform:
-    """T(g) = g / (vᵖ + damping), v a stored second moment; or F⁻¹g, F of a stored `kfac`.
+    """T(g) = g / (vᵖ + damping), v a stored second moment; or F⁻¹g, F from a stored `kfac`.
 
-    v is the result of a chain such as `square | mean` or `second_moment`. With p = `power` = 1/2
-    it is Adam's √v, the damping outside of the root as its ε (Kingma & Ba 2015, arXiv:1412.6980,
-    algorithm 1), without bias correction; with `power=1` the diagonal of the Fisher inverted. Where
-    vᵖ + damping is 0 the result is 0.
+    v is the result of a chain such as `square | mean` or `second_moment`. p = `power` = 1/2 gives
+    Adam's √v without bias correction. The damping is outside of the root, like Adam's ε (Kingma &
+    Ba 2015, arXiv:1412.6980, algorithm 1). `power=1` inverts the diagonal of the Fisher. Where
+    vᵖ + damping is 0, the result is 0.
 
-    Of a stored `kfac`, with the gradient G (r, c) read row by row, it is
-    (B + √damping/π)⁻¹ G (A + π√damping)⁻ᵀ, where π² = (tr A/c) / (tr B/r): the natural gradient of
-    Martens & Grosse 2015 (arXiv:1503.05671, section 6.3), in each group by itself. Outer products
-    stay outer products. What has no factors is divided by its second moment plus the damping.
-    Pseudo-inverses are taken where a factor is singular. The power is for second moments only.
+    With a stored `kfac`, the gradient is read row by row as a matrix G (r, c). The result is
+    (B + √damping/π)⁻¹ G (A + π√damping)⁻ᵀ with π² = (tr A/c) / (tr B/r). This is the natural
+    gradient of Martens & Grosse 2015 (arXiv:1503.05671, section 6.3), for each group separately.
+    Outer products stay outer products. A parameter without factors is divided by its second moment
+    plus the damping. A singular factor is replaced by its pseudo-inverse. `power` applies to stored
+    second moments only.
     """
     if not 0 <= damping < inf:
         raise ValueError(f"damping must be finite and not negative, not {damping}")
@@ -97,7 +98,7 @@ def precondition(with_: Vector, damping: float = 0.0, power: float = _ROOT) -> T
 
 
 def inner(gradients: Gradients, vector: Mapping[str, Tensor]) -> Tensor:
-    """Return ⟨gᵢ, v⟩ (n,), complex where a gradient or the vector is."""
+    """Return ⟨gᵢ, v⟩ (n,), complex if a gradient or the vector is complex."""
 
     def of(block: Block, v: Tensor) -> Tensor:
         if v.is_complex() and not block.dtype.is_complex:
@@ -119,15 +120,15 @@ def _cosine(vector: Vector) -> Transform:
 
 
 def _preconditioner(name: str, block: Block, stored: Vector, damping: float, power: float) -> Apply:
-    """Return what is applied to the parameter's block, by what is stored for it."""
+    """Return the function to apply to the parameter's block, from its stored values."""
     values = stored.values
     factors = name not in values and {f"{name}.A", f"{name}.B"} <= values.keys()
     diagonal = name not in values and f"{name}.diagonal" in values
     if power != _ROOT and (factors or diagonal):
         raise SpecError(
-            f"a stored kfac is inverted as it is, not to the power {power:g}",
+            f"power={power:g} cannot be combined with a stored kfac",
             where=stored.source or None,
-            remedy="Leave the power out.",
+            remedy="Leave power out: the factors of kfac are inverted.",
         )
     if factors:
         return _kronecker(name, block, stored, damping)
@@ -136,7 +137,7 @@ def _preconditioner(name: str, block: Block, stored: Vector, damping: float, pow
     moment = stored.of(Gradients({name: block}))[name]
     try:
         _require_second_moment(name, moment)
-    except ValueError as error:  # a parameter that is itself called NAME.A
+    except ValueError as error:  # the name of a parameter ends in .A or .B
         raise SpecError(str(error), where=stored.source or None) from error
     divisor = (moment if diagonal else moment.pow(power)) + damping
     inverse = torch.where(divisor == 0, 0.0, 1.0 / divisor)
@@ -150,12 +151,12 @@ def _kronecker(name: str, block: Block, stored: Vector, damping: float) -> Apply
     k, c, r = len(a), a.shape[-1], b.shape[-1]
     if found != (k, c, c, k, r, r) or k * r * c != prod(block.shape):
         raise SpecError(
-            f"the stored factors of {name!r} are of shapes {tuple(a.shape)} and "
-            f"{tuple(b.shape)}, which does not fit the parameter's {block.shape}",
+            f"the stored factors of {name!r} have shapes {tuple(a.shape)} and {tuple(b.shape)}, "
+            f"which do not fit the parameter's shape {block.shape}",
             where=stored.source or None,
-            remedy="Give the result of kfac for this model, with bias=separate.",
+            remedy="Give the result of kfac:bias=separate for this model.",
         )
-    if damping > 0:  # added to both factors in the proportion of their mean eigenvalues
+    if damping > 0:  # added to both factors in proportion to their mean eigenvalues
         means = [m.diagonal(dim1=1, dim2=2).real.mean(1) for m in (a, b)]
         usable = (means[0] > 0) & (means[1] > 0)  # else π would be 0 or infinite
         pi = torch.where(usable, (means[0] / means[1]).sqrt(), 1.0).reshape(-1, 1, 1)
@@ -168,8 +169,8 @@ def _kronecker(name: str, block: Block, stored: Vector, damping: float) -> Apply
 def _require_second_moment(name: str, value: Tensor) -> None:
     if value.is_complex() or not bool((value >= 0).all()):
         raise ValueError(
-            f"{name!r} in the stored vector is no second moment: it has entries that are complex, "
-            "negative or NaN"
+            f"{name!r} in the stored vector is not a second moment: it has entries that are "
+            "complex, negative or NaN"
         )
 
 
@@ -181,17 +182,17 @@ def adam(
 ) -> Transform:
     """T(g) = g / (√v̂ + ε), v̂ the second moments of the Adam or AdamW that trained the model.
 
-    `state` is a file of torch.optim's state_dict. With t steps made, v̂ = v / (1 - β₂ᵗ), and ε, β₁,
-    β₂ are the optimiser's own. This is linear in g.
+    `state` is a file with the optimiser's state_dict. After t steps v̂ = v / (1 - β₂ᵗ). ε, β₁ and β₂
+    are the optimiser's. This form is linear in g.
 
-    `form=step` is the step that the optimiser would make with g, its moments going on with it:
-    (m' / (1 - β₁ᵗ⁺¹)) / (√(v' / (1 - β₂ᵗ⁺¹)) + ε), where m' = β₁m + (1 - β₁)g and
-    v' = β₂v + (1 - β₂)g², as LESS takes it (Xia et al. 2024, arXiv:2402.04333, section 2). Learning
-    rate and weight decay are left out. With `amsgrad` v is the largest so far in both.
+    `form=step` is the step that the optimiser would make with the gradient g:
+    (m' / (1 - β₁ᵗ⁺¹)) / (√(v' / (1 - β₂ᵗ⁺¹)) + ε). Here m' = β₁m + (1 - β₁)g and
+    v' = β₂v + (1 - β₂)g², as in LESS (Xia et al. 2024, arXiv:2402.04333, section 2). Learning
+    rate and weight decay are left out. With `amsgrad`, both forms use the largest v so far.
 
-    Moments are found by name where the state has names, else by shape where one assignment alone
-    fits the shapes. `names` is a JSON file with the names in the optimiser's order, or `model`:
-    each of the optimiser's groups is in the order of model.parameters().
+    Moments are matched by name if the state has names. Else they are matched by shape, if only one
+    assignment fits the shapes. `names` is a JSON file with the names in the optimiser's order. Or
+    it is `model`: each group of the optimiser is in the order of model.parameters().
     """
     stored = state if names is None else state.with_names(names)
     model: dict[str, tuple[int, ...]] = {}
@@ -205,7 +206,7 @@ def adam(
 
     def made(name: str, moments: Moments, block: Block) -> Callable[[Block], Block]:
         if block.dtype.is_complex:
-            raise SpecError(f"{name!r} is complex, and adam takes real parameters only")
+            raise SpecError(f"{name!r} is complex, but adam supports real parameters only")
         if form == "step":
             return partial(StepBlock, moments=moments.to(block.device))
         divisor = moments.root.to(block.device) + moments.eps
@@ -216,7 +217,7 @@ def adam(
 
 @dataclass(frozen=True, eq=False)
 class StepBlock(DerivedBlock):
-    """Adam's step with each sample's gradient."""
+    """Adam's step for each sample's gradient."""
 
     moments: Moments
 
