@@ -516,7 +516,7 @@ def test_the_tables_name_every_task_and_method() -> None:
     for name in METHODS:
         words = name.split(" ", 1)
         assert words[0] in page and words[-1] in page
-    assert f"above {1e4 * TOLERANCE:g}e-4 is `wrong`" in page
+    assert f"error of any parameter is above {1e4 * TOLERANCE:g}e-4" in page
 
 
 def test_rows_are_written_however_they_lie(tmp_path: Path) -> None:

@@ -316,10 +316,17 @@ ALL = Whole(X), Whole(A)
     ("model", "loss", "inputs", "targets", "what", "remedy"),
     [
         # an (n, n) matrix among the inputs, or a buffer (n, n)
-        (Dense, "cross_entropy", (X, A), Y, "not on one sample alone", "nodes of one graph"),
-        (Held, "cross_entropy", X, Y, "not on one sample alone", "nodes of one graph"),
-        (Dense, "cross_entropy", (X, Whole(A)), Y, "not on one", "give features and graph whole"),
-        (Attention, "cross_entropy", (X, A), Y, "not on one sample", "nodes of one graph"),
+        (Dense, "cross_entropy", (X, A), Y, "not on a single sample", "nodes of one graph"),
+        (Held, "cross_entropy", X, Y, "not on a single sample", "nodes of one graph"),
+        (
+            Dense,
+            "cross_entropy",
+            (X, Whole(A)),
+            Y,
+            "not on a single",
+            "Give features and graph whole",
+        ),
+        (Attention, "cross_entropy", (X, A), Y, "not on a single sample", "nodes of one graph"),
         # a list of edges has another length than the nodes
         (Edges, "cross_entropy", (X, EDGES), Y, "different numbers", r"gradscope\.Whole\(x\)"),
         # answers without a row for each sample

@@ -352,7 +352,8 @@ def _chosen(file: GradientFile, asked: str | None) -> StoredChain:
     rows = {
         k: chain
         for k, chain in enumerate(file.chains)
-        if not chain.reduced and all(len(array.shape) > 1 for array in chain.values())  # no norms
+        if not chain.reduced  # a norm has one number a sample; so has a parameter without axes
+        and all(len(a.shape) > 1 or file.parameters.get(name) == () for name, a in chain.items())
     }
     if asked is None and rows:
         asked = best_rows([chain.text for chain in rows.values()])

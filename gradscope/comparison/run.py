@@ -146,7 +146,7 @@ class Comparison:
                 if len(far) > 3:
                     lines.append(f"  ... and {count(len(far) - 3, 'parameter')} more")
         if wrong:
-            lines.append("All numbers: .rows[k].parameters, .to_json(); on the command line --json")
+            lines.append("All numbers are in .rows[k].parameters and .to_json().")
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:

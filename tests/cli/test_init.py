@@ -105,8 +105,15 @@ FLOATS = np.ones((9, 4), "float32")
     ],
 )
 def test_what_is_guessed_of_arrays(
-    gradscope: Gradscope, tmp_path: Path, arrays: Any, inputs: Any, targets: Any, loss: str | None
+    gradscope: Gradscope,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arrays: Any,
+    inputs: Any,
+    targets: Any,
+    loss: str | None,
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # where no script calls a loss
     checkpoint, data = project(tmp_path, **arrays)
     done = gradscope("init", checkpoint, data, "-o", tmp_path / "run.toml")
     assert done.code == 0, done.err

@@ -124,7 +124,8 @@ def test_each_option_that_a_message_names_is_one_of_the_command_that_prints_it()
         | {flag for p in command.params for flag in (*p.opts, *p.secondary_opts, p.name)}
         for name, command in reach.COMMANDS.items()
     }
-    described = {"gradscope.config.spec", "gradscope.config.commands"}  # the options themselves
+    # the options themselves, and attributes of SVG
+    described = {"gradscope.config.spec", "gradscope.config.commands", "gradscope.markup"}
     seen, wrong = 0, []
     for module in sorted(reach.DEFINED.keys() - described):
         for name, statements in reach.DEFINED[module].items():
@@ -212,7 +213,7 @@ def test_init_check_and_compute_take_the_same_settings_of_a_run():
 @pytest.mark.parametrize(
     ("given", "error", "said"),
     [
-        ({"rows": "token"}, CoupledSamplesError, 'by coupling="own-loss"'),
+        ({"rows": "token"}, CoupledSamplesError, 'use coupling="own-loss"'),
         ({"model": nn.Dropout()}, UnsupportedError, 'Or use randomness="fixed"'),
         ({"loss": "l1", "labels": "exact"}, SpecError, 'or use labels="data"'),
     ],

@@ -98,7 +98,7 @@ def test_a_data_set_of_the_users_own(folder: Path, gradscope: Gradscope) -> None
     ("spec", "says"),
     [
         (SPEC, "If the samples are the nodes of one graph"),
-        (SPEC + 'whole = ["adjacency"]', "give features and graph whole"),
+        (SPEC + 'whole = ["adjacency"]', "Give features and graph whole"),
         (SPEC + 'whole = ["matrix"]', "'matrix' is not an input"),
         (SPEC.replace('["labels"]', "[]") + WHOLE, "the number of samples is unknown"),
         (SPEC.replace('["labels"]', '["edges"]'), 'whole = ["NAME"] under [dataset]'),
