@@ -88,7 +88,7 @@ def test_compare_speaks_to_people_and_names_kernels_when_asked(
     assert planned.out == "would compare loop, hooks, vmap, expand on 4 samples\n"
     words = ["--config", SAMPLES / "digits_cnn" / "run.toml", "--samples", ":64"]
     done = gradscope("compare", *words, "--backends", "hooks", "--verbose")
-    assert "Kernels, and the time they took" in done.out
+    assert "Kernels and their times" in done.out
 
 
 @pytest.mark.full

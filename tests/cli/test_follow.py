@@ -111,7 +111,7 @@ def _frames(fd: int) -> Iterator[list[str]]:
     while time.monotonic() < end:
         if select.select([fd], [], [], 0.1)[0]:
             seen += os.read(fd, 65536).decode(errors="replace")
-        *whole, seen = re.split(r"(?<=the training goes on)", seen)
+        *whole, seen = re.split(r"(?<=the training continues)", seen)
         for frame in whole:
             text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", frame.split("\x1b[H")[-1])
             yield text.replace("\r", "").split("\n")
@@ -131,7 +131,7 @@ def test_a_terminal_is_drawn_anew_until_ctrl_c(tmp_path: Path) -> None:
         try:
             os.close(inner)
             frames = _frames(fd)
-            assert any("no step is measured yet" in line for line in next(frames))
+            assert any("no step has been measured yet" in line for line in next(frames))
             for step in range(5, 100, 5):
                 record(path, step, summary_of(HOSTILE))
             next(lines for lines in frames if any("5 to 95" in line for line in lines))
@@ -143,7 +143,11 @@ def test_a_terminal_is_drawn_anew_until_ctrl_c(tmp_path: Path) -> None:
                 assert any("noise scale" in line for line in lines)
                 assert any("[red]x[/red]" in line for line in lines)
             path.write_text("")
-            next(lines for lines in frames if any("no step is measured" in line for line in lines))
+            next(
+                lines
+                for lines in frames
+                if any("no step has been measured" in line for line in lines)
+            )
             process.send_signal(signal.SIGINT)
             next(lines for lines in frames if any("followed no more" in line for line in lines))
             assert process.wait(60) == 130

@@ -76,7 +76,7 @@ def test_samples_are_computed_anew(
             ["samples/norm", *(f"norms/{name}" for name in NAMES)],
             "gradient norm of sample ",
         ),
-        (None, ["samples/norm"], "and those of its parameters make"),
+        (None, ["samples/norm"], "the norms of its parameters give"),
         (None, ["norms/first.bias"], "by 'first.bias' is recorded"),
     ],
 )
