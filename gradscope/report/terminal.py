@@ -46,7 +46,7 @@ _HALVES, _HALF = " ▄▀█", 127
 def render(result: Displayable, console: Console, full: bool = True) -> None:
     """Print the facts, warnings and sections of a result.
 
-    Without `full`, print its brief form, which fits one screen, if there is one.
+    Without `full`, print the brief form, which fits one screen, if the result has it.
     """
     found = result.overview()
     brief = None if full else found.brief

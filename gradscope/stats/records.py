@@ -56,7 +56,7 @@ class SampleRecord(Record):
 
 
 class Interval(Record):
-    """A confidence interval; an end without bound is None in Python and null in JSON."""
+    """A confidence interval; for an unbounded end the value is missing (None)."""
 
     low: float | None
     high: float | None

@@ -202,8 +202,8 @@ def ordered_statistics() -> list[tuple[str, Statistic]]:
 class Summary(Displayable):
     """The statistics of one result file, as attributes: `summary.noise_scale.simple`.
 
-    If the file lacks the gradients that a statistic needs, its value is None, and `missing` lists
-    it. `docs/statistics.md` has every key and formula.
+    A statistic that the file lacks gradients for has the value None. `missing` lists these
+    statistics. `docs/statistics.md` has every key and formula.
     """
 
     file: FileFacts  # facts of the file

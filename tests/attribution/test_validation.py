@@ -276,7 +276,7 @@ def test_stopping_the_command_stops_its_workers(ridge: Ridge) -> None:
         wait_for(ridge, process, 1)
         process.send_signal(signal.SIGTERM)
         _, told = process.communicate()
-    assert (process.returncode, "goes on" in told) == (143, True)
+    assert (process.returncode, "to continue" in told) == (143, True)
     before = ridge.files()
     time.sleep(1.2)
     assert ridge.files() == before

@@ -35,10 +35,10 @@ def changed(rows, value):
 
 PLANTED = [
     (B / N, "mean_loss", "c = 1/n with n = 6"),
-    (-B / N, "mean_loss", "the sign is flipped, and besides"),
+    (-B / N, "mean_loss", "the sign is flipped; in addition"),
     (B * N, "times_n", "c = n with n = 6"),
     (-B, "sign", "c = -1"),
-    (B / 10, "factor", "a mean in place of a sum over 10"),
+    (B / 10, "factor", "a mean instead of a sum over 10"),
     (B * 0.3141, "factor", "c = 0.3141"),
     (B[ORDER], "permuted", "row 0 holds sample 2"),
     (B[ORDER] / N, "permuted", "c = 1/n with n = 6"),
@@ -46,15 +46,15 @@ PLANTED = [
     (B.sum(0).expand(N, *SHAPE), "summed", "every row is the sum of"),
     (B.mean(0).expand(N, *SHAPE), "summed", "every row is the mean of"),
     (B.mT.reshape(B.shape), "layout", "transposed and then reshaped"),
-    (B.mT.reshape(B.shape) / N, "layout", "Besides, c = 1/n"),
+    (B.mT.reshape(B.shape) / N, "layout", "In addition, c = 1/n"),
     (B.movedim(0, -1).reshape(B.shape), "layout", "the sample axis was last"),
     (torch.zeros_like(B), "zero", "all zero"),
     (changed([1, 4], math.nan), "not_finite", "NaN or infinity in samples 1, 4 (2 of 6)"),
     (B.float().double(), "rounded", "lower precision"),
-    (changed([2], 0.0), "some_samples", "only sample 2 of 6 differs; there: all zero"),
-    (changed([0, 5], -B[[0, 5]]), "some_samples", "only samples 0, 5 of 6 differ; there: c = -1"),
+    (changed([2], 0.0), "some_samples", "only sample 2 of 6 differs: all zero"),
+    (changed([0, 5], -B[[0, 5]]), "some_samples", "only samples 0, 5 of 6 differ: c = -1"),
     (B * 0.5 + B.abs() * 0.2, "unknown", "no simple relation"),
-    (torch.randn(B.shape, generator=_G), "unrelated", "other weights"),
+    (torch.randn(B.shape, generator=_G), "unrelated", "different weights"),
 ]
 
 

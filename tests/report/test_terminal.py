@@ -151,7 +151,7 @@ def test_a_section_for_each_question():
 
 def test_what_is_wrong_is_loud():
     wrong = {"norms": {"scale": fake(20).norms["scale"] * 2 + 9}}
-    assert "does not hold" in screen(render, summarize(fake(20, wrong=wrong)), 80)
+    assert "a check failed" in screen(render, summarize(fake(20, wrong=wrong)), 80)
     many = summarize(fake(30, broken=tuple(range(20))), top=2)
     told = "20 samples not finite and left out below: 100, 103, ..."
     assert told in screen(render, many, 80)
