@@ -187,6 +187,6 @@ def _screen(found: History | None, console: Console) -> Text:
         render(found, inner, full=False)
         file.seek(0)
         lines = list(Text.from_ansi(file.read()).split(allow_blank=True))
-    last = Text("Ctrl-C closes this view; the training continues", style="dim", end="")
+    last = Text("Ctrl-C closes; the training continues", style="dim", end="")
     last.truncate(width)
     return Text("\n", no_wrap=True, end="").join([*lines[: max(0, height - 1)], last])

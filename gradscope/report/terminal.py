@@ -114,7 +114,7 @@ def print_table(console: Console, table: Table) -> None:
             return
     hidden = [c.title for c in columns if c not in kept]
     if hidden:
-        text = f"(hidden, because the terminal is too narrow: {', '.join(hidden)})"
+        text = f"(hidden, terminal too narrow: {', '.join(hidden)})"
         console.print(Text(text, style="dim"))
 
 

@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_refused() -> None:
     for alpha in (-1.0, float("nan"), float("inf")):
         with pytest.raises(SpecError, match="negative or not finite"):
             kfac_curvature(factors, alpha)
-    with pytest.raises(SpecError, match="nothing for 'v'"):
+    with pytest.raises(SpecError, match="lacks the parameters 'v'"):
         kfac_curvature(factors, ALPHA).apply(ones, None)
     with pytest.raises(SpecError, match="does not fit"):
         kfac_curvature({"w.A": torch.eye(3), "w.B": torch.eye(2)}, ALPHA).apply(ones, None)

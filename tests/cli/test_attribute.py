@@ -61,7 +61,7 @@ def test_more_checkpoints_are_words_behind_their_option(
     [
         (["--curvature", "fischer"], 2, "Did you mean 'fisher'"),
         (["--damping", "much"], 2, "auto, or a number"),
-        (["--damping", "-1"], 2, "not negative"),
+        (["--damping", "-1"], 2, "negative or not finite"),
         (["--weights", "1,2"], 2, "2 weights"),
         (["--weights", "inf"], 2, "numbers separated by commas"),
         (["--chain", "7"], 2, "no chain '7'"),

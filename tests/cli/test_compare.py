@@ -163,4 +163,4 @@ def test_a_model_that_holds_a_function_over_its_own_layers(
     assert [rows[k]["status"] for k in ("loop", "hooks", "vmap", "expand")] == ["agrees"] * 4
     assert gradscope("check", *files, "--model", f"{net}:build").code == 0
     held = gradscope("compare", *files, "--model", f"{net}:through_a_global", *peer)
-    assert held.code == 4 and "with down" in held.err and "by self" in held.err
+    assert held.code == 4 and "uses down" in held.err and "through self" in held.err

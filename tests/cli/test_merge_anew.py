@@ -77,7 +77,7 @@ def test_samples_are_computed_anew(
             "gradient norm of sample ",
         ),
         (None, ["samples/norm"], "the norms of its parameters give"),
-        (None, ["norms/first.bias"], "by 'first.bias' is recorded"),
+        (None, ["norms/first.bias"], "norm of its gradient for 'first.bias'"),
     ],
 )
 def test_other_numbers_are_refused_and_nothing_is_written(

@@ -244,7 +244,7 @@ def test_each_sample_counts_in_the_models_own_dtype(scaled, sample):
     result = compare(*problem_of("cross_entropy", torch.float32), ["loop", "narrow"])
     row = result.rows[1]
     assert (result.agrees, row.status) == (False, "disagrees")
-    assert row.reason.startswith("in float32 alone: ")
+    assert row.reason.startswith("only in float32: ")
 
 
 def test_a_hook_that_a_copy_does_not_have():

@@ -91,7 +91,7 @@ def test_all_columns_and_whole_names_when_there_is_room():
     assert "hidden" not in text
     for title in ("shape", "entries", "share", "SNR", "largest"):
         assert title in text
-    assert "terminal is too narrow: shape" in screen(render, summary_of(LAYERS), 40)
+    assert "terminal too narrow: shape" in screen(render, summary_of(LAYERS), 40)
 
 
 @pytest.mark.parametrize("width", [80, 40])
