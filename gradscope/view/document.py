@@ -357,7 +357,7 @@ def _missing_package(contents: Contents) -> str:
 
 
 def _album(contents: Contents) -> dict[str, Any]:
-    """Return the sheet, the texts and the numbers of samples (a kind without samples is None)."""
+    """Return the sheet, the texts and the numbers of samples, or None for a missing kind."""
     rows = [c for c in contents if isinstance(c, dict)]
     names = list(dict.fromkeys(name for row in rows for name in row))
     longest = max(80, _LETTERS // max(1, len(contents)))
@@ -370,7 +370,7 @@ def _album(contents: Contents) -> dict[str, Any]:
 
 
 def _of_kind(contents: Contents, kind: type, shown: Any) -> list[Any] | None:
-    """Return `shown(c)` for contents of the kind and None for others, or None without any."""
+    """Return `shown(c)` for contents of the kind and None for other contents, if any."""
     found = [shown(c) if isinstance(c, kind) else None for c in contents]
     return found if any(one is not None for one in found) else None
 
