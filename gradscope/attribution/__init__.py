@@ -61,23 +61,24 @@ def attribute(
     """Score each training sample for each query; see `gradscope.attribution.scoring`.
 
     Args:
-        train: A result file with rows (or the path of one), the path of a run file whose gradients
-            are computed on the way, or (scope, inputs, targets).
-        query: Likewise, of the same model; or the path of data, with the training side's run.
+        train: The training samples: a result file with rows (or its path), the path of a run file
+            (its gradients are then computed), or (scope, inputs, targets).
+        query: The queries, in the same three forms and of the same model; or the path of data,
+            whose gradients are then computed with the run of `train`.
         curvature: See `AttributionSettings`.
         damping: Relative to the mean eigenvalue of the curvature, or "auto".
-        chain: Which chain of a training file, by number or text; the first with rows if None.
-        checkpoints: More training sides, of other checkpoints; scores are summed over all.
-        weights: The weight of each checkpoint; equal ones that sum to 1 if None.
+        chain: The chain of the training file, by number or text; by default the best with rows.
+        checkpoints: The training samples at further checkpoints; scores are summed over all.
+        weights: The weight of each checkpoint. With None all are equal and sum to 1.
         factors: See `AttributionSettings`.
-        refine: How many of the most helpful and of the most harmful samples of each query, by
-            rows of a projection, are scored again with full gradients.
-        output: Where to write them; they stay in memory if None.
+        refine: The k most helpful and the k most harmful samples of each query, found with rows of
+            a projection, are scored again with full gradients.
+        output: The score file to write. Without it the scores stay in memory.
         overwrite: Replace an output that exists.
 
     Raises:
-        SpecError: The sides cannot be compared, or an option does not fit.
-        InputError: Something cannot be read.
+        SpecError: The two sides cannot be compared, or an option does not fit.
+        InputError: A file cannot be read.
     """
     stored, place = (
         None if factors is None else str(factors),
@@ -107,11 +108,10 @@ def open_sources(
     stream: bool = False,
     output: Path | None = None,
 ) -> Iterator[list[CheckpointSources]]:
-    """Open both sides, at each checkpoint; see `attribute`.
+    """Open training samples and queries at each checkpoint; see `attribute`.
 
-    `samples`, "A:B", says which queries, where they are computed; `stream` has the training
-    gradients computed on the way, also where a file has them. `output` is to be none of them, nor
-    what they are computed from.
+    `samples`, "A:B", selects the queries whose gradients are computed. With `stream`, training
+    gradients are computed even if a file has them. `output` must not be an input file.
     """
     sources = [train, *checkpoints]
     if output is not None:
@@ -120,13 +120,13 @@ def open_sources(
         with writing(output):
             require_distinct(output, map(Path, paths))
     if weights is not None and len(weights) != len(sources):
-        what = f"{len(weights)} weights were given, and {len(sources)} files of training samples"
-        raise SpecError(what, remedy="Give one weight for TRAIN and for each of the checkpoints.")
+        what = f"{len(weights)} weights were given for {len(sources)} files of training samples"
+        raise SpecError(what, remedy="Give one weight for TRAIN and one for each checkpoint.")
     if len(sources) > 1 and _is_result(query):
         raise SpecError(
-            "a result file has the queries' gradients at one checkpoint",
+            "a result file has the queries' gradients at one checkpoint only",
             where=str(query),
-            remedy="Give a run file or the data: the gradients are computed at each checkpoint.",
+            remedy="Give a run file or the data: gradients are then computed at each checkpoint.",
         )
     with ExitStack() as stack:
         pairs = []
@@ -147,13 +147,13 @@ def _is_result(source: Source) -> bool:
 def _training(
     source: Source, chain: str | None, stack: ExitStack, output: Path | None, *, stream: bool
 ) -> tuple[GradientSource, Any]:
-    """Return the training side, and what tells its run."""
+    """Return the training samples, and a function that returns their run (None in memory)."""
     if isinstance(source, tuple):
         return scope_source("training samples", *source), None
     if _is_result(source) or Path(str(source)).suffix != ".toml":  # and no run file
         file = _file(source, stack)
         if is_scores(file):
-            what = "these are scores, not gradients"
+            what = "the file holds scores, not gradients"
             remedy = "Give the file that gradscope compute -o wrote, or a run file."
             raise SpecError(what, where=str(file.path), remedy=remedy)
         if not stream:
@@ -178,10 +178,16 @@ def _query(
         return scope_source("queries", *source)
     if _is_result(source):
         if samples is not None:
-            raise SpecError("a result file has its samples already", remedy="Leave `samples` out.")
+            raise SpecError(
+                "`samples` cannot select from a result file", remedy="Leave `samples` out."
+            )
         return FileSource(_file(source, stack), train.facts.measured)
     if run is None:
-        raise SpecError("queries for a scope are (scope, inputs, targets)", where=str(source))
+        raise SpecError(
+            "the training samples are in memory, the queries are in a file",
+            where=str(source),
+            remedy="Give the queries as (scope, inputs, targets).",
+        )
     spec = query_run(Path(str(source)), run(), train.facts.measured)
     if samples is not None:
         spec = spec.computing(samples=samples)

@@ -1,13 +1,13 @@
-"""Curvature: approximations of a Fisher that is inverted, from what chains have stored of it.
+"""Curvature: the damped inverse of a Fisher matrix or of an approximation, from stored chains.
 
-Query rows times the damped inverse, (F + λ)⁻¹g, layer by layer. A layer is a weight whose gradient
-has factors, with its bias where that belongs to it (`blocks.layers`); anything else is a parameter
-by itself with its diagonal. The damping is relative: α times the mean eigenvalue of the layer's
-own block is added to each of its eigenvalues, so it means the same in every layer and model; with
-α = 0 the inverse is the pseudo-inverse. With the mean gradient (`Drift`), α is the least, and rises
-where training stopped early (`trusted`).
-The empirical Fisher F = (1/N) Σ gᵢ gᵢᵀ itself is inverted exactly (`Gram`, `Moments`), for all
-entries of a row together, or for groups of them (layers), each by itself.
+Query rows are multiplied by (F + λ)⁻¹, layer by layer. A layer is a weight whose gradient has
+factors, with the bias that belongs to it (`blocks.layers`). Every other parameter uses its
+diagonal. The damping is relative: λ is α times the mean eigenvalue of the layer's block, so that α
+means the same in every layer and model. With α = 0 the inverse is the pseudo-inverse. With the mean
+gradient (`RemainingGradient`), α is a minimum and rises if training stopped early (`trusted`).
+
+The empirical Fisher F = (1/N) Σ gᵢ gᵢᵀ is inverted exactly (`Gram`, `Moments`), for all entries of
+a row together or layer by layer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +25,9 @@ from gradscope.blocks.base import precise
 from gradscope.errors import InputError, SpecError
 from gradscope.stages.reducers.kfac import Basis, bases_of
 
-LEAST = 0.1  # of the mean eigenvalue: of a converged model; a factor 5 either way changes little
-_TIMES = 2.0  # the noise that the step may do as much as
-_STEPS = 40  # halvings of an interval of a factor 2 in α
+LEAST = 0.1  # α for a converged model; a factor 5 up or down changes little
+_TIMES = 2.0  # the largest step, in units of the noise
+_STEPS = 40  # bisections of an interval [α, 2α]
 
 
 def trusted(
@@ -35,19 +35,19 @@ def trusted(
 ) -> float:
     """Return the smallest α ≥ `least` whose Newton step can be trusted, from training gradients.
 
-    At the end of a training the gradients' mean ḡ is about zero, and a small α is near the best.
-    Where training stopped earlier, ḡ is not: the Newton step (H + αΛ̄)⁻¹ḡ that is left would take
-    the model far from where it is, and the linearisation that scores stand on does not reach so
-    far. Then α rises until the step does no more than chance, the drawing of N samples, would do
-    at the least α. Neither queries nor retrained models are looked at.
+    At the end of a training the mean gradient ḡ is about zero, and a small α is near the best. If
+    training stopped earlier, ḡ is not zero. The remaining Newton step (H + αΛ̄)⁻¹ḡ then leads far
+    from the model, where the linearisation behind the scores does not hold. In this case α rises
+    until the step is as short as the step that sampling noise (N samples) alone causes at the
+    least α. Neither queries nor retrained models are used.
 
     With eigenvalues Λ_k and squares ḡ_k² of the mean gradient along their eigenvectors:
 
         Σ_k ḡ_k² Λ_k / (Λ_k + αΛ̄)²  ≤  (2/N) Σ_k Λ_k² / (Λ_k + α₀Λ̄)²,  α₀ = `least`
 
-    On the left is dᵀHd of the step d; on the right twice its expectation at α₀, if ḡ were the mean
-    of N = `n` draws with mean zero and second moment H. The left side falls as α rises. The
-    eigenvalues of each layer are not negative and of any shape, the squares shaped as they are.
+    On the left is dᵀHd of the step d. On the right is twice its expectation at α₀, if ḡ is the mean
+    of N = `n` draws with mean zero and second moment H. The left side falls as α rises. Each
+    layer's eigenvalues are not negative; its squares have the same shape, which may be any.
     """
     each = [(e.double(), s.double()) for e, s in zip(eigenvalues, squares, strict=True) if e.any()]
     noise = _TIMES / n * sum(_step(e, e, least) for e, _ in each)
@@ -77,9 +77,9 @@ def _step(eigenvalues: Tensor, squares: Tensor, damping: float) -> float:
 def along(gram: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Return the eigenvalues of K = G Gᵀ / N, and the squares of the mean gradient along them.
 
-    The eigenvectors of the empirical Fisher GᵀG / N are Gᵀu / √(Nλ) for those u of K, and the
-    mean gradient is Gᵀ1 / N: so ḡ_k² = λ_k (u_k·1)² / N. Both are (N,) in float64; of K, `gram`
-    (N, N), rows and columns of samples left out are zero, and `n` counts the others.
+    If u is an eigenvector of K, then Gᵀu / √(Nλ) is an eigenvector of the empirical Fisher GᵀG / N.
+    The mean gradient is Gᵀ1 / N, so ḡ_k² = λ_k (u_k·1)² / N. Both results are (N,) in float64. In
+    `gram` (N, N), rows and columns of samples left out are zero; `n` counts the other samples.
     """
     eigenvalues, vectors = torch.linalg.eigh(gram.double())
     eigenvalues = eigenvalues.clamp_(min=0.0)
@@ -92,35 +92,35 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class RemainingGradient(NamedTuple):
-    """What is left of the gradient at the end of the training."""
+    """The mean gradient at the end of the training, which is zero at a minimum."""
 
     mean: Aggregate  # the mean gradient of the training samples {NAME: (*shape)}
     n: int  # their number N
 
 
 class Curvature(NamedTuple):
-    """A damped curvature, inverted."""
+    """The inverse of a damped curvature."""
 
-    # from gradients of m samples to {name: (m, *shape)}, the dense rows (F + λ)⁻¹g, in the dtype
-    # that is asked for or, with None, that of the gradients (float32 at least)
+    # from gradients of m samples to {name: (m, *shape)}, the dense rows (F + λ)⁻¹g, in the given
+    # dtype; the default is the gradients' dtype, float32 at least
     apply: Apply
     damping: dict[str, float]  # λ of each layer, by the name of its weight or only parameter
     relative: float  # α, λ over the mean eigenvalue
 
 
 class _LayerSpectrum(NamedTuple):
-    """The Fisher of one layer: its eigenvalues, and where they are."""
+    """The Fisher of one layer: its eigenvalues and their basis."""
 
-    eigenvalues: Tensor  # (k, r, c) in the basis; (*shape) of the parameter where there is none
+    eigenvalues: Tensor  # (k, r, c) in the basis; without a basis (*shape) of the parameter
     basis: Basis | None = None
 
 
 def kfac_curvature(
     aggregate: Aggregate, damping: float, drift: RemainingGradient | None = None
 ) -> Curvature:
-    """Return the inverse of B ⊗ A + λ, taken in the eigenbasis of both factors.
+    """Return the inverse of B ⊗ A + λ, computed in the eigenbasis of both factors.
 
-    `aggregate` is what the chain `kfac` or `kfac:bias=column` has found: {NAME.A, NAME.B,
+    `aggregate` is the result of the chain `kfac` or `kfac:bias=column`: {NAME.A, NAME.B,
     NAME.diagonal}.
 
     Raises:
@@ -142,16 +142,16 @@ def ekfac_curvature(
     """Return the inverse of the layers' second moments in their eigenbases, plus λ.
 
     George et al. 2018 (arXiv:1806.03884); for influence, Grosse et al. 2023 (arXiv:2308.03296).
-    `aggregate` is what the chain `ekfac` has found: {NAME.A.vectors, NAME.B.vectors,
+    `aggregate` is the result of the chain `ekfac`: {NAME.A.vectors, NAME.B.vectors,
     NAME.eigenvalues, NAME.diagonal}.
 
     Raises:
-        InputError: It is no result of `ekfac`.
+        InputError: `aggregate` is not a result of `ekfac`.
     """
     parts = _diagonals(aggregate)
     for name, basis in bases_of(aggregate).items():
         if f"{name}.eigenvalues" not in aggregate:
-            raise InputError(f"there are no eigenvalues of {name!r}: this is no result of ekfac")
+            raise InputError(f"the eigenvalues of {name!r} are missing: not a result of ekfac")
         parts[name] = _LayerSpectrum(aggregate[f"{name}.eigenvalues"].reshape(basis.sizes), basis)
     return _damped(parts, damping, drift)
 
@@ -159,14 +159,14 @@ def ekfac_curvature(
 def diagonal_curvature(
     second_moment: Aggregate, damping: float, drift: RemainingGradient | None = None
 ) -> Curvature:
-    """Return 1 / (E[g²] + λ), the diagonal of the Fisher inverted, from {NAME: E[g²] (*shape)}."""
+    """Return 1 / (E[g²] + λ), the inverse of the Fisher's diagonal, from {NAME: E[g²] (*shape)}."""
     return _damped({k: _LayerSpectrum(v) for k, v in second_moment.items()}, damping, drift)
 
 
 def adam_curvature(second_moment: Aggregate, damping: float) -> Curvature:
     """Return 1 / (√v + λ), Adam's preconditioner; λ is α times the mean of the parameter's √v.
 
-    `second_moment` {NAME: (*shape)} is the optimiser's own v̂, or E[g²].
+    `second_moment` {NAME: (*shape)} is the optimiser's v̂, or E[g²].
     """
     return _damped({k: _LayerSpectrum(v.sqrt()) for k, v in second_moment.items()}, damping)
 
@@ -179,14 +179,17 @@ def _diagonals(aggregate: Aggregate) -> dict[str, _LayerSpectrum]:
 def _damped(
     parts: Mapping[str, _LayerSpectrum], damping: float, drift: RemainingGradient | None = None
 ) -> Curvature:
-    """Return the curvature whose eigenvalues are those of all parts, each with its own λ."""
+    """Return the inverse curvature of all layers; λ is computed for each layer."""
     if not 0 <= damping < inf:
-        raise SpecError(f"the damping must be finite and not negative, not {damping}")
+        raise SpecError(
+            f"the damping is {damping}, which is negative or not finite",
+            remedy="Give a `damping` of at least 0, such as 0.1, or auto.",
+        )
     for own, (values, _) in parts.items():
         if values.is_complex() or not bool(((values >= 0) & (values < inf)).all()):
             raise InputError(
-                f"the second moments of {own!r} are not all finite and ≥ 0",
-                remedy='Leave samples out whose gradients are not finite: nonfinite="skip".',
+                f"the second moments of {own!r} contain negative or non-finite numbers",
+                remedy='Leave out samples whose gradient is not finite: nonfinite="skip".',
             )
     if drift is not None:
         damping = _trusted(parts, damping, drift)
@@ -198,7 +201,7 @@ def _damped(
 
 
 def _trusted(parts: Mapping[str, _LayerSpectrum], least: float, drift: RemainingGradient) -> float:
-    """Return the damping that the mean gradient calls for, at least `least`."""
+    """Return the damping of `trusted` for the mean gradient, at least `least`."""
     mean = Gradients({k: DenseBlock(v.unsqueeze(0)) for k, v in drift.mean.items()})
     shapes = {name: block.shape for name, block in mean.items()}
     known = {own: part for own, part in parts.items() if own in shapes}
@@ -210,7 +213,7 @@ def _trusted(parts: Mapping[str, _LayerSpectrum], least: float, drift: Remaining
 
 
 def _inverted(eigenvalues: Tensor, damping: float) -> Tensor:
-    """Return 1 / (Λ + λ); without damping 0 where Λ is 0 to rounding, as in a pseudo-inverse."""
+    """Return 1 / (Λ + λ). If λ = 0, return 0 where Λ is 0 within rounding (pseudo-inverse)."""
     least = 0.0
     if not damping and eigenvalues.numel():
         size = max(eigenvalues.shape, default=1)
@@ -235,8 +238,8 @@ def _applied(
     missing = ", ".join(repr(name) for name in shapes if name not in found)
     if missing:
         raise SpecError(
-            f"the curvature has nothing for {missing}",
-            remedy="Compute it of the same parameters as the gradients.",
+            f"the curvature lacks the parameters {missing}",
+            remedy="Compute the curvature for the same parameters as the gradients.",
         )
     return {name: found[name] for name in shapes}
 
@@ -244,7 +247,7 @@ def _applied(
 def _coordinates(
     name: str, part: _LayerSpectrum, gradients: Gradients, shapes: Shapes, dtype: torch.dtype | None
 ) -> tuple[LayerWeights | None, Tensor]:
-    """Return the layer, and its rows in the basis (m, k, r, c), or (m, *shape) without one."""
+    """Return the layer, and its rows in the basis (m, k, r, c); without a basis (m, *shape)."""
 
     def rows(own: str) -> Tensor:
         dense = gradients[own].dense()
@@ -253,15 +256,15 @@ def _coordinates(
     if part.basis is None:
         if part.eigenvalues.shape != shapes[name]:
             raise SpecError(
-                f"the curvature of {name!r} has the shape {tuple(part.eigenvalues.shape)}, and its "
-                f"gradients {shapes[name]}"
+                f"the curvature of {name!r} has the shape {tuple(part.eigenvalues.shape)}, but its "
+                f"gradients have {shapes[name]}"
             )
         return None, rows(name)
     layer = layer_of(name, part.basis.sizes, shapes)
     if layer is None:
         raise SpecError(
-            f"the curvature of {name!r} is of {part.basis.sizes} groups, rows and columns, which "
-            f"does not fit the gradients' {shapes[name]}"
+            f"the curvature of {name!r} has {part.basis.sizes} groups, rows and columns, which "
+            f"does not fit the gradients' shape {shapes[name]}"
         )
     matrices = layer.dense({own: rows(own) for own in layer[:2] if own is not None})
     return layer, part.basis.coordinates(matrices)
@@ -276,7 +279,7 @@ class Gram:
 
     # ⟨gᵢ, gⱼ⟩ (N, N) in float64; rows and columns of samples left out are zero
     products: Tensor
-    n: int  # the samples that were not left out
+    n: int  # the number of samples that were not left out
     damping: float  # λ, in the unit of an eigenvalue of F
 
     @cached_property
@@ -295,18 +298,18 @@ class Gram:
 
 
 class Moments:
-    """F itself, one block (w, w) for each of some groups {entry: group} of short rows."""
+    """The exact Fisher of short rows, one block (w, w) for each group of {entry: group}."""
 
     def __init__(self, groups: Mapping[str, str]) -> None:
         self._names: dict[str, list[str]] = {}
         for name, group in groups.items():
             self._names.setdefault(group, []).append(name)
         self.sums: NamedRows = {}  # N times the blocks, in float64
-        self._totals: NamedRows = {}  # Σ of the rows (w,), likewise
+        self._totals: NamedRows = {}  # Σ of the rows (w,), in float64
         self.n = 0
 
     def add(self, gradients: Gradients) -> None:
-        """Add some samples."""
+        """Add the samples of a batch."""
         self.n += gradients.n
         dtypes = (block.dtype for block in gradients.values())
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
@@ -321,14 +324,14 @@ class Moments:
                 self.sums[group], self._totals[group] = products, total
 
     def mean_eigenvalues(self) -> dict[str, float]:
-        """Return the mean of each block's eigenvalues, of the N largest if there are more."""
+        """Return {group: mean eigenvalue of its block}, over the N largest eigenvalues at most."""
         return {
             group: float(total.diagonal().sum()) / self.n / min(self.n, len(total))
             for group, total in self.sums.items()
         }
 
     def spectra(self) -> list[tuple[Tensor, Tensor]]:
-        """Return of each block its eigenvalues, and the squares of the mean row along them (w,)."""
+        """Return the eigenvalues (w,) of each block, and the squares of the mean row along them."""
         found = []
         for group, total in self.sums.items():
             values, vectors = torch.linalg.eigh(total / self.n)
@@ -337,7 +340,7 @@ class Moments:
         return found
 
     def inverted(self, damping: Mapping[str, float]) -> Callable[[Gradients], NamedRows]:
-        """Return what multiplies rows by (F + λ)⁻¹, with λ of each group."""
+        """Return a function that multiplies rows by (F + λ)⁻¹, with λ of each group."""
         roots = {g: damped_root(s / self.n, damping[g]) for g, s in self.sums.items()}
 
         def apply(gradients: Gradients) -> NamedRows:
@@ -358,10 +361,10 @@ class Moments:
 
 
 def damped_root(matrix: Tensor, damping: float) -> Tensor:
-    """Return the Cholesky factor of a matrix + λ; the matrix is used up.
+    """Return the Cholesky factor of matrix + λ; overwrites the matrix.
 
     Raises:
-        SpecError: It has none, in float64.
+        SpecError: The sum is not positive definite in float64.
     """
     matrix.diagonal().add_(damping)
     found: Tensor

@@ -1,4 +1,4 @@
-"""What stands between two gradients: the inverse of the training side's curvature, by its name."""
+"""Methods of attribution: the inverse curvature between two gradients, by its name."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,48 +38,48 @@ Damping = float | Literal["auto"]
 Before = Callable[[Gradients], Gradients]
 Spectrum = tuple[Tensor, Tensor]  # eigenvalues, and squares of the mean gradient along them
 
-_READ_BYTES = 2**30  # of a tile, where more of them cost little
-_PARTS = 4  # of what there is, a tile takes one
+_READ_BYTES = 2**30  # the size of a tile if further tiles cost little
+_PARTS = 4  # otherwise a tile takes 1 / _PARTS of the available memory
 _CURVATURES: dict[str, tuple[str, Callable[..., Curvature]]] = {
     "kfac": ("kfac:bias=column", kfac_curvature),
     "ekfac": ("ekfac", ekfac_curvature),
     "diagonal": ("second_moment", diagonal_curvature),
     "adam": ("second_moment", adam_curvature),
 }
-_SHARE = 0.95  # of EK-FAC in `shrunk`: between 0.9 and 0.98 little changes
-_LEAST = {"fisher": 0.5, "blockfisher": 0.3}  # relative damping of Gram matrices, likewise
-_SPECTRA = 4096  # rows of a Fisher or Gram matrix whose eigenvectors are found
-_DENSE_BYTES = 2**24  # of rows of a Gram matrix that are dense at a time, where that costs nothing
-_LARGEST = 20_000  # samples of a Gram matrix: 3.2 GB in float64
-_SHORT = 8192  # numbers of an entry whose Fisher matrix is inverted as it is: 0.5 GB
-_PAIRS = 1e14  # multiplications of a Gram matrix, beyond which `auto` takes none
-_TILED = 12  # bytes of a tile for each number: as it is, and as products take it
-_LONG = 3e11  # multiplications from which on products are taken in float32
+_SHARE = 0.95  # the share of EK-FAC in `shrunk`; between 0.9 and 0.98 little changes
+_LEAST = {"fisher": 0.5, "blockfisher": 0.3}  # the least relative damping
+_SPECTRA = 4096  # the most rows of a Fisher or Gram matrix for its eigenvectors to be computed
+_DENSE_BYTES = 2**24  # dense rows of a Gram matrix at a time, if all samples are in the tile
+_LARGEST = 20_000  # the most samples of a Gram matrix: 3.2 GB in float64
+_SHORT = 8192  # the most entries of a row whose Fisher matrix is inverted: 0.5 GB
+_PAIRS = 1e14  # the most multiplications of a Gram matrix with `auto`
+_TILED = 12  # bytes of a tile for each number: stored, and converted for products
+_LONG = 3e11  # products with more multiplications are computed in float32
 
 
 @dataclass(frozen=True)
 class AttributionSettings:
-    """What is asked for.
+    """The settings of an attribution.
 
     Attributes:
-        curvature: H: `fisher`, the empirical Fisher of all parameters together; `blockfisher`, that
-            of each layer by itself; `ekfac`, `kfac`, `diagonal`, its approximations; `shrunk`, the
-            Fisher shrunk towards EK-FAC; `adam`, the root of the diagonal; `identity`. `auto` is
-            `shrunk` where the Gram matrix of the samples is not too large, else `ekfac`; of
-            projections `fisher`.
-        damping: λ, relative to the mean eigenvalue (of each layer where H has layers); or "auto":
-            by the trust region of `gradscope.attribution.curvature`.
-        memory: Bytes for a tile of queries or of a Gram matrix; where they are few, the training
-            side is walked through more often. If None, 1 GiB where it is in a file, else a
-            quarter of what there is.
-        factors: A result file of the same model with the chain that `ekfac`, `kfac` or `diagonal`
-            is made from (`ekfac`, `kfac:bias=column`, `second_moment`), of these or other samples
-            or labels; made from the training side if None.
-        refine: How many of the most helpful and of the most harmful samples of each query are
-            scored again with full gradients, by this curvature; see `refining`. 0 for none.
+        curvature: H: `fisher`, the empirical Fisher of all parameters; `blockfisher`, one Fisher
+            for each layer; its approximations `ekfac`, `kfac` and `diagonal`; `shrunk`, the Fisher
+            shrunk towards EK-FAC; `adam`, the root of the diagonal; `identity`. `auto` means
+            `fisher` for projections. For full gradients it means `shrunk`, or `ekfac` if the Gram
+            matrix of the samples is too large.
+        damping: λ, relative to the mean eigenvalue (of each layer if H has layers). "auto" selects
+            it by the trust region of `gradscope.attribution.curvature`.
+        memory: Bytes for a tile of queries or of a Gram matrix. With few bytes, the training
+            samples are iterated more often. The default is 1 GiB for a file, and a quarter of the
+            available memory (at least 1 GiB) for computed gradients.
+        factors: A result file of the same model with the chain of the curvature: `ekfac`,
+            `kfac:bias=column` or `second_moment`. Its samples or labels may differ. With None
+            the factors are computed from the training samples.
+        refine: The k most helpful and the k most harmful samples of each query are scored again
+            with full gradients and this curvature; 0 for none.
 
     Raises:
-        SpecError: A word is unknown, or a number out of range.
+        SpecError: A name is unknown, or a number is out of range.
     """
 
     curvature: Method = "auto"
@@ -101,7 +101,7 @@ class AttributionSettings:
             )
 
     def room(self, train: GradientSource) -> int:
-        """Return the bytes for a tile: few where a walk through the training side costs little."""
+        """Return the bytes for a tile: few if iterating over the training samples costs little."""
         if self.memory or train.cheap:
             return self.memory or _READ_BYTES
         return max(_READ_BYTES, (available(torch.device("cpu")) or 0) // _PARTS)
@@ -113,21 +113,21 @@ def _as_it_is(rows: Gradients) -> Gradients:
 
 @dataclass(frozen=True)
 class CurvatureSteps:
-    """A curvature, as three steps from gradients to scores without their factor 1/N."""
+    """A curvature, as three steps from gradients to scores without the factor 1/N."""
 
-    record: dict[str, Any]  # what was chosen
+    record: dict[str, Any]  # the settings and their values
     before: Before = _as_it_is  # applied to queries before their products with training samples
-    groups: Groups | None = None  # of parameters whose products are needed apart; None: all in one
-    # from these products {group: (m, N)} to scores (m, N)
+    groups: Groups | None = None  # parameters by group; products are summed in each; None: one
+    # from the products {group: (m, N)} to scores (m, N)
     after: Callable[[dict[str, Tensor]], Tensor] = itemgetter("")
-    own: Callable[[], Tensor] | None = None  # gᵢᵀ H⁻¹ gᵢ (N,) in float64; None where it costs much
+    own: Callable[[], Tensor] | None = None  # gᵢᵀ H⁻¹ gᵢ (N,) in float64, unless expensive
 
 
 def curved(train: GradientSource, asked: AttributionSettings) -> CurvatureSteps:
-    """Return the curvature of the training side that is asked for.
+    """Return the curvature of the training samples.
 
     Raises:
-        SpecError: It does not fit the rows, or there are too many.
+        SpecError: The curvature does not fit the rows, or there are too many samples.
     """
     method = asked.curvature
     if method == "auto" and train.facts.chain != "identity":
@@ -142,7 +142,7 @@ def curved(train: GradientSource, asked: AttributionSettings) -> CurvatureSteps:
     if method == "shrunk":
         try:
             return _shrunk(train, asked, record)
-        except GradscopeError as error:  # no gradient has factors, or the run is not to be had
+        except GradscopeError as error:  # no factors, or no run
             if asked.curvature != "auto":
                 raise
             return _fisher(train, asked, {"curvature": "fisher", "without": error.head})
@@ -152,7 +152,7 @@ def curved(train: GradientSource, asked: AttributionSettings) -> CurvatureSteps:
 
 
 def _pairs_pay(train: GradientSource, room: int) -> bool:
-    """Whether the products of all pairs of training samples cost about as little as gradients."""
+    """Whether products of all pairs of training samples cost about as much as the gradients."""
     walks = 1 if train.cheap else -(-train.n * train.width * _TILED // room)
     return train.n <= _LARGEST and walks == 1 and float(train.n) ** 2 * train.width <= _PAIRS
 
@@ -160,7 +160,7 @@ def _pairs_pay(train: GradientSource, room: int) -> bool:
 def _fisher(
     train: GradientSource, asked: AttributionSettings, record: dict[str, Any]
 ) -> CurvatureSteps:
-    """Return the Fisher of all entries or of layers: itself where rows are short, or by pairs."""
+    """Return the Fisher of all entries or of layers, by moments for short rows, else by Gram."""
     shapes, many = train.shapes(), train.n > _LARGEST
     layers, joint = layers_of(shapes), dict.fromkeys(shapes, "")
     groups = layers if record["curvature"] == "blockfisher" else joint
@@ -208,9 +208,9 @@ def _relative(
     size: int,
     spectra: Callable[[], Sequence[Spectrum]],
 ) -> float:
-    """Return the relative damping of Fisher matrices of n samples, none of more than `size` rows.
+    """Return the relative damping of Fisher matrices of n samples with at most `size` rows.
 
-    `spectra` finds, of each, its eigenvalues and the squares of the mean gradient along them.
+    `spectra` returns the eigenvalues of each, and the squares of the mean gradient along them.
     """
     if asked.damping != "auto":
         return float(asked.damping)
@@ -267,11 +267,11 @@ def _gram(
     groups: Groups | None,
     before: Before = _as_it_is,
 ) -> tuple[int, dict[str, Tensor]]:
-    """Return N and the Gram matrices of the training samples, by group."""
+    """Return N, and {group: Gram matrix} of the training samples."""
     if train.n > _LARGEST:
         raise SpecError(
-            f"the Fisher matrix of {train.n:,} samples is inverted by their Gram matrix up to "
-            f"{_LARGEST:,}",
+            f"the Fisher of full gradients supports up to {_LARGEST:,} training samples, and there "
+            f"are {train.n:,}",
             where=train.facts.name,
             remedy="Project each parameter (project:dim=4096,kind=kronecker,per=parameter), or "
             'use curvature="ekfac".',
@@ -284,22 +284,22 @@ def _approximate(train: GradientSource, method: str, asked: AttributionSettings)
     """Return the inverse of an approximate curvature."""
     if train.facts.chain != "identity":
         raise SpecError(
-            f"{method} is a curvature of parameters, and the rows are {train.facts.chain!r}",
+            f"curvature {method} needs full gradients, and the rows are {train.facts.chain!r}",
             where=train.facts.name,
-            remedy='Use rows of the chain identity (`chain`), or curvature="fisher".',
+            remedy='Select rows of the chain identity (`chain`), or use curvature="fisher".',
         )
     chain, made = _CURVATURES[method]
     damping = LEAST if asked.damping == "auto" else float(asked.damping)
     if asked.factors is not None:
         return made(stored_aggregate(asked.factors, train.facts, chain), damping)
-    if asked.damping != "auto" or method == "adam":  # whose eigenvalues are roots, not moments
+    if asked.damping != "auto" or method == "adam":  # Adam has roots of moments
         return made(train.aggregates([chain])[0], damping)
     moments, mean = train.aggregates([chain, "mean"])
     return made(moments, damping, RemainingGradient(mean, train.n))
 
 
 def precision(train: GradientSource, rows: int) -> torch.dtype:
-    """Return what products of so many rows with the training side are taken in."""
+    """Return the dtype for products of that many rows with the training samples."""
     work = float(rows) * train.n * train.width
     return torch.float64 if work <= _LONG else torch.float32
 
@@ -307,7 +307,7 @@ def precision(train: GradientSource, rows: int) -> torch.dtype:
 def products_of(
     tile: Tile, source: GradientSource, groups: Groups | None = None
 ) -> dict[str, Tensor]:
-    """Return the products (m, N) of a tile with a source by group, 0 where a sample is left out."""
+    """Return {group: products (m, N)} of a tile with a source, 0 for samples left out."""
     found = _zeros(tile.n, source, groups)
     for batch in source.batches():
         for group, products in tile.with_each(batch.gradients, groups).items():
@@ -322,14 +322,14 @@ def gram_of(
     groups: Groups | None = None,
     before: Before = _as_it_is,
 ) -> dict[str, Tensor]:
-    """Return ⟨gᵢ, gⱼ⟩ (N, N) of all samples of a source by group, 0 where one is left out.
+    """Return {group: ⟨gᵢ, gⱼ⟩ (N, N)} of the samples of a source, 0 for samples left out.
 
-    With `before` it is ⟨H⁻¹gᵢ, gⱼ⟩.
+    With `before` the products are ⟨H⁻¹gᵢ, gⱼ⟩.
     """
     found = _zeros(source.n, source, groups)
     step = max(1, memory // (_TILED * source.width))
     for tile in tiles(source.batches(), source.n, step, dtype):
-        whole = step >= source.n  # then every sample is in the tile, and no walk is to be saved
+        whole = step >= source.n  # every sample is in the tile: no second iteration
         few = max(1, _DENSE_BYTES // (_TILED * source.width))
         for some in tiles(tile.batches, source.n, few, dtype) if whole else [tile]:
             own = some.map(before)
@@ -365,7 +365,7 @@ def _applied(found: Curvature) -> Before:
 
 
 def _squares(source: GradientSource) -> Tensor:
-    """Return ‖gᵢ‖² (N,) by one more walk, 0 of what is left out."""
+    """Return ‖gᵢ‖² (N,) in one more iteration, 0 for samples left out."""
     found = torch.zeros(source.n, dtype=torch.float64)
     for batch in source.batches():
         found[batch.places] = sum_squares(batch.gradients).cpu()
@@ -373,7 +373,7 @@ def _squares(source: GradientSource) -> Tensor:
 
 
 def _own_products(source: GradientSource, before: Before) -> Tensor:
-    """Return gᵢᵀ H⁻¹ gᵢ (N,) by one more walk, 0 of what is left out."""
+    """Return gᵢᵀ H⁻¹ gᵢ (N,) in one more iteration, 0 for samples left out."""
     found = torch.zeros(source.n, dtype=torch.float64)
     for batch in source.batches():
         made = before(batch.gradients)

@@ -1,4 +1,4 @@
-"""Inner products of two sets of gradients, a tile of one against the other at a time."""
+"""Inner products of two sets of gradients, computed tile by tile."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
@@ -10,26 +10,26 @@ from torch import Tensor
 from gradscope.blocks import Block, Gradients
 from gradscope.process.memory import slices
 
-Groups = Mapping[str, str]  # {parameter: the group whose products it is counted in}
+Groups = Mapping[str, str]  # {parameter: group}; products are summed within a group
 
-_PAIRS_BYTES = 2**26  # of products of factors that are in work at a time
+_PAIRS_BYTES = 2**26  # the most bytes for products of factors at a time
 
 
 class GradientBatch(NamedTuple):
-    """Some samples of a source of gradients."""
+    """A batch of samples of a `GradientSource`."""
 
-    places: Tensor  # (b,) int64, which of the source's samples they are
-    gradients: Gradients  # theirs, all finite
+    places: Tensor  # (b,) int64, the rows of the samples in the source
+    gradients: Gradients  # their gradients, all finite
 
     def select(self, rows: slice) -> "GradientBatch":
-        """Return some of them."""
+        """Return the samples in `rows`."""
         return GradientBatch(self.places[rows], self.gradients.select(rows))
 
 
 class Tile:
-    """Some samples' gradients, whose products with any others are taken, in float32 or float64.
+    """Gradients of m samples, for products with further gradients in float32 or float64.
 
-    A block's dense rows are formed once, and only where products of factors do not cost less.
+    A block's dense rows are formed once, and only if products of factors cost more.
     """
 
     def __init__(self, batches: list[GradientBatch], dtype: torch.dtype) -> None:
@@ -44,12 +44,12 @@ class Tile:
         return len(self.places)
 
     def map(self, change: Callable[[Gradients], Gradients]) -> "Tile":
-        """Return the tile of the same samples with other gradients."""
+        """Return a tile of the same samples whose gradients `change` has replaced."""
         made = [GradientBatch(b.places, change(b.gradients)) for b in self.batches]
         return Tile(made, self._dtype)
 
     def with_each(self, other: Gradients, groups: Groups | None = None) -> dict[str, Tensor]:
-        """Return Re⟨gᵢ, hⱼ⟩ (m, n) with n other samples' gradients, by group; one "" if None."""
+        """Return {group: Re⟨gᵢ, hⱼ⟩ (m, n)} with n gradients hⱼ; without groups {"": ...}."""
         every: dict[str, Tensor] = {}
         for name, block in other.items():
             group, top = "" if groups is None else groups[name], 0
@@ -84,7 +84,7 @@ class Tile:
 
 
 def real_rows(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (n, ...) as real rows (n, entries); the parts of complex numbers are own entries."""
+    """Return (n, ...) as real rows (n, entries); a complex number becomes two entries."""
     flat = values.reshape(len(values), prod(values.shape[1:]))
     if flat.is_complex():
         flat = torch.view_as_real(flat.resolve_conj()).flatten(1)
@@ -94,7 +94,7 @@ def real_rows(values: Tensor, dtype: torch.dtype) -> Tensor:
 def tiles(
     batches: Iterable[GradientBatch], n: int, most: int, dtype: torch.dtype
 ) -> Iterator[Tile]:
-    """Yield all n samples of a source, so many places at a time; those left out are in no tile."""
+    """Yield n samples of a source in tiles of `most` places; no tile has samples left out."""
     held: list[GradientBatch] = []
     end = most
     for batch in batches:
@@ -114,7 +114,7 @@ def tiles(
 
 
 def _by_factors(a: Block, b: Block) -> bool:
-    """Whether products of factors take fewer multiplications than products of dense rows."""
+    """Whether products of factors need fewer multiplications than products of dense rows."""
     if a.kind != "outer" or b.kind != "outer" or a.dtype.is_complex or b.dtype.is_complex:
         return False
     first, second = a.factors(), b.factors()
@@ -128,7 +128,7 @@ def _by_factors(a: Block, b: Block) -> bool:
 def _add_by_factors(out: Tensor, a: Block, b: Block, dtype: torch.dtype) -> None:
     """Add Σ over positions t, s of ⟨leftᵢₜ, leftⱼₛ⟩ ⟨rightᵢₜ, rightⱼₛ⟩ to `out` (m, n)."""
     first, second = a.factors(), b.factors()
-    assert first is not None and second is not None  # `_by_factors` has seen them
+    assert first is not None and second is not None  # `_by_factors` has checked them
     own = [x.to(dtype).transpose(0, 1) for x in first.tensors.values()]  # (k, m, t, ·)
     others = [x.to(dtype).transpose(0, 1).flatten(1, 2).mT for x in second.tensors.values()]
     (k, m, t, _), width = own[0].shape, others[0].shape[2]

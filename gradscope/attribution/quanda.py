@@ -1,8 +1,8 @@
-"""Scores as quanda's metrics and benchmarks ask for them: `GradscopeExplainer`.
+"""`GradscopeExplainer`: scores for the metrics and benchmarks of quanda.
 
     from gradscope.attribution.quanda import GradscopeExplainer
 
-quanda (https://github.com/dilyabareeva/quanda, 0.5 or later) is imported when the name is.
+This import also imports quanda (https://github.com/dilyabareeva/quanda, 0.5 or later).
 """
 
 from functools import cached_property
@@ -17,8 +17,8 @@ from gradscope.attribution.sources import scope_source
 from gradscope.errors import SpecError
 from gradscope.scope import Scope
 
-_Quanda: Any = object  # what quanda's class adds, known only where it is installed
-_READ = 256  # samples of the training set that are collated at a time
+_Quanda: Any = object  # stands for quanda's `Explainer`, which may not be installed
+_READ = 256  # training samples collated at a time
 
 
 def __getattr__(name: str) -> Any:
@@ -40,18 +40,18 @@ def __getattr__(name: str) -> Any:
 class _Explainer(_Quanda):  # type: ignore[misc]
     """Scores of the training samples for test samples, s(q, i) of `gradscope.attribution`.
 
-    The curvature is found once, when the first test samples are explained.
+    The curvature is computed once, when the first test samples are explained.
 
     Args:
-        model: Any module; it is put in eval mode, at the last of the checkpoints if any.
+        model: Any module. It is set to eval mode, with the last of the checkpoints if given.
         train_dataset: Pairs (input, target).
         task: image_classification.
         checkpoints: Paths of checkpoints.
-        checkpoints_load_func: Loads one into the model.
+        checkpoints_load_func: Loads a checkpoint into the model.
         loss: A name, or `(outputs, targets) -> (n,)`.
         curvature: See `gradscope.attribute`.
         damping: See `gradscope.attribute`.
-        **more: For quanda's own class.
+        **more: Arguments of quanda's class.
     """
 
     accepted_tasks = ["image_classification"]  # noqa: RUF012 (quanda's)
@@ -85,7 +85,7 @@ class _Explainer(_Quanda):  # type: ignore[misc]
         return Comparing(CheckpointSources(self._train, self._train), self._asked)
 
     def explain(self, test_data: Tensor, targets: list[int] | Tensor) -> Tensor:
-        """Return the scores (m, N) of inputs (m, ...); 0 for what has no finite gradient."""
+        """Return the scores (m, N) of inputs (m, ...); 0 for samples without finite gradient."""
         given = torch.as_tensor(targets).to(self.device)
         query = scope_source("queries", self._scope, test_data.to(self.device), given)
         rows = Scoring(
@@ -95,7 +95,7 @@ class _Explainer(_Quanda):  # type: ignore[misc]
         return found.nan_to_num(nan=0.0).to(self.device, torch.float32)
 
     def self_influence(self, batch_size: int = 32) -> Tensor:
-        """Return s(i, i) (N,) of the training samples; 0 for what has no finite gradient."""
+        """Return s(i, i) (N,) of the training samples; 0 for samples without finite gradient."""
         own = self._own.self_influence()
         if own is None:
             found: Tensor = super().self_influence(batch_size)

@@ -1,8 +1,8 @@
-"""Training again without some samples: what the models that come of it lose on the queries.
+"""Retraining without some samples, and the loss of each query under the retrained models.
 
-One small file a retraining, in a folder that any number of processes work on at once. Each claims
-what it trains by a lock that ends with it, and puts the file in its place when it is whole: killed,
-it loses the retraining that it was at, and no other.
+A folder holds one small file for each retraining. Any number of processes share the folder. Each
+process locks the retraining that it works on, and moves the complete file to its final path. The
+lock ends with the process: a killed process loses only the retraining it was working on.
 """
 
 import hashlib
@@ -42,9 +42,9 @@ from gradscope.run.overlap import BatchSize
 from gradscope.sources import code
 from gradscope.storage import differences, locked, put_in_place, writing
 
-PLAN = "plan.json"  # in the folder: what the retrainings are of
-_NAMES = (PLAN, "subset-", "whole-", "without-")  # what names of files of ours begin with
-_POLL = 0.1  # seconds between looks at what other processes have done
+PLAN = "plan.json"  # the file in the folder that describes the retrainings
+_NAMES = (PLAN, "subset-", "whole-", "without-")  # the names of our files begin with these
+_POLL = 0.1  # seconds between checks of the progress of other processes
 _FORM = "It is called as FIT(indices, seed) and returns the trained torch.nn.Module."
 
 Mask = NDArray[np.bool_]
@@ -53,15 +53,15 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Retraining:
-    """One training that is to be done."""
+    """A training on some of the samples."""
 
-    name: str  # that of its file
-    kept: Mask  # which training samples it is on (N,)
-    seed: int  # what it is started from
+    name: str  # the name of its file, without suffix
+    kept: Mask  # which training samples it uses (N,)
+    seed: int  # the seed given to FIT
 
 
 def subset(seed: int, number: int, n: int, fraction: float) -> Retraining:
-    """Return the training on the random subset of some number: the same one whoever asks."""
+    """Return the training on random subset `number`, which depends on the arguments only."""
     size = min(n - 1, max(1, round(fraction * n)))
     kept = np.zeros(n, dtype=bool)
     kept[np.random.default_rng([seed, number]).permutation(n)[:size]] = True
@@ -69,12 +69,12 @@ def subset(seed: int, number: int, n: int, fraction: float) -> Retraining:
 
 
 def seed_of(seed: int, number: int) -> int:
-    """Return the seed of the training of some number."""
+    """Return the seed of training `number`."""
     return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
 
 
 def without(name: str, left_out: NDArray[np.int64], n: int, seed: int) -> Retraining:
-    """Return the training on all samples but some; its file's name tells which."""
+    """Return the training on all samples except `left_out`; the file's name contains a hash."""
     kept = np.ones(n, dtype=bool)
     kept[left_out] = False
     which = hashlib.sha256(np.packbits(kept).tobytes()).hexdigest()[:12]
@@ -82,11 +82,11 @@ def without(name: str, left_out: NDArray[np.int64], n: int, seed: int) -> Retrai
 
 
 class Queries:
-    """The queries of a score file, with their own data and loss, for models of the same form.
+    """The queries of a score file, to evaluate their losses with retrained models.
 
     Raises:
-        ResultFileError: The file does not say where they come from.
-        InputError: They cannot be read, or the data have changed.
+        ResultFileError: The file does not record the queries' run, or their data have changed.
+        InputError: The queries cannot be read.
     """
 
     def __init__(self, scores: Scores) -> None:
@@ -94,9 +94,9 @@ class Queries:
         side: Any = scores.record["query"]
         if side.get("spec") is None:
             raise ResultFileError(
-                "the scores are of models in memory, so that the queries cannot be opened again",
+                "the scores come from a model in memory, so the queries cannot be read again",
                 where=where,
-                remedy="Compute them by gradscope attribute, from result files or run files.",
+                remedy="Compute the scores with gradscope attribute, from result or run files.",
             )
         spec = recorded_run(side["spec"], where).computing(transform=("identity",), shard=None)
         self._job = job = prepare(spec)
@@ -104,16 +104,16 @@ class Queries:
         changed = job.digests["dataset"] != side["digests"].get("dataset")
         if changed or not np.array_equal(index, np.arange(job.rows.start, job.rows.stop)):
             raise ResultFileError(
-                "the queries are other samples than when they were scored",
+                "the queries' data have changed since they were scored",
                 where=str(spec.dataset.path),
-                remedy="Put the data back as they were, or compute the scores anew.",
+                remedy="Restore the data, or compute the scores again.",
             )
 
     def losses(self, model: nn.Module) -> Floats:
-        """Return the loss of each query (M,) by a model, in the mode it is in.
+        """Return the loss of each query (M,) under a model, in its current mode.
 
         Raises:
-            ModelError: The model has other parameters than the model of the run.
+            ModelError: The model's parameters differ from those in the run.
             NonFiniteError: A loss is not finite.
         """
         own, job = self._job.session.problem, self._job
@@ -131,7 +131,7 @@ class Queries:
             raise NonFiniteError(
                 f"the losses of {len(bad):,} of {len(losses):,} queries are not finite, the first "
                 f"at query {bad[0]}",
-                remedy="The training has diverged: correct FIT, or train with a lower rate.",
+                remedy="The training has diverged: correct FIT, or lower the learning rate.",
             )
         return losses
 
@@ -148,11 +148,11 @@ def _require_alike(known: nn.Module, model: nn.Module) -> None:
     if ours != theirs:
         names = [k for k in {**ours, **theirs} if ours.get(k) != theirs.get(k)]
         shown = "; ".join(
-            f"{k}: {theirs.get(k, 'absent')}, and {ours.get(k, 'absent')} in the run"
+            f"{k}: {theirs.get(k, 'absent')}, but {ours.get(k, 'absent')} in the run"
             for k in names[:3]
         )
         raise ModelError(
-            f"FIT returned a model with other parameters than the model of the run ({shown})",
+            f"FIT returned a model whose parameters differ from the run's model ({shown})",
             remedy="Return the model that the run's factory builds.",
         )
 
@@ -164,7 +164,7 @@ class Retrainings:
     folder: Path
     scores: Path
     fit: str  # FIT, as FILE.py:NAME or package.module:NAME
-    identity: Mapping[str, Any]  # what they are of; those of anything else are refused
+    identity: Mapping[str, Any]  # of `identity_of`; retrainings with another identity are refused
 
     @cached_property
     def _queries(self) -> Queries:
@@ -181,12 +181,12 @@ class Retrainings:
             return np.asarray(scores.samples["index"], dtype=np.int64)
 
     def begin(self, *, overwrite: bool = False) -> None:
-        """Make the folder, or find that it is the same one's.
+        """Create the folder, or check that its retrainings have the same identity.
 
         Raises:
-            OutputError: It holds retrainings of something else, or cannot be written.
+            OutputError: The folder holds other retrainings or other files, or is not writable.
         """
-        _ = self._queries  # what is wrong with them is told before anything is written
+        _ = self._queries  # raises before a file is written
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             there = list(self.folder.iterdir())
@@ -194,7 +194,7 @@ class Retrainings:
             for path in there if ours else ():
                 if path.name.startswith(_NAMES):
                     path.unlink(missing_ok=True)
-            # a draft is of a process that has begun at the same time
+            # a draft belongs to a process that started at the same time
             if ours or all(path.name.startswith(f"{PLAN}.") for path in there):
                 draft = self.folder / f"{PLAN}.{os.getpid()}.part"
                 draft.write_text(json.dumps(self.identity, indent=2))
@@ -202,7 +202,7 @@ class Retrainings:
         found = self._found()
         if found is None:
             raise OutputError(
-                f"the folder holds something else than retrainings: its {PLAN} is none of ours",
+                f"the folder is not empty and has no {PLAN} written by gradscope validate",
                 where=str(self.folder),
                 remedy="Give an empty --folder.",
             )
@@ -211,11 +211,11 @@ class Retrainings:
             raise OutputError(
                 f"the folder holds other retrainings: {'; '.join(wrong)}",
                 where=str(self.folder),
-                remedy="Name another --folder, or start anew with overwrite=True.",
+                remedy="Give another --folder, or replace them with overwrite=True.",
             )
 
     def _found(self) -> dict[str, Any] | None:
-        """Return what the retrainings in the folder are of; None where that is not told."""
+        """Return the identity of the retrainings in the folder, or None if there is no plan."""
         try:
             found = json.loads((self.folder / PLAN).read_bytes())
         except (OSError, ValueError):
@@ -224,10 +224,10 @@ class Retrainings:
         return found if known else None
 
     def remaining(self, asked: Sequence[Retraining], workers: int = 1) -> Iterator[Retraining]:
-        """Do what is not done yet, here or in processes of their own; yield each that is done.
+        """Do all retrainings, here or in worker processes; yield each once it is done.
 
         Raises:
-            GradscopeError: FIT raised, returned no such model, or one that has diverged.
+            GradscopeError: FIT raised, returned an unsuitable model, or its training diverged.
         """
         waiting = list(asked)
         if workers > 1 and not all(map(self.is_done, waiting)):
@@ -250,26 +250,26 @@ class Retrainings:
         return self._path(one).exists()
 
     def losses(self, one: Retraining) -> Floats:
-        """Return what a retraining that is done has found: the loss of each query (M,)."""
+        """Return the loss of each query (M,) from a retraining that is done."""
         path = self._path(one)
         try:
             found = np.load(path, allow_pickle=False)
             if found.shape != (self.identity["queries"]["count"],) or found.dtype != np.float64:
                 raise ValueError(f"{found.dtype} {found.shape}")
         except (OSError, ValueError, EOFError) as error:
-            remedy = "Delete it: the next call does this retraining anew."
+            remedy = "Delete it: the next call repeats this retraining."
             raise ResultFileError("the file is damaged", where=str(path), remedy=remedy) from error
         return np.asarray(found)
 
     def do(self, one: Retraining) -> bool:
-        """Do a retraining unless another process is at it; return whether it is done."""
+        """Do a retraining unless another process works on it; return whether it is done."""
         path = self._path(one)
         part = path.with_suffix(".part")
         with ExitStack() as stack:
             with writing(part):
                 try:
                     descriptor = stack.enter_context(locked(part))
-                except OutputError:  # somebody else has it
+                except OutputError:  # another process has the lock
                     return False
             try:
                 if not path.exists():
@@ -285,7 +285,7 @@ class Retrainings:
 
     def _trained(self, one: Retraining) -> Floats:
         where = f"FIT {self.fit}, retraining {one.name}"
-        random.seed(one.seed)  # whatever FIT leaves to these does not depend on what came before
+        random.seed(one.seed)  # so that results do not depend on earlier retrainings
         np.random.seed(one.seed)
         torch.manual_seed(one.seed)
         with code.user_file(where):
@@ -299,7 +299,7 @@ class Retrainings:
             raise error.at(where) from error.__cause__
 
     def _by_workers(self, asked: Sequence[Retraining], workers: int) -> Iterator[Retraining]:
-        """Let processes do all that they can get; yield each that is done."""
+        """Do retrainings in worker processes; yield each once it is done."""
         waiting = list(asked)
         left = sum(not self.is_done(one) for one in waiting)
         with _started(self, waiting, min(workers, left)) as processes:
@@ -318,7 +318,7 @@ class Retrainings:
 def _started(
     here: Retrainings, asked: Sequence[Retraining], workers: int
 ) -> Iterator[list[tuple[Any, Any]]]:
-    """Start processes, each with a pipe by which it says what is wrong; end them on leaving."""
+    """Start worker processes, each with a pipe for its error; end them on leaving."""
     context = get_context("spawn")
     threads = max(1, torch.get_num_threads() // workers)
     processes: list[tuple[Any, Any]] = []
@@ -328,7 +328,7 @@ def _started(
             told, tells = context.Pipe(duplex=False)
             arguments = (replace(here), asked, threads, str(Path.cwd()), tells)
             process = context.Process(target=_work, args=arguments)
-            before = block(signal.SIG_BLOCK, [signal.SIGINT])  # Ctrl-C is for this process
+            before = block(signal.SIG_BLOCK, [signal.SIGINT])  # workers ignore Ctrl-C
             try:
                 process.start()
             finally:
@@ -346,7 +346,7 @@ def _started(
 def _work(
     here: Retrainings, asked: Sequence[Retraining], threads: int, place: str, tells: Any
 ) -> None:
-    """Do what no other process does, as long as the one that has started this one lives."""
+    """Do retrainings that no other process works on, while the parent process lives."""
     os.chdir(place)
     torch.set_num_threads(threads)
     parent = parent_process()
@@ -361,25 +361,25 @@ def _work(
 
 
 def _require_well(process: Any, told: Any) -> None:
-    """Raise what a process that has ended says."""
+    """Raise the error of a worker process that has ended."""
     if process.is_alive():
         return
     if told.poll():
         try:
             raise told.recv()
-        except EOFError:  # it had nothing to say
+        except EOFError:  # it sent no error
             pass
     if process.exitcode:
         how = f"signal {-process.exitcode}" if process.exitcode < 0 else f"code {process.exitcode}"
         raise ModelError(
             f"a worker process has ended with {how}",
-            remedy="What is finished is kept: run the command again, with fewer --workers if "
-            "memory ran out.",
+            remedy="Run the command again, with fewer --workers if memory ran out. Finished "
+            "retrainings are kept.",
         )
 
 
 def identity_of(scores: Scores, fit: str, seed: int, fraction: float) -> dict[str, Any]:
-    """Return what retrainings are of: the samples, the queries, and the code that trains."""
+    """Return what identifies retrainings: samples, queries, seed, fraction and training code."""
     sides = {"train": scores.samples, "queries": scores.queries}
     query = scores.record["query"]
     loss = str(((query.get("spec") or {}).get("loss") or {}).get("name"))

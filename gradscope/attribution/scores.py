@@ -1,7 +1,7 @@
-"""Scores: in memory or in a file, with the samples that they are of.
+"""Scores of queries with training samples, in memory or in a file.
 
-A score file is a result file whose samples are the queries: chain 0 has the rows `scores` (M, N),
-chain 1 the table of the training samples.
+A score file is a result file whose samples are the queries. Chain 0 has the rows `scores` (M, N),
+and chain 1 has the table of the training samples.
 """
 
 import json
@@ -32,17 +32,17 @@ from gradscope.storage import (
     require_distinct,
 )
 
-# of a score file: the texts of its chains, of which the last is there if it was asked for
+# the texts of the chains of a score file; the last one needs `refine`
 SCORES, TRAINING, REFINED = "scores", "training samples", "refined scores"
 _CERTIFICATE = {"verified": False, "verdict": "scores: their gradients were proved where computed"}
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """Some training samples of a query, best first."""
+    """Training samples of a query with their scores, best first."""
 
-    places: NDArray[np.int64]  # their rows in the training side (k,)
-    scores: NDArray[np.float64]  # theirs (k,)
+    places: NDArray[np.int64]  # the rows of the samples in the training data (k,)
+    scores: NDArray[np.float64]  # their scores (k,)
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,14 @@ class Scores:
     """Scores of M queries with N training samples.
 
     Attributes:
-        values: (M, N), float32 where they are many, NaN of what is left out; of a file, read by row
-            when asked for.
+        values: The scores (M, N); float32 if there are many. NaN marks samples left out. The
+            values of a file are read row by row, on access.
         queries: {column: (M,)}, the sample table of the queries.
-        samples: {column: (N,)}, that of the training samples; `self_influence` where known.
-        record: What was chosen: curvature, damping, unit, digests.
-        refined: Where asked for, {"places", "scores"}, each (M, 2K): rows in the training side,
-            -1 for none, of the samples that are scored again with full gradients; their scores.
+        samples: {column: (N,)}, the sample table of the training samples, with `self_influence`
+            if known.
+        record: The settings and their values: curvature, damping, unit, digests.
+        refined: With `refine`, {"places", "scores"}, each (M, 2K): the samples that are scored
+            again with full gradients, as rows of the training data (-1: none), and their scores.
     """
 
     values: Any
@@ -67,7 +68,7 @@ class Scores:
     file: GradientFile | None = field(default=None, repr=False)
 
     def _repr_html_(self) -> str:
-        """Return what was chosen, for a notebook; `summarize_scores` lists the samples."""
+        """Return the settings, for a notebook; `summarize_scores` lists the samples."""
         m, n = self.shape
         chosen = (self.record.get("checkpoints") or [{}])[0]
         rows = [
@@ -95,13 +96,15 @@ class Scores:
             SpecError: There is no such query.
         """
         if not 0 <= query < self.shape[0]:
-            raise SpecError(f"there is no query {query}; there are {self.shape[0]:,}, from 0")
+            raise SpecError(
+                f"there is no query {query}", remedy=f"Give 0 to {self.shape[0] - 1:,}."
+            )
         return np.asarray(self.values[query], dtype=np.float64)
 
     def helpful(self, query: int, k: int = 10) -> Ranked:
         """Return the k training samples without which the query's loss would rise most.
 
-        Where scores are refined, these alone count, and k is at most as many as were asked for.
+        With `refine`, only refined scores are used, and k is at most `refine`.
         """
         return self._best(query, k, -1.0)
 
@@ -118,20 +121,23 @@ class Scores:
         return Ranked(places.astype(np.int64)[found.places], found.scores)
 
     def sums(self, column: str | NDArray[Any] = "target") -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the values (c,) of a column of the training samples, and scores (M, c) by them.
+        """Return the distinct values (c,) of a column, and the sums of scores (M, c) for each.
 
         Args:
-            column: Its name, or one value for each training sample (N,): a class, a source.
+            column: A column of the training samples, or one value for each training sample (N,).
 
         Raises:
-            SpecError: There is no such column, or it is of another length.
+            SpecError: There is no such column, or the number of values is not N.
         """
         if isinstance(column, str) and column not in self.samples:
             known = ", ".join(self.samples)
             raise SpecError(f"no column {column!r}", remedy=f"Columns: {known}.")
         by = np.asarray(self.samples[column] if isinstance(column, str) else column)
         if by.shape != (self.shape[1],):
-            raise SpecError(f"one value a training sample is needed, {self.shape[1]:,} in all")
+            raise SpecError(
+                f"`column` has the shape {by.shape}",
+                remedy=f"Give one value for each training sample: ({self.shape[1]},).",
+            )
         found, of = np.unique(by, return_inverse=True)
         member = np.zeros((len(by), len(found)))
         member[np.arange(len(by)), of] = 1.0
@@ -139,7 +145,7 @@ class Scores:
         return found, np.stack(list(rows))
 
     def close(self) -> None:
-        """Close the file, if the scores are in one."""
+        """Close the file, if the scores are in a file."""
         if self.file is not None:
             self.file.close()
 
@@ -154,7 +160,7 @@ class Scores:
         """Return the scores in an open score file.
 
         Raises:
-            ResultFileError: It is a result file of another kind.
+            ResultFileError: The file holds no scores.
         """
         if not is_scores(file):
             raise ResultFileError(
@@ -187,7 +193,7 @@ def open_scores(path: str | Path) -> Scores:
     """Open a score file; use it in a `with` statement.
 
     Raises:
-        ResultFileError: It cannot be read, or is of another kind.
+        ResultFileError: The file cannot be read, or holds no scores.
     """
     file = open_file(path)
     try:
@@ -198,7 +204,7 @@ def open_scores(path: str | Path) -> Scores:
 
 
 def in_memory(scoring: Scoring) -> Scores:
-    """Score everything, and return it."""
+    """Compute all scores and return them."""
     found, refined = [], []
     for part, rows in scoring.rows():
         found.append(rows.to(scoring.dtype))
@@ -222,9 +228,9 @@ class ScoreWriter:
         self.scoring, self._writer, self._run = scoring, writer, run
 
     def remaining(self) -> Iterator[slice]:
-        """Write one tile after the other; yield which queries it was."""
+        """Write one tile after another; yield the queries of each."""
         query = self.scoring.pairs[0].query
-        self._run["attribution"] |= self.scoring.record  # the first tile lays the file out
+        self._run["attribution"] |= self.scoring.record  # before the first write
         for part, scores in self.scoring.rows():
             table = query.table(part.stop)
             rows = self._rows({"scores": scores})
@@ -241,7 +247,7 @@ class ScoreWriter:
     def finish(self) -> None:
         """Complete the file."""
         table = _training(self.scoring)
-        columns = {k: v for k, v in table.items() if v.dim() == 1}  # texts are in the other file
+        columns = {k: v for k, v in table.items() if v.dim() == 1}  # no texts
         numbers = {k: v.to(torch.uint8) if v.dtype == torch.bool else v for k, v in columns.items()}
         self._writer.finish({1: numbers}, _CERTIFICATE)
 
@@ -250,10 +256,10 @@ class ScoreWriter:
 def writing_scores(
     scoring: Scoring, path: Path, *, overwrite: bool = False, resume: bool = False
 ) -> Iterator[ScoreWriter]:
-    """Open a score file for writing; yields what writes it.
+    """Open a score file for writing; yield its writer.
 
     Raises:
-        OutputError: It cannot be written, is there already, or belongs to another attribution.
+        OutputError: The file cannot be written, exists already, or belongs to another attribution.
     """
     facts = _facts(scoring)
     own = scoring.asked
@@ -313,7 +319,7 @@ def _plain(table: Table) -> dict[str, NDArray[Any]]:
     found = {}
     for name, column in table.items():
         values = column.numpy()
-        if values.ndim == 2:  # texts, with zeros behind
+        if values.ndim == 2:  # texts, padded with zeros
             encoded = np.ascontiguousarray(values).view(f"S{values.shape[1]}")[:, 0]
             values = np.char.decode(encoded, "utf-8")
         found[name] = values

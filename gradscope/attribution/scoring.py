@@ -1,12 +1,12 @@
 """Scores of every query with every training sample, a tile of queries at a time.
 
-s(q, i) = (1/N) g_qᵀ (H + λ)⁻¹ gᵢ over N training samples: to first order, by how much the loss of
-query q would be higher, had sample i been left out of the training (Koh & Liang 2017,
-arXiv:1703.04730, equation 2 with its sign and ε = −1/N). Positive: it helps. Negative: it harms.
+The score is s(q, i) = (1/N) g_qᵀ (H + λ)⁻¹ gᵢ with N training samples. To first order, it is the
+rise of the loss of query q if sample i is left out of the training. A positive score helps, a
+negative score harms. Source: Koh & Liang 2017, arXiv:1703.04730, equation 2 (sign, ε = −1/N).
 
-The training samples that matter most to a query by cheap scores are scored again exactly where that
-is asked for (`Refining`): both runs are opened again, without projections, and the gradients of the
-candidates alone are computed in full. Nothing is stored of them.
+With `refine`, cheap scores select candidates for each query, which are scored again exactly
+(`Refining`). Both runs are opened again without projections, and only the gradients of the
+candidates are computed in full. These gradients are not stored.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,22 +44,22 @@ UNIT = (
     "the change of the query's loss if the training {} had been left out, to first order: "
     "positive helps, negative harms"
 )
-_EXACT = 2**24  # scores that are kept in float64; more of them in float32
+_EXACT = 2**24  # the most scores that are stored in float64; more are stored in float32
 
 
 class CheckpointSources(NamedTuple):
-    """The two sides at one checkpoint."""
+    """The training samples and the queries at one checkpoint."""
 
-    train: GradientSource  # the training samples
+    train: GradientSource
     query: GradientSource
-    weight: float = 1.0  # what its scores are times, where several are added
+    weight: float = 1.0  # factor of its scores in the sum over checkpoints
 
 
 class Comparing:
-    """Two sides, and the curvature by which they are compared: of the training side, or as known.
+    """Scores at one checkpoint, with a known curvature or the training samples' curvature.
 
     Raises:
-        SpecError: The sides do not fit each other, or the curvature does not fit the rows.
+        SpecError: The two sources do not match, or the curvature does not fit the rows.
     """
 
     def __init__(
@@ -72,20 +72,20 @@ class Comparing:
         self.pair, self.curved = pair, known or curved(pair.train, asked)
         if "without" in self.curved.record:
             why = str(self.curved.record["without"]).partition("\n")[0]
-            notes += (f"by the Fisher alone, as there is no EK-FAC: {why}",)
+            notes += (f"the curvature is the Fisher alone, because EK-FAC failed: {why}",)
         error = projection_error(pair.train)
         if error is not None:
             self.curved.record["projection_error"] = error
-            notes += (f"a projected product ⟨g, h⟩ is off by about {error:.2g} ‖g‖ ‖h‖",)
+            notes += (f"projection changes a product ⟨g, h⟩ by about {error:.2g} ‖g‖ ‖h‖",)
         self.notes = notes
 
     @property
     def finite(self) -> Tensor:
-        """Which training samples are not left out (N,)."""
+        """Whether each training sample has a finite gradient (N,)."""
         return self.pair.train.table()["finite"]
 
     def scores(self, tile: Tile, dtype: torch.dtype) -> Tensor:
-        """Return the scores (m, N) of a tile of queries in float64, NaN of what is left out."""
+        """Return the scores (m, N) of a tile of queries in float64, NaN for samples left out."""
         products = products_of(tile.map(self.curved.before), self.pair.train, self.curved.groups)
         found, finite = self.curved.after(products), self.finite
         found *= self.pair.weight / max(1, int(finite.sum()))
@@ -103,15 +103,15 @@ class Comparing:
 
 
 class Scoring:
-    """An attribution under way: tiles of queries in, rows of scores out.
+    """Computes rows of scores, a tile of queries at a time.
 
     Args:
-        pairs: One a checkpoint; the scores are the sum over them, each by its weight.
-        asked: What is asked for.
-        known: The curvature of the training side, where it has been found before.
+        pairs: One pair for each checkpoint; the scores are the weighted sum over them.
+        asked: The settings.
+        known: The curvature of the training samples, if it is known.
 
     Raises:
-        SpecError: Sides do not fit each other, or the curvature does not fit the rows.
+        SpecError: Sources do not match, or the curvature does not fit the rows.
     """
 
     def __init__(
@@ -121,9 +121,12 @@ class Scoring:
         known: CurvatureSteps | None = None,
     ) -> None:
         if len({(pair.train.n, pair.query.n) for pair in pairs}) > 1:
-            raise SpecError("the checkpoints are of different numbers of samples")
+            raise SpecError(
+                "the checkpoints have different numbers of training samples or queries",
+                remedy="Compute all checkpoints with the same samples.",
+            )
         self.pairs, self.asked = pairs, asked
-        self.done = 0  # queries that are scored already
+        self.done = 0  # the number of queries that are scored already
         cheap = cheaply(asked)
         self.refining = Refining(pairs, asked) if asked.refine else None
         self._every = [Comparing(pair, cheap, known) for pair in pairs]
@@ -133,13 +136,13 @@ class Scoring:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the scores are kept in."""
+        """The dtype of the stored scores."""
         few = self.pairs[0].train.n * self.pairs[0].query.n <= _EXACT
         return torch.float64 if few else torch.float32
 
     @property
     def record(self) -> dict[str, Any]:
-        """What was chosen, for the result."""
+        """The settings and their values, for the result."""
         each = [{**one.curved.record, "weight": one.pair.weight} for one in self._every]
         refined = {} if self.refining is None else {"refined": self.refining.record}
         unit = UNIT.format(self.pairs[0].train.facts.rows)
@@ -147,7 +150,7 @@ class Scoring:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is worth a line."""
+        """Notes for the user."""
         lost = int((~self._every[0].finite).sum())
         noun = self.pairs[0].train.facts.rows
         why = f"{lost:,} training {noun}s without a finite gradient are left out"
@@ -155,7 +158,7 @@ class Scoring:
         return tuple(dict.fromkeys([*notes, *([why] if lost else [])]))
 
     def rows(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (queries, their scores (m, N) in float64); NaN of what is left out."""
+        """Yield (queries, their scores (m, N) in float64), NaN for samples left out."""
         n, m = self.pairs[0].train.n, self.pairs[0].query.n
         dtypes = [precision(pair.train, m) for pair in self.pairs]
         walks = [
@@ -175,7 +178,7 @@ class Scoring:
                     all_of_them[tile.places - start] = own
                     own = all_of_them
                 found = found + own if found.dim() else own
-            new = slice(max(start, self.done), queries.stop)  # tiles may have been of another size
+            new = slice(max(start, self.done), queries.stop)  # a resumed run may have other tiles
             yield new, found[new.start - start :]
 
     def self_influence(self) -> Tensor | None:
@@ -185,26 +188,27 @@ class Scoring:
         return sum_of(known) if len(known) == len(found) else None
 
 
-EXACT = ("ekfac", "kfac", "diagonal", "adam", "identity")  # that need no rows of all samples
+EXACT = ("ekfac", "kfac", "diagonal", "adam", "identity")  # curvatures without rows of all samples
 _SAME = ("checkpoint", "model", "dataset")
-_PLACES = 2**24  # beyond, places are no float32 numbers, in which they may be stored
+_PLACES = 2**24  # places up to this number are exact in float32, in which they may be stored
 
 
 def cheaply(asked: AttributionSettings) -> AttributionSettings:
-    """Return what finds the candidates, on rows of whatever chain.
+    """Return the settings of the cheap scores that select candidates.
 
     Raises:
-        SpecError: The curvature needs rows of all samples, which refining is to spare.
+        SpecError: The curvature needs full gradients of all samples.
     """
     if not asked.refine:
         return asked
     if asked.refine < 0:
-        raise SpecError(f"found {asked.refine}", where="`refine`", remedy="Accepted: 1 or more.")
+        raise SpecError(f"found {asked.refine}", where="`refine`", remedy="Accepted: 0 or more.")
     if asked.curvature not in ("auto", *EXACT):
         raise SpecError(
-            f"{asked.curvature} needs the gradients of all training samples, not of a few",
+            f"the curvature {asked.curvature} needs full gradients of all training samples, and "
+            "refining computes them for candidates only",
             where="`refine`",
-            remedy=f"Use one of `curvature` {', '.join(EXACT)}; or leave `refine` out.",
+            remedy=f"Set `curvature` to one of {', '.join(EXACT)}; or leave `refine` out.",
         )
     return replace(asked, curvature="identity" if asked.curvature == "identity" else "auto")
 
@@ -213,27 +217,31 @@ class Refining:
     """Computes the scores of candidates from full gradients.
 
     Raises:
-        SpecError: A side has no run, its rows are full gradients, or its run has changed.
+        SpecError: A source has no run, its rows are not projections, or its run has changed.
     """
 
     def __init__(self, pairs: Sequence[CheckpointSources], asked: AttributionSettings) -> None:
         n = pairs[0].train.n
         if n > _PLACES:
-            raise SpecError(f"places of {n:,} samples are not kept", where="`refine`")
+            raise SpecError(
+                f"there are {n:,} training samples, and refining supports at most {_PLACES:,}",
+                where="`refine`",
+                remedy="Leave `refine` out.",
+            )
         method: Any = "ekfac" if asked.curvature == "auto" else asked.curvature
         self._asked = replace(asked, curvature=method)
         self._each = [_Exact(pair, self._asked) for pair in pairs]
 
     @property
     def record(self) -> dict[str, Any]:
-        """What was chosen, for the result."""
+        """The settings and their values, for the result."""
         return {"k": self._asked.refine, "checkpoints": [one.curved.record for one in self._each]}
 
     def of(self, queries: slice, scores: Tensor) -> dict[str, Tensor]:
-        """Return the candidates of some queries, whose cheap scores are (m, N).
+        """Return the candidates of some queries, given their cheap scores (m, N).
 
-        `places` (m, 2K) int64 are their rows in the training side, -1 behind the last of a query;
-        `scores` (m, 2K) are exact, in float64, NaN of what has none.
+        `places` (m, 2K) int64 holds their rows in the training samples, padded with -1. `scores`
+        (m, 2K) holds their exact scores in float64, NaN for samples without a score.
         """
         places = torch.stack([candidates(row, self._asked.refine) for row in scores])
         found = torch.zeros(places.shape, dtype=torch.float64)
@@ -243,7 +251,7 @@ class Refining:
 
 
 class _Exact:
-    """One checkpoint: both runs, without what was made of the gradients."""
+    """The full gradients of both runs at one checkpoint."""
 
     def __init__(self, pair: CheckpointSources, asked: AttributionSettings) -> None:
         self._train, self._query = _open_job(pair.train), _open_job(pair.query)
@@ -276,7 +284,7 @@ class _Exact:
 
 
 def candidates(scores: Tensor, k: int) -> Tensor:
-    """Return the places of the k best and k worst of scores (N,), and -1 behind them (2k,)."""
+    """Return the places (2k,) of the k best and the k worst scores (N,), padded with -1."""
     known = torch.from_numpy(np.flatnonzero(np.isfinite(scores.numpy())))
     order = known[scores[known].argsort(descending=True, stable=True)]
     both = order if len(order) <= 2 * k else torch.cat([order[:k], order[-k:]])
@@ -286,29 +294,33 @@ def candidates(scores: Tensor, k: int) -> Tensor:
 
 
 def _open_job(source: GradientSource) -> Job:
-    """Return the run of a source, without what was made of its gradients."""
+    """Return the run of a source, with the chain `identity` instead of the projection."""
     facts = source.facts
     if facts.chain == "identity":
         raise SpecError(
-            "its rows are full gradients: all their scores are exact",
+            "the rows are full gradients already, so all scores are exact",
             where=facts.name,
             remedy="Leave `refine` out, or score rows of a projection (project:...).",
         )
     if [stage.name for stage in parse(facts.chain)] != ["project"]:
         raise SpecError(
-            f"its rows are {facts.chain!r}: they stand for full gradients only where projected",
+            f"the rows are {facts.chain!r}; refining needs rows of a projection alone",
             where=facts.name,
-            remedy="Leave `refine` out, or score rows of a projection alone (project:...).",
+            remedy="Leave `refine` out, or score rows of the chain project:...",
         )
     if facts.spec is None:
-        raise SpecError("there is no run to compute full gradients by", where=facts.name)
+        raise SpecError(
+            "there is no run that computes full gradients",
+            where=facts.name,
+            remedy="Leave `refine` out, or give a run file or a result file.",
+        )
     spec = recorded_run(facts.spec, facts.name)
     job = prepare(spec.computing(transform=("identity",), shard=None))
     changed = [what for what in _SAME if facts.digests.get(what) != job.digests.get(what)]
     if changed or len(job.rows) != source.n:
         raise SpecError(
-            f"its run is not what it was: the {' and the '.join(changed or ['samples'])} changed",
+            f"since the rows were computed, the {' and the '.join(changed or ['samples'])} changed",
             where=facts.name,
-            remedy="Compute its rows again.",
+            remedy="Compute the rows again.",
         )
     return replace(job, batch_size=samples_at_a_time(job))

@@ -1,7 +1,7 @@
-"""Sources of the gradients of training samples and of queries: rows of a file, or computed.
+"""Sources of the gradients of training samples and queries: read from a file, or computed.
 
-A source can be walked through any number of times. Samples whose gradient is not finite are left
-out of the walk and stay in the table, where `finite` says so.
+A source can be iterated any number of times. Samples whose gradient is not finite are left out of
+the iteration. They stay in the table, where `finite` is False.
 """
 
 import tomllib
@@ -41,7 +41,7 @@ _SAME = {
     "kfac:bias=column": ("kfac:positions=mean,bias=column",),
 }
 _READ = 2**26  # bytes of rows read at a time
-COLUMNS = (  # of a sample table, that scores keep
+COLUMNS = (  # the columns of a sample table that a score file keeps
     *("index", "loss", "norm", "finite", "sample", "position", "target", "prediction", "margin"),
     "id",
 )
@@ -51,19 +51,19 @@ Table = dict[str, Tensor]  # columns (n,) by name; `id` may be UTF-8 (n, w) uint
 
 @dataclass(frozen=True)
 class SourceFacts:
-    """What two sources must have in common, and what is recorded of each."""
+    """Facts about a source: they are recorded, and two sources must agree on most of them."""
 
-    name: str  # where it comes from
-    chain: str  # what happened to each gradient
+    name: str  # file or run
+    chain: str  # the chain applied to each gradient
     parameters: Mapping[str, tuple[int, ...]]
     digests: Mapping[str, Any]  # SHA-256: checkpoint, model, dataset
     loss: str
-    spec: Mapping[str, Any] | None = None  # the run, if there was one
-    rows: RowKind = "sample"  # what has a gradient
+    spec: Mapping[str, Any] | None = None  # the run, if any
+    rows: RowKind = "sample"  # the kind of row that has a gradient
 
     @property
     def measured(self) -> str:
-        """The chain of queries: without Adam's step, which only training samples make."""
+        """The chain for queries: without Adam's step, which applies to training samples only."""
         stages = parse(self.chain)
         stages = stages[1:] if stages[0].name == "adam" else stages
         return " | ".join(map(str, stages)) or "identity"
@@ -72,13 +72,13 @@ class SourceFacts:
 class GradientSource(ABC):
     """Samples with their gradients."""
 
-    facts: SourceFacts  # what they are of
-    n: int  # how many there are, finite or not
-    cheap: ClassVar[bool]  # whether a second walk costs little
+    facts: SourceFacts
+    n: int  # the number of samples, finite or not
+    cheap: ClassVar[bool]  # whether a second iteration costs little
 
     @property
     def width(self) -> int:
-        """The numbers of a row."""
+        """The number of entries of a row."""
         return sum(map(prod, self.shapes().values()))
 
     @abstractmethod
@@ -87,7 +87,7 @@ class GradientSource(ABC):
 
     @abstractmethod
     def table(self, stop: int | None = None) -> Table:
-        """Return index, loss, norm, finite, each (stop,); target, id, ... where there are any."""
+        """Return the columns (stop,): index, loss, norm, finite; target, id, ... if known."""
 
     @abstractmethod
     def batches(self) -> Iterator[GradientBatch]:
@@ -95,7 +95,7 @@ class GradientSource(ABC):
 
     @abstractmethod
     def aggregates(self, chains: Sequence[str]) -> list[dict[str, Tensor]]:
-        """Return the results of chains with reducers over all samples, in one walk."""
+        """Return the results of chains with reducers over all samples, in one iteration."""
 
 
 class FileSource(GradientSource):
@@ -106,7 +106,7 @@ class FileSource(GradientSource):
     def __init__(self, file: GradientFile, chain: str | None) -> None:
         self._file, self.n = file, file.n
         self._rows = _chosen(file, chain)
-        self._seen = 0  # samples whose rows were found finite or not
+        self._seen = 0  # samples whose rows have been checked for finite numbers
         digests = file.run.get("digests", {})
         self.facts = SourceFacts(
             name=str(file.path),
@@ -135,7 +135,7 @@ class FileSource(GradientSource):
         finite = self._table["finite"]
         for places, gradients in stored_gradients(self._rows, np.flatnonzero(finite), _READ):
             kept = finite[places]
-            if int(places[-1]) >= self._seen:  # also where a stage has overflowed
+            if int(places[-1]) >= self._seen:  # a stage may have overflowed
                 kept = finite[places] = _finite_rows(gradients)
                 self._seen = int(places[-1]) + 1
             if bool(kept.all()):
@@ -157,7 +157,7 @@ class FileSource(GradientSource):
         return [result for result in found.values() if result is not None]
 
     def _mean(self) -> dict[str, Tensor]:
-        """Return the mean of the rows, by a walk through the file."""
+        """Return the mean of the rows in the file."""
         count, found = 0, dict[str, Tensor]()
         for batch in self.batches():
             count += len(batch.places)
@@ -168,7 +168,7 @@ class FileSource(GradientSource):
 
 
 def _finite_rows(gradients: Gradients) -> Tensor:
-    """Return which rows have finite numbers only (n,)."""
+    """Return whether all numbers of a row are finite (n,)."""
     if gradients.has_finite_bounds():
         return torch.ones(gradients.n, dtype=torch.bool)
     every = [as_rows(block.dense()).isfinite().all(1) for block in gradients.values()]
@@ -176,16 +176,16 @@ def _finite_rows(gradients: Gradients) -> Tensor:
 
 
 class SessionSource(GradientSource):
-    """Samples whose gradients are computed on each walk; none of them is stored."""
+    """Samples whose gradients are computed in each iteration, and not stored."""
 
     cheap = False
 
     def __init__(
         self,
-        session: Session,  # computes them
-        chain: Chain,  # what happens to each
-        walk: Callable[[], Iterable[Batch]],  # starts a walk through all batches
-        table: Callable[..., Table],  # what is kept in the table of a batch and its evaluation
+        session: Session,  # computes the gradients
+        chain: Chain,  # applied to each gradient
+        walk: Callable[[], Iterable[Batch]],  # starts an iteration over all batches
+        table: Callable[..., Table],  # makes the table from a batch and its evaluation
         n: int,
         facts: SourceFacts,
     ) -> None:
@@ -240,7 +240,7 @@ class SessionSource(GradientSource):
 
 
 def job_source(job: Job, name: str) -> SessionSource:
-    """Return the samples of a run, with the first of its chains that keeps rows."""
+    """Return the samples of a run, with the best of its chains that keep rows (`best_rows`)."""
     every = {chain.text: chain for chain in job.chains if chain.reducer is None}
     chain = every[best_rows(every)] if every else bind("identity")
     size = BatchSize(samples_at_a_time(job), fixed=job.session.settings.own_loss)
@@ -248,18 +248,23 @@ def job_source(job: Job, name: str) -> SessionSource:
 
 
 def samples_at_a_time(job: Job) -> int:
-    """Return how many samples' gradients are computed together."""
+    """Return the number of samples whose gradients are computed together."""
     return plan(replace(job, chains=(bind("norm"),))).batch_size  # dense rows are formed in pieces
 
 
 def selected_source(job: Job, name: str, places: Tensor) -> SessionSource:
-    """Return the full gradients of some samples or tokens of a run, by their rows in it (n,).
+    """Return the full gradients of the samples or tokens in the rows `places` (n,) of a run.
 
     Raises:
-        SpecError: The gradient of a sample depends on others of its batch.
+        SpecError: A sample's gradient depends on its batch (own-loss coupling).
     """
     if job.session.settings.own_loss:
-        raise SpecError("with own-loss coupling, a gradient depends on its whole batch", where=name)
+        raise SpecError(
+            "`refine` cannot be combined with own-loss coupling: a sample's gradient then depends "
+            "on its whole batch",
+            where=name,
+            remedy="Leave `refine` out.",
+        )
     chosen, data = torch.arange(job.rows.start, job.rows.stop)[places], job.dataset
     tokens, used = (None, chosen) if job.tokens is None else job.tokens.some(chosen)
     inner = replace(data, chosen=used if data.chosen is None else data.chosen[used])
@@ -283,7 +288,7 @@ def _job_source(
 
 
 def scope_source(name: str, scope: Scope, inputs: Any, targets: Any = None) -> SessionSource:
-    """Return samples in memory, or their tokens, whose gradients a scope computes."""
+    """Return samples or tokens in memory; the scope computes their gradients."""
     session, whole = scope.session, Batch.of(inputs, targets)
     tokens = session.settings.rows == "token"
     shapes = {name: tuple(p.shape) for name, p in scope.problem.parameters.items()}
@@ -298,7 +303,7 @@ def scope_source(name: str, scope: Scope, inputs: Any, targets: Any = None) -> S
 
 
 def training_run(file: GradientFile) -> RunSpec:
-    """Return the run that a result file was computed by, as it was recorded in the file."""
+    """Return the run that is recorded in a result file."""
     return recorded_run(file.run.get("spec"), str(file.path))
 
 
@@ -308,7 +313,7 @@ def recorded_run(spec: Mapping[str, Any] | None, where: str | None) -> RunSpec:
         return RunSpec.model_validate(spec)
     except ValueError as error:
         raise ResultFileError(
-            "the file does not say how it was computed, so that queries cannot be",
+            "the file does not record its run, so gradients of queries cannot be computed",
             where=where,
             remedy="Give a run file, or a result file with the queries' gradients.",
         ) from error
@@ -317,8 +322,8 @@ def recorded_run(spec: Mapping[str, Any] | None, where: str | None) -> RunSpec:
 def query_run(path: Path, like: RunSpec, chain: str) -> RunSpec:
     """Return the run for the queries in a run file, a dataset spec or a data file.
 
-    A run file is taken as it is, with the training side's chain and parameters; data are put in the
-    place of those that the training run had.
+    A run file is used with the chain and parameters of the training side. A dataset replaces the
+    dataset of the training run.
     """
     asked = {
         "transform": (chain,),
@@ -344,11 +349,11 @@ def _sections(path: Path) -> set[str]:
     try:
         return set(tomllib.loads(path.read_text(encoding="utf-8-sig")))
     except (OSError, ValueError):
-        return set()  # who loads it tells what is wrong
+        return set()  # `resolve` reports the error
 
 
 def _chosen(file: GradientFile, asked: str | None) -> StoredChain:
-    """Return the chain with rows that is asked for by number or text; the best one by default."""
+    """Return the chain with rows of that number or text, or the best one (`best_rows`)."""
     rows = {
         k: chain
         for k, chain in enumerate(file.chains)
@@ -365,19 +370,19 @@ def _chosen(file: GradientFile, asked: str | None) -> StoredChain:
     raise SpecError(
         f"the file has {wanted}",
         where=str(file.path),
-        remedy=f"Chains with rows in it: {known}. Run gradscope compute -t identity, or -t "
-        "project:dim=4096 if the gradients are large.",
+        remedy=f"The file has these chains with rows: {known}. Run gradscope compute -t identity, "
+        "or -t project:dim=4096 if the gradients are large.",
     )
 
 
 def best_rows(chains: Collection[str]) -> str:
-    """Return which of some chains with rows to take: gradients, projections, or the first."""
+    """Return the best of some chains with rows: gradients, else projections, else the first."""
     known = [text for text in chains if parse(text)[0].name in ("adam", "project")]
     return "identity" if "identity" in chains else [*known, *chains][0]
 
 
 def _column(values: np.ndarray) -> Tensor:
-    """Return a column of the sample table; texts as UTF-8 (n, w), with zeros behind a text."""
+    """Return a column of the sample table; texts as UTF-8 (n, w), padded with zeros."""
     if values.dtype.kind != "U":
         return torch.from_numpy(np.ascontiguousarray(values))
     encoded = np.char.encode(values, "utf-8")
@@ -388,38 +393,38 @@ def _column(values: np.ndarray) -> Tensor:
 def _joined(columns: list[Tensor]) -> Tensor:
     if columns[0].dim() == 1:
         return torch.cat([c.cpu() for c in columns])
-    width = max(c.shape[1] for c in columns)  # of texts
+    width = max(c.shape[1] for c in columns)  # the longest text
     padded = [F.pad(c.cpu(), (0, width - c.shape[1])) for c in columns]
     return torch.cat(padded)
 
 
 def require_same(train: SourceFacts, query: SourceFacts) -> tuple[str, ...]:
-    """Refuse queries of another model, checkpoint or chain; return what is worth a note.
+    """Check that model, checkpoint, chain and parameters agree; return notes.
 
     Raises:
-        SpecError: They cannot be compared.
+        SpecError: They differ.
     """
-    stepped = train.chain != train.measured  # by Adam, which queries are not (LESS)
+    stepped = train.chain != train.measured  # training samples make Adam's step, queries do not
     differing = [
-        f"the {what} is another"
+        f"the {what} differs"
         for what in ("checkpoint", "model", *(() if stepped else ("stages",)))
         if {what} <= train.digests.keys() & query.digests.keys()
         and train.digests[what] != query.digests[what]
     ]
     if query.chain not in (train.chain, train.measured):
-        differing.append(f"the chain is {train.chain!r} there and {query.chain!r} here")
+        differing.append(f"the chains are {query.chain!r} and {train.chain!r}")
     names = train.parameters.keys() ^ query.parameters.keys()
     if names or dict(train.parameters) != dict(query.parameters):
         shown = ", ".join(sorted(names)[:3]) or "shapes"
         differing.append(f"the parameters differ ({shown})")
     if differing:
         raise SpecError(
-            f"its gradients cannot be compared with those of {train.name}: {'; '.join(differing)}",
+            f"the queries and the samples of {train.name} do not match: {'; '.join(differing)}",
             where=query.name,
-            remedy="Compute both from one checkpoint, with one model and one chain.",
+            remedy="Compute both with the same checkpoint, model and chain.",
         )
     if train.loss != query.loss:
-        return (f"the queries are measured by another loss: {query.loss}, trained: {train.loss}",)
+        return (f"the losses differ: {query.loss} for queries, {train.loss} for training samples",)
     return ()
 
 
@@ -427,16 +432,16 @@ def stored_aggregate(path: str, train: SourceFacts, chain: str) -> dict[str, Ten
     """Return the result of a chain from a result file of the training side's model.
 
     Raises:
-        SpecError: The file is of another model or checkpoint, or has no such chain.
+        SpecError: Its model or checkpoint differs, or it has no such chain.
     """
     with open_file(path) as file:
         digests = file.run.get("digests", {})
         for what in ("checkpoint", "model"):
             if what in train.digests and train.digests[what] != digests.get(what):
                 raise SpecError(
-                    f"the {what} is another than that of {train.name}",
+                    f"the {what} of the factors differs from the {what} of {train.name}",
                     where=path,
-                    remedy="Compute the factors of the same checkpoint and model.",
+                    remedy="Compute the factors with the same checkpoint and model.",
                 )
         found = stored_result(file, chain)
         if found is None:
@@ -446,7 +451,7 @@ def stored_aggregate(path: str, train: SourceFacts, chain: str) -> dict[str, Ten
 
 
 def stored_result(file: GradientFile, chain: str) -> dict[str, Tensor] | None:
-    """Return the stored result of a chain, None where the file has none."""
+    """Return the stored result of a chain, or None if the file lacks the chain."""
     for name in (chain, *_SAME.get(chain, ())):
         if (stored := find_chain(file, name, reduced=True)) is not None:
             return {k: torch.from_numpy(np.asarray(a[...])) for k, a in stored.items()}
@@ -454,11 +459,11 @@ def stored_result(file: GradientFile, chain: str) -> dict[str, Tensor] | None:
 
 
 def projection_error(source: GradientSource) -> float | None:
-    """Return by how much a product of two projected gradients is off, in units of ‖g‖ ‖h‖ (RMS).
+    """Return the RMS error of a product of two projected gradients, in units of ‖g‖ ‖h‖.
 
-    Found from what the projection did to the first samples' own norms: of a random projection
-    (‖Pg‖² / ‖g‖² − 1) / √2 is as large as the error of ⟨Pg, Ph⟩ / (‖g‖ ‖h‖), 1 / √dim where its
-    entries are independent. None where the rows are no projections.
+    It is estimated from the norms of the first samples. For a random projection,
+    (‖Pg‖² / ‖g‖² − 1) / √2 is as large as the error of ⟨Pg, Ph⟩ / (‖g‖ ‖h‖). It is 1 / √dim if the
+    entries of P are independent. Returns None if the rows are not projections.
     """
     if [stage.name for stage in parse(source.facts.chain)] != ["project"]:
         return None

@@ -32,8 +32,8 @@ from gradscope.stats.source import token_names
 
 HELPED = "Helped most: without them, the query's loss would be higher"
 HARMED = "Harmed most: without them, the query's loss would be lower"
-_SHOWN, _DRAWN = 10, 6  # queries in a text, in a picture
-_GROUPS = 20  # classes whose scores are summed without being asked for
+_SHOWN, _DRAWN = 10, 6  # the number of queries in tables and in pictures
+_GROUPS = 20  # the most classes by which scores are summed by default
 
 
 class Scored(SampleRecord):
@@ -90,7 +90,7 @@ class ScoreSummary(Record, Displayable):
         return any(isinstance(r.prediction, int) and isinstance(r.target, int) for r in self.rows)
 
     def _order(self) -> list[Fact]:
-        """Return a sentence about the order of the queries, if it is not that of the data."""
+        """Return a sentence about the order of the queries, if it differs from the data's order."""
         if not self._predicts_classes or len(self.rows) < 2:
             return []
         wrong = sum(map(is_wrong, self.rows))
@@ -99,7 +99,7 @@ class ScoreSummary(Record, Displayable):
         return [("order", first + text if wrong else "Queries with larger losses come first.")]
 
     def overview(self) -> Overview:
-        """Return what is shown."""
+        """Return the facts, tables and pictures to show."""
         chosen: Any = self.record.get("checkpoints") or [{}]
         noun = self.noun
         facts: list[Fact] = [
@@ -140,7 +140,7 @@ def _refined(record: Mapping[str, Any]) -> list[Fact]:
 
 
 def _curvature(checkpoints: Sequence[Mapping[str, Any]]) -> str:
-    """Return what was chosen at the first checkpoint: "shrunk, damping 0.1, ..."."""
+    """Return the settings at the first checkpoint: "shrunk, damping 0.1, ..."."""
     chosen = dict(checkpoints[0])
     if chosen.get("weight") == 1:
         del chosen["weight"]
@@ -155,9 +155,9 @@ def summarize_scores(
 
     Args:
         scores: The scores of queries with training samples.
-        top: How many of the best, and how many of the worst.
-        by: A column of the training samples, by whose values the scores of a query are summed; by
-            default `target`, where it has a few values.
+        top: The number of best and of worst samples.
+        by: A column of the training samples. A query's scores are summed for each of its values.
+            The default is `target` if it has few values.
         notes: Further lines to show.
 
     Raises:
@@ -265,7 +265,7 @@ def _influence(summary: ScoreSummary) -> Section:
     parts = "its target in parentheses, its score" if labelled else "its score"
     notes = [f"Each cell: a training {summary.noun}, {parts}."]
     if more > 0:
-        notes.append(f"{queries(more)} more are not shown: --json has all.")
+        notes.append(f"{queries(more)} not shown; --json lists all.")
     title = f"Training {summary.noun}s that helped and harmed each query"
     return Section(title, table=Table(columns), notes=notes, instead=True)
 
@@ -316,7 +316,7 @@ Groups = Sequence[tuple[str, str, Sequence[QueryRow | Scored]]]  # heading, data
 
 
 def with_samples(summary: ScoreSummary, scores: Scores) -> Overview:
-    """Return the overview, with the first queries and their scored samples themselves."""
+    """Return the overview together with the inputs of the first queries and their samples."""
     tables = {"query": scores.queries, "train": scores.samples}
     datasets = {name: ShownData.of(scores.record.get(name) or {}, tables[name]) for name in tables}
     rows = summary.ordered[:QUERIES]
@@ -330,7 +330,7 @@ def with_samples(summary: ScoreSummary, scores: Scores) -> Overview:
     missing = [(f"{words[k]} not shown", own.why) for k, own in datasets.items() if own.why]
     more = len(summary.rows) - len(shown)
     if shown and more:
-        missing.append(("not shown", f"{queries(more)}: --json has all"))
+        missing.append(("not shown", f"{queries(more)}; --json lists all"))
     return replace(
         plain,
         facts=[*plain.facts, *missing],

@@ -1,7 +1,8 @@
-"""How well scores tell what training without some samples does, against training without them.
+"""Validation: how well scores predict the losses of models retrained without some samples.
 
-The linear datamodeling score (Park et al. 2023, arXiv:2303.14186, section 2): for each query the
-rank correlation, over models trained on random subsets S, of -Σ_{i in S} s(q, i) with its loss.
+The measure is the linear datamodeling score (Park et al. 2023, arXiv:2303.14186, section 2): for
+each query q, the rank correlation between -Σ_{i in S} s(q, i) and the loss of q, over models
+trained on random subsets S.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,25 +45,25 @@ from gradscope.stats.sections import (
     numbers,
 )
 
-FOLDER = ".validation"  # in the place of the score file's ending
-_LEAST = 3  # retrainings that a rank correlation takes
-_QUERIES, _SEEDS = 3, 3  # of the curve of removals: how many queries, how many trainings of each
-_FIRST_REMOVAL = 2**31  # of the seeds' numbers: far from those of subsets
-_READ = 256  # samples of which inputs are read at a time
-_SHOWN = 10  # queries in a text
+FOLDER = ".validation"  # replaces the suffix of the score file
+_LEAST = 3  # the least number of retrainings for a rank correlation
+_QUERIES, _SEEDS = 3, 3  # --removal: the number of queries, and of trainings of each
+_FIRST_REMOVAL = 2**31  # seed numbers of removals start here, far from the subsets' numbers
+_READ = 256  # the number of inputs read at a time
+_SHOWN = 10  # the number of queries in a table
 
-Predicted = NDArray[np.float64]  # (M, S), what each query's loss goes up with
+Predicted = NDArray[np.float64]  # (M, S), predictions of each query's loss, up to a constant
 
 
 @dataclass(frozen=True)
 class ValidationSettings:
-    """What is asked for."""
+    """The settings of a validation."""
 
-    retrainings: int = 50  # on how many random subsets, at least 3
-    fraction: float = 0.5  # the share of the training samples in each
-    seed: int = 0  # of the subsets and of the trainings
-    width: float = 0.02  # of the interval: how many retrainings it takes is told
-    removal: int = 0  # up to how many of a query's most helpful samples are removed, if any
+    retrainings: int = 50  # the number of random subsets, at least 3
+    fraction: float = 0.5  # the share of the training samples in each subset
+    seed: int = 0  # the seed of subsets and trainings
+    width: float = 0.02  # an interval's width; the result estimates the retrainings for it
+    removal: int = 0  # the most helpful samples of a query that are removed at most; 0 for none
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction < 1:
@@ -73,7 +74,7 @@ class ValidationSettings:
             )
         if self.retrainings < _LEAST:
             raise SpecError(
-                f"{count(self.retrainings, 'retraining')} have no rank correlation",
+                f"{count(self.retrainings, 'retraining')} are too few for a rank correlation",
                 where="--retrainings",
                 remedy=f"Give at least {_LEAST}.",
             )
@@ -84,7 +85,7 @@ class ValidationSettings:
 
 
 class LdsRow(Record):
-    """How well some scores predict what retraining does."""
+    """How well one kind of scores predicts the losses after retraining."""
 
     scores: str
     lds: float
@@ -98,16 +99,16 @@ class QueryLds(SampleRecord):
 
 
 class Removal(SampleRecord):
-    """What the loss of a query does when some training samples are left out."""
+    """The rise of a query's loss when k training samples are left out."""
 
-    k: int  # how many
-    predicted: float  # the scores' sum of the k most helpful ones
-    helpful: tuple[float, ...]  # the rise of the loss without these, one a seed
-    drawn: tuple[float, ...]  # the rise without k others, drawn at random
+    k: int
+    predicted: float  # the sum of the scores of the k most helpful samples
+    helpful: tuple[float, ...]  # the rise without the k most helpful samples, one for each seed
+    drawn: tuple[float, ...]  # the rise without k random samples, one for each seed
 
 
 class Validation(Record):
-    """How well scores predict what retraining does."""
+    """How well scores predict the losses after retraining."""
 
     schema_: Literal["gradscope.validate"] = "gradscope.validate"
     version: Literal[1] = 1
@@ -126,7 +127,7 @@ class Validation(Record):
     notes: tuple[str, ...] = ()
 
     def overview(self) -> Overview:
-        """Return what is shown."""
+        """Return the facts and tables to show."""
         share = f"{self.fraction:.0%}"
         facts: list[Fact] = [
             ("scores", f"{queries(self.queries)} × {self.samples:,} samples"),
@@ -141,19 +142,19 @@ class Validation(Record):
 
 
 class ValidationRun:
-    """A validation under way: retrainings one by one, then what they say.
+    """Runs a validation: retrainings one by one, then the comparison with the scores.
 
     Args:
         path: The score file.
-        fit: FIT(indices, seed), as FILE.py:NAME or package.module:NAME: it takes positions of
-            training samples in their data set, (n,) int64, and an int, and returns the
-            torch.nn.Module that it has trained on these, in the mode it is to be evaluated in.
-        asked: What is asked for.
-        folder: Where the retrainings are kept; beside the scores if None.
-        overwrite: Forget what is in the folder.
+        fit: The function FIT(indices, seed), as FILE.py:NAME or package.module:NAME. `indices`
+            (n,) int64 are positions of training samples in their data set, `seed` is an int. FIT
+            returns the trained torch.nn.Module, in the mode for its evaluation.
+        asked: The settings.
+        folder: The folder of the retrainings; by default next to the score file.
+        overwrite: Delete the retrainings in the folder first.
 
     Raises:
-        InputError: Something cannot be read.
+        InputError: A file cannot be read.
         SpecError: An option does not fit.
         OutputError: The folder cannot be written, or holds other retrainings.
     """
@@ -172,16 +173,19 @@ class ValidationRun:
         with open_scores(path) as scores:
             if "position" in scores.samples or "position" in scores.queries:
                 raise SpecError(
-                    "the scores are of tokens, and a training leaves out whole samples",
+                    "the scores are for tokens, but retraining leaves out whole samples",
                     where=str(path),
-                    remedy='Score runs with rows="sample".',
+                    remedy='Compute the scores with rows="sample".',
                 )
             n = scores.shape[1]
             _require_sizes(path, n, asked)
             found = identity_of(scores, fit, asked.seed, asked.fraction)
             self._known = np.flatnonzero(scores.queries["finite"])
             if not len(self._known):
-                raise SpecError("no query has a score: their gradients are not finite")
+                raise SpecError(
+                    "no query has a score, because the gradients of all queries are not finite",
+                    where=str(path),
+                )
             self._curve = _Curve.of(scores, self._known, asked) if asked.removal else None
         self._work = Retrainings(self.folder, path, fit, found)
         self._work.begin(overwrite=overwrite)
@@ -189,7 +193,7 @@ class ValidationRun:
 
     @property
     def total(self) -> int:
-        """How many retrainings there are, done or not."""
+        """The number of retrainings, done or not."""
         return len(self._asked)
 
     @property
@@ -198,11 +202,11 @@ class ValidationRun:
         return list({one.name: one for one in [*self._subsets, *more]}.values())
 
     def remaining(self, workers: int = 1) -> Iterator[Retraining]:
-        """Train what is not trained yet; yield each retraining that is done."""
+        """Do the retrainings that are not done yet; yield each retraining once it is done."""
         return self._work.remaining(self._asked, workers)
 
     def finish(self) -> Validation:
-        """Compare the scores with the retrainings, which are all done."""
+        """Compare the scores with the retrainings. All retrainings must be done."""
         asked, known = self.asked, self._known
         losses = np.stack([self._work.losses(one) for one in self._subsets])[:, known]  # (S, M)
         held = np.stack([one.kept for one in self._subsets])  # (S, N)
@@ -244,16 +248,16 @@ def validate(
     folder: str | Path | None = None,
     workers: int = 1,
 ) -> Validation:
-    """Retrain, and tell how well the scores of a file predict what that does; see `Validating`.
+    """Retrain, and return how well the scores predict the new losses; see `ValidationRun`.
 
-    The generators of Python, numpy and torch are seeded before each training.
+    The generators of Python, NumPy and torch are seeded before each training.
 
     Args:
         scores: The score file.
-        fit: Trains: FILE.py:NAME or package.module:NAME.
-        asked: What is asked for.
-        folder: Where the retrainings are kept; beside the scores if None.
-        workers: Processes that train at once.
+        fit: The function that trains, as FILE.py:NAME or package.module:NAME.
+        asked: The settings.
+        folder: The folder of the retrainings; by default next to the score file.
+        workers: The number of processes that train at once.
     """
     place = None if folder is None else Path(folder)
     under_way = ValidationRun(Path(scores), fit, asked or ValidationSettings(), place)
@@ -263,19 +267,23 @@ def validate(
 
 def _require_sizes(path: Path, n: int, asked: ValidationSettings) -> None:
     if n < 2:
-        raise SpecError("there is one training sample: it has no part", where=str(path))
+        raise SpecError(
+            "the scores have a single training sample",
+            where=str(path),
+            remedy="Score at least 2 training samples: retraining leaves some out.",
+        )
     if not 0 <= asked.removal < n:
         raise SpecError(
-            f"{asked.removal:,} samples cannot be removed of {n:,}",
+            f"{asked.removal:,} of {n:,} training samples cannot be removed",
             where="--removal",
-            remedy=f"Give at most {n - 1:,}.",
+            remedy=f"Give 0 to {n - 1:,}.",
         )
 
 
 def _predictions(
     scores: Scores, known: NDArray[np.int64], held: Mask, seed: int
 ) -> tuple[dict[str, Predicted], tuple[str, ...]]:
-    """Return what the scores, and some that cost nothing, predict of each subset; and notes."""
+    """Return the predictions of the file's scores and of simple baselines, and notes."""
     n, weights, notes = scores.shape[1], held.astype(np.float64), []
     draw = np.random.default_rng(seed).standard_normal
     loss = np.nan_to_num(np.asarray(scores.samples["loss"], dtype=np.float64))
@@ -287,7 +295,7 @@ def _predictions(
     try:
         found["inner products of inputs"] = -_input_products(scores, weights)[known]
     except GradscopeError as error:
-        notes.append(f"no inner products of inputs: {error.head}")
+        notes.append(f"the baseline 'inner products of inputs' is missing: {error.head}")
     if len(known) < scores.shape[0]:
         notes.append(f"{queries(scores.shape[0] - len(known))} without scores are left out")
     missing = int((~scores.samples["finite"].astype(bool)).sum())
@@ -297,7 +305,7 @@ def _predictions(
 
 
 def _input_products(scores: Scores, weights: Floats) -> Floats:
-    """Return Σ_{i in S} ⟨x_q, x_i⟩ (M, S) of subsets with weights (S, N), where x is one array."""
+    """Return Σ_{i in S} ⟨x_q, x_i⟩ (M, S) of inputs x, for subsets with weights (S, N)."""
     sums: Tensor | None = None
     start = 0
     for part in _inputs(scores, "train"):
@@ -307,7 +315,7 @@ def _input_products(scores: Scores, weights: Floats) -> Floats:
     rows = []
     for part in _inputs(scores, "query"):
         if part.shape[1] != sums.shape[1]:
-            raise SpecError("the inputs of queries and training samples differ in size")
+            raise SpecError("inputs of queries and of training samples differ in size")
         rows.append(part @ sums.mT)
     return torch.cat(rows).numpy()
 
@@ -316,7 +324,7 @@ def _inputs(scores: Scores, side: str) -> Iterator[Tensor]:
     """Yield the inputs of a side as rows (n, entries) in float64, some at a time.
 
     Raises:
-        GradscopeError: They cannot be read, or are not one array of floating-point numbers.
+        GradscopeError: Inputs cannot be read, or are not one array of floating-point numbers.
     """
     record: Any = scores.record[side]
     where = None if scores.file is None else str(scores.file.path)
@@ -325,11 +333,11 @@ def _inputs(scores: Scores, side: str) -> Iterator[Tensor]:
     rows = data.rows(spec.compute.samples)
     table = scores.samples if side == "train" else scores.queries
     if not np.array_equal(table["index"], np.arange(rows.start, rows.stop)):
-        raise SpecError("the data are other samples than when they were scored", where=side)
+        raise SpecError("the data have changed since they were scored", where=side)
     for start in range(0, len(rows), _READ):
         inputs = data.batch(rows[start : start + _READ]).inputs
         if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
-            raise SpecError("inputs are not one array of floating-point numbers")
+            raise SpecError("the inputs are not one array of floating-point numbers")
         yield inputs.flatten(1).double()
 
 
@@ -339,7 +347,7 @@ class _Curve:
 
     n: int
     seed: int
-    helpful: Mapping[int, NDArray[np.int64]]  # of each query, the first the most helpful
+    helpful: Mapping[int, NDArray[np.int64]]  # {query: training samples, most helpful first}
     steps: Sequence[int]
 
     @classmethod
@@ -352,7 +360,7 @@ class _Curve:
         return cls(scores.shape[1], asked.seed, helpful, steps)
 
     def retrainings(self) -> list[Retraining]:
-        """Return all of them; those for one purpose share their seeds."""
+        """Return all retrainings; compared retrainings share their seed."""
         return [
             one
             for repeat in range(_SEEDS)
@@ -364,7 +372,7 @@ class _Curve:
         ]
 
     def rows(self, scores: Scores, work: Retrainings) -> Iterator[Removal]:
-        """Yield what each removal has done."""
+        """Yield the effect of each removal."""
         for q in self.helpful:
             own = scores.row(q)
             for k in self.steps:
@@ -404,8 +412,8 @@ def _scores_section(found: Validation) -> Section:
         Column("95% interval", [interval_text(row.interval) for row in rows]),
     ]
     note = (
-        f"An interval {found.width:g} wide takes about {found.needed:,} retrainings "
-        f"(--retrainings; the {found.retrainings:,} are kept)."
+        f"An interval of width {found.width:g} needs about {found.needed:,} retrainings "
+        f"(--retrainings). The {found.retrainings:,} finished ones are reused."
     )
     return Section(
         "Rank correlation of predicted with true losses (1: always in the true order)",
@@ -423,7 +431,7 @@ def _queries_section(rows: Sequence[QueryLds]) -> Section:
         numbers("LDS", [row.lds for row in shown]),
     ]
     more = len(rows) - len(shown)
-    notes = [f"and {queries(more)} above these: --json has all"] if more > 0 else []
+    notes = [f"{queries(more)} not shown; --json lists all."] if more > 0 else []
     return Section("Queries predicted worst", table=Table(columns), notes=notes)
 
 

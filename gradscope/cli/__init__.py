@@ -10,15 +10,15 @@ _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 def main() -> None:
-    """Be the process `gradscope`, and exit with the code of the command.
+    """Run the command line as the process `gradscope`, and exit with its code.
 
-    Within another program, `gradscope.cli.app.run` leaves the process as it was.
+    Use `gradscope.cli.app.run` within another program: it restores signal handlers.
     """
     streams.open_standard_ones()
     stops.exit_on_signal()
     stops.register_end()
     keep_pages()
-    spin_briefly()  # before torch is loaded: OpenMP reads it then
+    spin_briefly()  # OpenMP reads the setting when torch is loaded
     from gradscope.cli.app import execute
 
     code = execute()
@@ -27,13 +27,13 @@ def main() -> None:
 
 
 def spin_briefly() -> None:
-    """Let the threads of GCC's OpenMP, which torch has on Linux, soon sleep while they wait.
+    """Make waiting threads of GCC's OpenMP, which torch uses on Linux, sleep sooner.
 
-    A thread that waits spins 300,000 times, for milliseconds, before it sleeps, even if the one
-    that it waits for has no core because another process' thread spins there: two such processes
-    may take ten times as long as they need. 1,000 turns, libgomp's own measure where it has fewer
-    cores than active threads, last about as long as a thread takes to sleep and wake. Nothing is
-    done where the environment says how to wait.
+    By default a waiting thread spins 300,000 times, for milliseconds, before it sleeps. If two
+    processes share cores, spinning threads of one process block working threads of the other, which
+    can make both ten times slower. 1,000 turns take about as long as to sleep and wake up. libgomp
+    itself uses this number if there are fewer cores than threads. Nothing changes if the
+    environment has a setting for waiting.
     """
     if not any(name in os.environ for name in _WAITING):
         os.environ["GOMP_SPINCOUNT"] = "1000"

@@ -1,7 +1,6 @@
-"""The application, its commands, and what becomes of whatever they raise.
+"""The application, its commands, and the handling of their errors.
 
-Nothing heavy is imported here or in the modules of the commands: `gradscope --help` answers
-without torch.
+This module and the modules of the commands do not import torch, so `gradscope --help` is fast.
 """
 
 import os
@@ -33,7 +32,7 @@ gradscope computes the gradient of each sample of a PyTorch model: E[T(∇f)].
   Compute the gradient of each sample, or any expectation of them:
     gradscope compute --config run.toml -t "clip:max_norm=1 | mean" -o out.h5
 
-  See which samples dominate, and look at them:
+  See which samples have the largest gradients, and look at them:
     gradscope stats out.h5
     gradscope view out.h5
 
@@ -48,13 +47,13 @@ In Python: gradscope.Scope(model, "cross_entropy").norms(inputs, targets)"""
 
 
 class Command(TyperCommand):
-    """Keeps stdout for results, and makes one message and an exit code of every error."""
+    """A command that keeps stdout for results and turns errors into a message and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command.
 
         Raises:
-            typer.Exit: It failed, and that has been told.
+            typer.Exit: The command failed, and the error has been printed.
         """
         with streams.reserve_stdout(), _no_silent_exit():
             try:
@@ -82,12 +81,12 @@ class Command(TyperCommand):
                     formatter.write_dl(records)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Name what may be given; a hidden argument has no name."""
+        """Return the pieces of the usage line, without hidden arguments."""
         return [piece for piece in super().collect_usage_pieces(ctx) if piece != "[]..."]
 
 
 def _summary(command: Callable[..., None]) -> str:
-    """Return the first paragraph of its help, which typer would cut to one line."""
+    """Return the first paragraph of a command's help; typer would use its first line only."""
     return " ".join((command.__doc__ or "").partition("\n\n")[0].split())
 
 
@@ -118,7 +117,7 @@ def execute() -> int:
 
 
 def run() -> int:
-    """Run the command line within another program, which finds its signals handled as before."""
+    """Run the command line within another program, and restore its signal handlers."""
     with stops.restore_handlers():
         stops.exit_on_signal()
         return execute()
@@ -133,16 +132,16 @@ def show_error(error: GradscopeError) -> int:
 
 
 def _show_stop(stop: Stopped) -> int:
-    """Say that a signal came, and return the exit code for it."""
+    """Print that a signal stopped the command, and return its exit code."""
     typer.echo(stop.word or "stopped", file=streams.err())
     return 128 + stop.number
 
 
 def _code(error: BaseException, flags: Mapping[str, str]) -> int:
-    """Tell what was raised, and return the exit code; what is a bug of ours is raised again.
+    """Print an error and return its exit code; an unknown error (a bug) is raised again.
 
     Args:
-        error: What a command raised.
+        error: The exception that a command raised.
         flags: The command's flags by their names in Python, for the message.
     """
     stop = Stopped(signal.SIGINT) if stops.is_stop(error) else None
@@ -168,7 +167,7 @@ def _code(error: BaseException, flags: Mapping[str, str]) -> int:
 
 @contextmanager
 def _no_silent_exit() -> Iterator[None]:
-    """Let os._exit raise SystemExit in this process: nobody is to leave without a word."""
+    """Make os._exit raise SystemExit in this process, so that it cannot end silently."""
     process, leave = os.getpid(), os._exit
 
     def stop(status: int) -> NoReturn:
@@ -198,11 +197,10 @@ def root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Per-sample gradients of PyTorch models, and the expectation of their transformation.
+    """Compute the gradient of each sample of a PyTorch model, and expectations of transforms.
 
-    Exit codes: 0 done, 1 a bug in gradscope, 2 usage or spec, 3 input, 4 refused, 5 compare found
-    a disagreement, 6 output, 7 finished but some samples or numbers are not finite, 130/143
-    interrupted.
+    Exit codes: 0 done, 1 bug in gradscope, 2 usage or run file, 3 input, 4 refused, 5 compare found
+    a disagreement, 6 output, 7 numbers are not finite, 130/143 interrupted.
     """
     if context.invoked_subcommand is None:
         typer.echo(START)

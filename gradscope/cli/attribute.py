@@ -1,7 +1,4 @@
-"""`gradscope attribute` and `validate`: which training samples helped or harmed a query.
-
-And how well the scores predict what retraining does.
-"""
+"""`gradscope attribute` scores training samples for queries; `validate` checks scores."""
 
 from typing import Any, cast
 
@@ -14,7 +11,10 @@ from gradscope.process import stops
 
 @with_flags
 def attribute(options: AttributeOptions) -> None:
-    """Score each training sample for each query: positive ones helped it, negative ones harmed."""
+    """Score training samples for queries: positive scores helped the query, negative ones harmed.
+
+    A score estimates the rise of the query's loss if the training sample had been left out.
+    """
     from gradscope.attribution import AttributionSettings, Scoring, open_sources
     from gradscope.storage import LONGEST, require_free, require_place
 
@@ -28,12 +28,15 @@ def attribute(options: AttributeOptions) -> None:
     )
     stops.raise_on_signal()
     if options.more and not options.checkpoints:
-        raise SpecError(f"{options.more[0]} is one file too many", remedy="Give TRAIN and QUERY.")
+        raise SpecError(
+            f"unexpected argument {options.more[0]}",
+            remedy="Give two arguments, TRAIN and QUERY; further files need --checkpoints.",
+        )
     if output is not None:
         require_place(output, LONGEST)
         require_free(output, overwrite=options.overwrite or options.resume)
     with (
-        stops.stop_message(lambda: "stopped; go on with --resume" if output else "stopped"),
+        stops.stop_message(lambda: "stopped; continue with --resume" if output else "stopped"),
         open_sources(
             options.train,
             options.query,
@@ -52,7 +55,7 @@ def attribute(options: AttributeOptions) -> None:
 
 
 def _run(scoring: Any, options: AttributeOptions) -> Any:
-    """Score all queries, into a file if one is named, and return what is shown of the scores."""
+    """Score all queries, write the file if there is an output, and return the summary."""
     from gradscope.attribution import in_memory, open_scores, summarize_scores, writing_scores
     from gradscope.report import track
 
@@ -71,9 +74,10 @@ def _run(scoring: Any, options: AttributeOptions) -> Any:
 
 @with_flags
 def validate(options: ValidateOptions) -> None:
-    """Retrain on random subsets, and say how well the scores predict what that does.
+    """Retrain on random subsets, and measure how well scores predict the new losses.
 
-    A stopped validation goes on where it was, and several commands may share the work.
+    Run the same command again to continue a stopped validation. Several commands can share the
+    work.
     """
     from gradscope.attribution import ValidationRun, ValidationSettings
     from gradscope.report import render, track
@@ -86,7 +90,7 @@ def validate(options: ValidateOptions) -> None:
         removal=options.removal,
     )
     stops.raise_on_signal()
-    with stops.stop_message(lambda: "stopped; the same command goes on with what is finished"):
+    with stops.stop_message(lambda: "stopped; run the same command again to continue"):
         work = ValidationRun(
             options.scores, options.train, asked, options.folder, overwrite=options.overwrite
         )

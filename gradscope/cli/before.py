@@ -1,4 +1,4 @@
-"""What comes before a run: `gradscope list`, `gradscope init` and `gradscope check`."""
+"""Commands to prepare a run: `gradscope list`, `gradscope init` and `gradscope check`."""
 
 import re
 import shlex
@@ -15,12 +15,12 @@ from gradscope.process import stops, streams
 if TYPE_CHECKING:
     pass
 
-AUTO_SUMMARY = "The first of them that does not refuse and whose first batch is proved."
+AUTO_SUMMARY = "The first backend that does not refuse and whose first batch is proved."
 
 
 @with_flags
 def list_(options: ListOptions) -> None:
-    """List the backends, transforms, reducers, losses or formats there are."""
+    """List the available backends, transforms, reducers, losses or formats."""
     from gradscope.report import print_facts
 
     rows = [
@@ -37,9 +37,9 @@ def list_(options: ListOptions) -> None:
 
 @with_flags
 def init(options: InitOptions) -> None:
-    """Write a commented run file, guessing what can be guessed; nothing of yours is executed.
+    """Write a commented run file with settings found in your files; your code is not run.
 
-    With --unsafe-pickle, a checkpoint may execute code as it is read.
+    With --unsafe-pickle, reading a checkpoint may execute code.
     """
     from gradscope.report import print_facts
     from gradscope.run import resolve_names
@@ -57,7 +57,7 @@ def init(options: InitOptions) -> None:
     written(output, lambda file: file.write(found.text.encode()))
     told = {"path": str(output), "guessed": found.guessed, "missing": found.missing}
     told["unused"] = found.unused
-    rows = [*found.guessed.items(), *((key, "an example: write your own") for key in found.missing)]
+    rows = [*found.guessed.items(), *((key, "an example: replace it") for key in found.missing)]
     rows += [("not used", f"{name}: {why}") for name, why in found.unused.items()]
     following = f"gradscope check --config {shlex.quote(str(output))}"
     rows += [("written", str(output)), ("next", following)]
@@ -66,7 +66,7 @@ def init(options: InitOptions) -> None:
 
 
 def _without_code(spec: RunSpec) -> RunSpec:
-    """Return the settings of a run without the chains and the loss that are code of the user's."""
+    """Return the settings of a run without chains and loss that are the user's code."""
     chains = tuple(text for text in spec.compute.transform if ".py:" not in text)
     kept = spec.computing(transform=chains or ("identity",))
     if ":" not in spec.loss.stage.name:
@@ -76,7 +76,7 @@ def _without_code(spec: RunSpec) -> RunSpec:
 
 @with_flags
 def check(options: CheckOptions) -> None:
-    """Load everything, prove the first batch, say what a run would cost; write nothing."""
+    """Load all inputs, prove the first batch, and print the cost of a run. Writes no file."""
     spec = options.spec
     if spec.compute.verify == "never":
         spec = spec.computing(verify="first")

@@ -1,4 +1,4 @@
-"""`gradscope compare`: every way to compute the gradients, against the float64 loop."""
+"""`gradscope compare`: backends and other implementations against the float64 loop."""
 
 import os
 from pathlib import Path
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from gradscope.run import Job
 
 DISAGREEMENT = 5
-_SAMPLES = 32  # enough to tell a mistake, few enough for the loop
+_SAMPLES = 32  # the default number of samples
 
 
 @with_flags
 def compare(options: CompareOptions) -> None:
-    """Cross-check the backends: errors, time and memory, on the same samples.
+    """Compare the backends with a float64 loop: errors, time and memory on the same samples.
 
-    The first 32 samples are compared, or all of --samples.
+    The first 32 samples are used, or all of --samples.
     """
     from gradscope.comparison import PEERS, peer_version
     from gradscope.report import render_comparison
@@ -57,7 +57,7 @@ def compare(options: CompareOptions) -> None:
 
 
 def _compared(job: "Job", rows: range, others: dict[str, Any]) -> "Comparison":
-    """Compare the backends of the run's spec, and what is to be held against them."""
+    """Compare the backends of the run's spec and the implementations of --against."""
     from gradscope.comparison import COMPILED, compare, compiled
     from gradscope.run.job import read
 
@@ -81,7 +81,7 @@ def _compared(job: "Job", rows: range, others: dict[str, Any]) -> "Comparison":
 
 
 def _loaded(reference: str, samples: range, rows: "RowKind") -> Any:
-    """Return a function of the user's or a library's, or the rows of a result's `identity`."""
+    """Return the implementation of a user or a library, or the rows of a result file."""
     from gradscope.comparison import PEERS, peer
 
     if reference in PEERS:
@@ -94,7 +94,7 @@ def _loaded(reference: str, samples: range, rows: "RowKind") -> Any:
 
     if not os.path.exists(reference):  # noqa: PTH110 (which raises where a name is too long)
         raise ResultFileError(
-            "this is neither a library nor a file",
+            "this is neither a known library nor an existing file",
             where=f"against {reference}",
             remedy=f"Give {', '.join(sorted(PEERS))}, FILE.py:FUNCTION or a result file.",
         )
@@ -102,11 +102,11 @@ def _loaded(reference: str, samples: range, rows: "RowKind") -> Any:
         chain = next((c for c in file.chains if c.text == "identity"), None)
         if chain is None:
             raise SpecError(
-                "the result holds no raw per-sample gradients",
+                "the result file has no per-sample gradients (chain identity)",
                 where=reference,
                 remedy="Run gradscope compute -t identity.",
             )
-        # of a run of tokens, a sample has several rows, or none
+        # with rows of tokens, a sample may have several rows or none
         places: dict[int, list[int]] = {
             k: [] for k in range(*file.run.get("tokens", {}).get("samples", (0, 0)))
         }
@@ -115,9 +115,9 @@ def _loaded(reference: str, samples: range, rows: "RowKind") -> Any:
         missing = [k for k in samples if k not in places]
         if missing:
             raise SpecError(
-                f"the result does not hold sample {missing[0]}",
+                f"the result file lacks sample {missing[0]}",
                 where=reference,
-                remedy="Choose samples that it holds with --samples A:B.",
+                remedy="Select samples that it contains with --samples A:B.",
             )
         wanted = [row for k in samples for row in places[k]]
         return {name: array[wanted] for name, array in chain.items()}

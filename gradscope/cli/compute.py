@@ -1,4 +1,4 @@
-"""`gradscope compute` and `merge`: a result file of a checkpoint and a data set, or of shards."""
+"""`gradscope compute` writes a result file; `gradscope merge` joins shards into one."""
 
 import glob
 import os
@@ -25,12 +25,14 @@ _UNFINISHED = (".part", ".progress", ".tmp")
 
 @with_flags
 def compute(options: ComputeOptions) -> None:
-    """Compute per-sample gradients, transform them, and write an HDF5 file."""
+    """Compute the gradient of each sample, transform it, and write an HDF5 file."""
     output, spec = options.output, options.spec
     if output is None and not options.dry_run:
-        raise SpecError("no result file is named", remedy="Give -o OUT.h5, or --dry-run.")
+        raise SpecError("the output file is missing", remedy="Give -o OUT.h5, or --dry-run.")
     if options.resume and options.overwrite:
-        raise SpecError("--resume and --overwrite contradict each other", remedy="Give one.")
+        raise SpecError(
+            "--resume and --overwrite contradict each other", remedy="Give one of them."
+        )
     worker = None if spec.is_flag("compute", "shard") else this_worker(os.environ)
     if worker is not None:
         device = worker.device(spec.compute.device)
@@ -50,7 +52,7 @@ def compute(options: ComputeOptions) -> None:
 
 
 def _compute_divided(options: ComputeOptions, output: Path, *, restarted: bool) -> None:
-    """Compute with a model that is divided over processes; the first of them has the answer."""
+    """Compute with a model that is divided over processes; the first process shows the result."""
     from gradscope.report import render_merge
     from gradscope.run import compute_model_parallel
 
@@ -65,7 +67,7 @@ def _compute_divided(options: ComputeOptions, output: Path, *, restarted: bool) 
 
 
 def _compute_here(options: ComputeOptions) -> None:
-    """Compute with a model that this process has to itself, or say what that would take."""
+    """Compute with a model in this process, or print the plan of --dry-run."""
     from gradscope.report import console, render_disk_space, render_plan, render_run
     from gradscope.run import estimate, preflight, prepare
     from gradscope.storage import LONGEST, require_place
@@ -87,7 +89,7 @@ def _compute_here(options: ComputeOptions) -> None:
     report = _run(job, place, options)
     with stops.stop_message(lambda: f"stopped; {place} is complete"):
         show(report, render_run, json=options.as_json, quiet=options.quiet)
-    if job.shard is None:  # of shards, merge says so: others wait for these
+    if job.shard is None:  # for shards, `merge` exits with this code
         exit_of(report)
 
 
@@ -118,7 +120,7 @@ def _run(job: "Job", output: Path, options: ComputeOptions) -> "RunReport":
 
 
 def _stopped(job: "Job", run: "Run | None", output: Path, resume: bool) -> str:
-    """Say how far a stopped run has come, and how it goes on."""
+    """Return how far a stopped run has come, and the command that continues it."""
     finished = 0 if run is None else run.writer.completed
     if not finished:
         return _nothing_new(resume)
@@ -127,17 +129,17 @@ def _stopped(job: "Job", run: "Run | None", output: Path, resume: bool) -> str:
     words = [word for word in sys.argv[1:] if word not in ("--overwrite", "--resume")]
     command = shlex.join(["gradscope", *words, "--resume"])
     far = f"{finished:,} of {len(job.rows):,} {job.spec.compute.rows}s"
-    return f"stopped after {far}; go on with\n  {command}"
+    return f"stopped after {far}; continue with\n  {command}"
 
 
 def _nothing_new(resume: bool) -> str:
-    kept = "what was finished earlier is kept" if resume else "nothing was written"
+    kept = "earlier batches are kept" if resume else "nothing was written"
     return f"stopped before the first batch was finished; {kept}"
 
 
 @with_flags
 def merge(options: MergeOptions) -> None:
-    """Join the shards of one run into the file that one process would have written."""
+    """Join the shards of a run into the file that a single process would have written."""
     output = options.output
     recompute = None if options.config is None else run_spec(options.config, {})
     from gradscope.report import render_merge, track
@@ -162,7 +164,7 @@ def merge(options: MergeOptions) -> None:
 
 
 def _files_in(place: Path) -> list[Path]:
-    """Return the files that an argument names: one, a folder's shards, or a pattern's matches."""
+    """Return the files of an argument: a file, the shards in a folder, or a pattern's matches."""
     if os.path.isdir(place):  # noqa: PTH112 (which raises where a name is too long)
         found = [path for path in place.iterdir() if _SHARD.search(path.name)]
         what = "the folder holds no shards"
@@ -173,6 +175,6 @@ def _files_in(place: Path) -> list[Path]:
         return [place]
     found = [path for path in found if path.suffix not in _UNFINISHED]
     if not found:
-        remedy = "Shards are called OUT.shard-I-of-N.h5; name files of another name."
+        remedy = "Shards are called OUT.shard-I-of-N.h5; list files with other names one by one."
         raise ResultFileError(what, where=str(place), remedy=remedy)
     return sorted(found)

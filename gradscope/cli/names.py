@@ -1,4 +1,4 @@
-"""Names that the command line takes, for `gradscope list` and for completion in shells."""
+"""Names for `gradscope list` and for completion in shells."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gradscope.core.registry import Registry
 
-# the kinds of names that the value of an option may have, by the option's key
+# {option: the kinds of names that its value may have}
 _KINDS = {
     "backend": ["backends"],
     "backends": ["backends"],
@@ -33,7 +33,7 @@ def registries() -> "dict[str, list[Registry[Any]]]":
 
 
 def completion(parameter: str) -> Callable[[str], list[str]] | None:
-    """Return the function by which a shell completes the value of an option.
+    """Return the function that completes the value of an option in a shell.
 
     In a chain, it completes the last stage.
 

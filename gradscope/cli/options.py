@@ -1,4 +1,4 @@
-"""From the options that `gradscope.config` describes to flags, and from flags to a spec."""
+"""Flags from the options that `gradscope.config` describes, and a spec from flags."""
 
 import re
 import shlex
@@ -20,9 +20,9 @@ from gradscope.core.texts import printable
 from gradscope.errors import GradscopeError, SpecError
 from gradscope.process import streams
 
-_CODE = '\n  File "'  # where lines of a traceback begin
+_CODE = '\n  File "'  # the beginning of a traceback's lines
 _OPTION = re.compile(r'(?<![\w.:,])(?P<name>[a-z_]+)=(?P<value>"[^"]*"|True)|`(?P<bare>[a-z_]+)`')
-# the groups of `--help`, in order, with the options that belong to them by their names in Python
+# the groups of `--help`, in order, with their options by name in Python
 GROUPS = {
     "Model and loss": "model mode key ignore unsafe_pickle loss",
     "Data": "samples shard",
@@ -32,12 +32,12 @@ GROUPS = {
     "Trust": "coupling verify",
     "General": "",  # all other options
 }
-FEW_OPTIONS = 20  # a command with no more options shows them as one list
-NONFINITE = 7  # the exit code of a command that is done, where something is not finite
+FEW_OPTIONS = 20  # a command with at most so many options shows one list
+NONFINITE = 7  # the exit code of a finished command with numbers that are not finite
 
 
 def with_flags(command: Callable[[Any], None]) -> Callable[..., None]:
-    """Return a command of one argument, an `Options`, as a function of the flags that make it."""
+    """Return a command whose argument is an `Options` as a function of its flags."""
     (own,) = signature(command).parameters.values()
     options: type[Options] = own.annotation
 
@@ -56,18 +56,18 @@ def with_flags(command: Callable[[Any], None]) -> Callable[..., None]:
 
 
 def _parameter(option: Option) -> Parameter:
-    """Return an option as a parameter of a function from which typer makes a command."""
+    """Return an option as a parameter of a function for typer."""
     default = option.default
     if option.required and not option.section:
         default = Parameter.empty
     elif option.section or isinstance(default, tuple):
-        default = None  # not given: the run file or the spec has the value
+        default = None  # the run file or the spec has the value
     kind: Any = Annotated[_type(option) | None, _declare(option)]
     return Parameter(option.parameter, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
 def _type(option: Option) -> Any:
-    """Return the type that typer reads a flag's value as."""
+    """Return the type of a flag's value for typer."""
     several = get_origin(option.type) is tuple and not _is_list(option)
     kind: Any = get_args(option.type)[0] if several else option.type
     plain = isinstance(kind, type) and issubclass(kind, bool | int | float | Path | Enum)
@@ -76,10 +76,10 @@ def _type(option: Option) -> Any:
 
 
 def _declare(option: Option) -> Any:
-    """Return what typer is to know of an option: its names, its metavar, its help, its limits.
+    """Return typer's declaration of an option: its names, its metavar, its help, its limits.
 
-    The help of a run's option names the default. The flag has no default, because the run file may
-    set another value. Each switch of a run also has a --no- form, for the same reason.
+    The help of a run's option names the default. The flag itself has no default, because the run
+    file may set a different value. For the same reason each switch of a run has a --no- form.
     """
     name, text, default = option.flags[0], option.help, option.default
     if not name.startswith("-"):
@@ -106,15 +106,15 @@ def run_spec(
     flags: Mapping[str, Any],
     examples: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> RunSpec:
-    """Return the run file's settings with the given flags over them; None is not given.
+    """Return the run file's settings, overridden by the flags that are not None.
 
     Args:
         config: The run file, or None.
         flags: The values of the flags by their names in Python.
-        examples: {section: {key: value}} of settings that need not be given.
+        examples: {section: {key: value}} of settings that are optional for this command.
 
     Raises:
-        SpecError: Anything does not fit; all of it is listed.
+        SpecError: A setting is wrong; all wrong settings are listed.
     """
     overrides: dict[str, dict[str, Any]] = {}
     for option in run_options():
@@ -124,20 +124,20 @@ def run_spec(
                 value = [word.strip() for word in value.split(",")]
             overrides.setdefault(option.section, {})[option.key] = value
     if "loss" in overrides:
-        overrides["loss"]["kwargs"] = {}  # those of the run file's loss are not this one's
+        overrides["loss"]["kwargs"] = {}  # the options of the run file's loss do not apply
     return resolve(config, overrides, _wrong_names, examples or {})
 
 
 def group_of(name: str) -> str:
-    """Return the group of `--help` that has an option."""
+    """Return the group of an option in `--help`."""
     return next((group for group, names in GROUPS.items() if name in names.split()), "General")
 
 
 def naming_flags(error: GradscopeError, flags: Mapping[str, str]) -> GradscopeError:
-    """Return an error that names options as the command line does; see `as_flags`."""
+    """Return an error that names options by their flags; see `as_flags`."""
     error.where = error.where and as_flags(error.where, flags)
     if error.remedy:
-        own, file, code = error.remedy.partition(_CODE)  # the user's code stays as it is
+        own, file, code = error.remedy.partition(_CODE)  # the user's code is not changed
         error.remedy = as_flags(own, flags) + file + code
     return error
 
@@ -145,8 +145,8 @@ def naming_flags(error: GradscopeError, flags: Mapping[str, str]) -> GradscopeEr
 def as_flags(text: str, flags: Mapping[str, str]) -> str:
     """Return a message with options as flags: `coupling="own-loss"` is --coupling own-loss.
 
-    Messages name options as Python has them: `name="value"`, `name=True`, or the name in backticks.
-    An option that the command has no flag for is named by its key in the run file.
+    Messages use the Python names of options: `name="value"`, `name=True`, or the name in backticks.
+    If the command has no flag for an option, it is named by its key in the run file.
 
     Args:
         text: The message.
@@ -170,26 +170,26 @@ def as_flags(text: str, flags: Mapping[str, str]) -> str:
 
 
 def flags_of(command: Any) -> dict[str, str]:
-    """Return the long flags of a command of click's by their names in Python."""
+    """Return the long flags of a click command by their names in Python."""
     given = (param for param in command.params if param.param_type_name == "option")
     long = ((param.name, [o for o in param.opts if o.startswith("--")]) for param in given)
     return {name: names[0] for name, names in long if names}
 
 
 def _is_list(option: Option) -> bool:
-    """Whether one flag has all values, with commas between, as its metavar says."""
+    """Whether one flag takes several values with commas between, by its metavar."""
     return option.metavar.endswith(",...")
 
 
 def _wrong_names(spec: RunSpec) -> tuple[SpecError, ...]:
-    """Return what is wrong with the names of chains, backends and loss, beside what else is."""
+    """Return the errors in the names of chains, backends and loss."""
     from gradscope.run import resolve_names
 
     try:
         resolve_names(spec)
     except SpecError as error:
         return error.parts or (error,)
-    except GradscopeError:  # of the user's code, which is told when it is all that is wrong
+    except GradscopeError:  # an error in the user's code is raised when the code is loaded
         pass
     return ()
 
@@ -197,10 +197,10 @@ def _wrong_names(spec: RunSpec) -> tuple[SpecError, ...]:
 def show(
     found: Any, render: Callable[..., None], *, json: bool, quiet: bool = False, **how: bool
 ) -> None:
-    """Print what a command found as one document (itself, or its `to_json`), as text, or not."""
+    """Print a result as one JSON document (itself, or its `to_json`), or as text unless quiet."""
     from gradscope.report import console
 
-    if json:  # names in their own letters
+    if json:  # names are not escaped to ASCII
         document = found if isinstance(found, dict) else found.to_json()
         typer.echo(printable(dumps(document, ensure_ascii=False, indent=2)), file=streams.out())
     elif not quiet:
@@ -208,10 +208,10 @@ def show(
 
 
 def exit_of(report: Any) -> None:
-    """Leave with the exit code for what is done, but has something that is not finite.
+    """Exit with code 7 if the report of a run or merge counts non-finite numbers.
 
     Raises:
-        typer.Exit: The report of a run or of a merge says so.
+        typer.Exit: A sample, or a number in a chain's result, is not finite.
     """
     if report.nonfinite or any(report.chains_nonfinite):
         raise typer.Exit(NONFINITE)

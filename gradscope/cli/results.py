@@ -1,4 +1,4 @@
-"""What is done with results: `gradscope stats`, `gradscope export` and `gradscope view`."""
+"""Commands for results: `gradscope stats`, `gradscope export` and `gradscope view`."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
     Found = Summary | Difference | History | Histories | ScoreSummary
 
-_LARGE = 2**28  # bytes of data: more are not read for a glance
+_LARGE = 2**28  # `stats` reads the data by default up to this size, in bytes
 
 
 @with_flags
 def stats(options: StatsOptions) -> None:
-    """Summarise a result file: norms, noise, parameters, classes, samples that stand out."""
+    """Summarise a result file: norms, noise, parameters, classes, unusual samples."""
     files, as_json = options.files, options.as_json
     history = any(file.suffix == ".jsonl" for file in files)
     _require_options(options, history=history)
@@ -52,21 +52,21 @@ def stats(options: StatsOptions) -> None:
         write_html(shown, options.html)
     from gradscope.report import console, render
 
-    # else each step has been shown
+    # after --follow without a terminal, each step has been printed already
     if not options.follow or (console().is_terminal and not as_json):
         show(found if as_json else shown, render, json=as_json, full=options.full)
 
 
 def _single_file_options(options: StatsOptions) -> dict[str, Any]:
-    """Return the given options that only one result file takes, by name."""
+    """Return the given options that need exactly one result file, by name."""
     own = {"nearest": options.nearest, "lr": options.lr, "clip": options.clip}
     return {name: value for name, value in own.items() if value not in (None, ())}
 
 
 def _summarize(options: StatsOptions) -> "tuple[Found, Displayable]":
-    """Return what there is to say of one result file or two, and what is shown of it.
+    """Return the statistics of one result file or two, and their display.
 
-    Samples are opened where --top or --html asks for them, else of data that are small.
+    Samples are shown with --top or --html, and otherwise only if the data are small.
     """
     from gradscope.stats import difference, summarize
     from gradscope.storage import open_file
@@ -85,13 +85,15 @@ def _summarize(options: StatsOptions) -> "tuple[Found, Displayable]":
             from gradscope.attribution import with_samples as opened
 
             if own := _single_file_options(options):
-                what = f"--{next(iter(own))} is for gradients, not for scores"
+                what = f"--{next(iter(own))} applies to gradients, and the file holds scores"
                 raise SpecError(what, remedy="Leave it out.")
             scores = Scores.of(first)
             found = summarize_scores(scores, top=top or 5, by=by)
             return found, opened(found, scores) if everything and not none else found
         if by is not None:
-            raise SpecError("--by is for score files", remedy="Leave it out.")
+            raise SpecError(
+                "--by applies to scores, and the file holds gradients", remedy="Leave it out."
+            )
         how: Any = {"nearest": options.nearest, "learning_rate": options.lr, "clip": options.clip}
         found = summarize(first, top=top, rows=rows, **how)
         if none:
@@ -104,13 +106,13 @@ def _summarize(options: StatsOptions) -> "tuple[Found, Displayable]":
 
 
 def _require_options(options: StatsOptions, *, history: bool) -> None:
-    """Refuse options that do not go with so many files, or with their kind."""
+    """Raise if an option does not fit the number or the kind of the files."""
     files, own = options.files, _single_file_options(options)
     several = history or len(files) == 2
     if history and (other := next((f for f in files if f.suffix != ".jsonl"), None)):
         raise SpecError(
-            f"{other} is no history (*.jsonl), the other files are",
-            remedy="Give histories, or result files.",
+            f"{other} is not a history (*.jsonl), but other files are",
+            remedy="Give only histories, or only result files.",
         )
     if len(files) > 2 and not history:
         raise SpecError(
@@ -118,17 +120,19 @@ def _require_options(options: StatsOptions, *, history: bool) -> None:
             remedy="Give one result file, two to compare, or histories (*.jsonl).",
         )
     if options.follow and len(files) > 1:
-        raise SpecError("--follow is for one history", remedy="Give one of the files.")
+        raise SpecError("--follow takes a single history", remedy="Give one of the files.")
     if options.by is not None and several:
-        raise SpecError("--by is for one score file", remedy="Leave it out.")
+        raise SpecError("--by takes a single score file", remedy="Leave it out.")
     if options.follow and not history:
-        raise SpecError("--follow is for a history (*.jsonl)", remedy="Leave it out.")
+        raise SpecError(
+            "--follow applies to a history (*.jsonl), not to a result file", remedy="Leave it out."
+        )
     if own and several:
-        raise SpecError(f"--{next(iter(own))} is for one result file", remedy="Leave it out.")
+        raise SpecError(f"--{next(iter(own))} takes a single result file", remedy="Leave it out.")
 
 
 def _follow(file: Path, *, json: bool) -> "History":
-    """Show a history until its training has ended, as documents a line if so asked; return it."""
+    """Show a history until its training has ended (`json`: one line for each step); return it."""
     from gradscope.report import console, follow
     from gradscope.training.history import HistoryReader, line
 
@@ -136,13 +140,13 @@ def _follow(file: Path, *, json: bool) -> "History":
         for step in new:
             typer.echo(line(step), file=streams.out(), nl=False)
 
-    with stops.stop_message(lambda: "followed no more; the training goes on"):
+    with stops.stop_message(lambda: "stopped following; the training continues"):
         return follow(HistoryReader(file), console(), tell if json else None)
 
 
 @with_flags
 def export(options: ExportOptions) -> None:
-    """Write rows, aggregates or the sample table of a result file for other programs."""
+    """Write rows, aggregates or the sample table of a result file in formats of other programs."""
     from gradscope.report import render_export
     from gradscope.storage import export as write
     from gradscope.storage import open_file
@@ -167,10 +171,10 @@ def export(options: ExportOptions) -> None:
 
 @with_flags
 def view(options: ViewOptions) -> None:
-    """Show the samples of a result file: each dot of the chart is one, opened by a click."""
+    """Show the samples of a result file on an interactive page, with a chart and filters."""
     files = options.files
     if len(files) > 2:
-        raise SpecError(f"{len(files)} files were given", remedy="Give one result file, or two.")
+        raise SpecError(f"{len(files)} files were given", remedy="Give one or two result files.")
     if options.serve and (options.as_json or options.output is not None):
         remedy = "Leave out --output and --json, or --serve."
         raise SpecError("--serve writes no page", remedy=remedy)
@@ -196,7 +200,7 @@ def view(options: ViewOptions) -> None:
 
 
 def _open_view(files: Sequence[Path], scores: Path | None, stack: ExitStack) -> "View":
-    """Open one result file or two, with the scores of their samples where these are given."""
+    """Open one or two result files, and the score file if given."""
     from gradscope.attribution import open_scores
     from gradscope.storage import open_file
     from gradscope.view import View
@@ -206,7 +210,7 @@ def _open_view(files: Sequence[Path], scores: Path | None, stack: ExitStack) -> 
         if "attribution" in file.run:
             raise SpecError(
                 f"{file.path} holds scores, not gradients",
-                remedy="Give the queries' result file, and the scores as --scores.",
+                remedy="Give the queries' result file, and the score file as --scores.",
             )
     found = None if scores is None else stack.enter_context(open_scores(scores))
     return View(opened[0], opened[1] if len(opened) > 1 else None, found)

@@ -1,4 +1,4 @@
-"""Every backend, implementations of the user's and other libraries, against the float64 loop."""
+"""Comparison of backends, users' implementations and other libraries with a float64 loop."""
 
 from gradscope.comparison.agreement import ParameterAgreement
 from gradscope.comparison.peers import PEERS, peer, peer_version

@@ -1,4 +1,4 @@
-"""The float64 loop, and whether one parameter's gradients are the loop's."""
+"""The float64 loop, and the comparison of one parameter's gradients with the loop's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,11 +27,11 @@ from gradscope.model.rounding import same
 
 
 class Precision(NamedTuple):
-    """How exact gradients of one dtype must be."""
+    """How exact gradients of a dtype must be."""
 
     tolerance: float  # the largest relative error of a sample that agrees
-    # the share of the sample's whole gradient below which a parameter's norm is rounding noise (a
-    # gradient that is zero but for rounding: a key's bias in attention)
+    # below this share of the norm of the sample's whole gradient, a parameter's norm is rounding
+    # noise (for example a key's bias in attention, whose exact gradient is zero)
     floor: float
 
 
@@ -44,7 +44,7 @@ _PRECISIONS = {
     torch.float16: _HALF,
     torch.bfloat16: _HALF,
 }
-_SMALLEST = 1e-6  # of the largest sample's norm: a sample that almost vanishes is noise
+_SMALLEST = 1e-6  # below this share of the largest sample's norm, a sample's norm is noise
 
 
 def precision_of(dtype: torch.dtype) -> Precision:
@@ -56,7 +56,7 @@ def precision_of(dtype: torch.dtype) -> Precision:
 class ParameterAgreement:
     """How close one parameter's per-sample gradients a are to the loop's b.
 
-    Numbers are None where the shapes do not allow them.
+    If the shapes differ, the numbers are missing (None).
     """
 
     name: str  # the parameter
@@ -67,7 +67,7 @@ class ParameterAgreement:
     worst_sample: int | None = None  # the position in the batch where `relative` is reached
     factor: float | None = None  # c = ⟨a, b⟩ / ⟨b, b⟩, the factor that fits a ≈ c·b best
     kind: str  # one word for the mistake, or "agrees"
-    meaning: str  # what it means and what to do
+    meaning: str  # an explanation, with what to do
     agrees: bool  # whether `relative` is within the tolerance of a's dtype
 
 
@@ -77,8 +77,8 @@ class Oracle:
 
     gradients: Mapping[str, Tensor]  # {name: (n, *shape)}
     norms: Tensor  # (n,), ‖gᵢ‖ over all parameters; zero where not finite
-    coupled: bool = False  # the batch's losses differ from those of batches of one
-    noun: str = "sample"  # what has a row: sample or token
+    coupled: bool = False  # losses in the batch differ from losses in batches of one
+    noun: str = "sample"  # the kind of row: sample or token
     parameters: Mapping[str, Tensor] = field(default_factory=dict)  # their values
     facts: Mapping[str, Tensor] = field(default_factory=dict)  # (n,) each; see `GradientPair`
 
@@ -114,7 +114,7 @@ class Oracle:
 
 
 def _facts(batch: Batch, losses: Tensor, norms: Tensor) -> dict[str, Tensor]:
-    """Return what a sample's gradient may have been multiplied by, (n,) each."""
+    """Return factors (n,) by which samples' gradients may have been multiplied, by description."""
     positive = losses.double().clamp_min(0.0)
     facts = {
         "norm": norms,
@@ -190,7 +190,7 @@ def _agreement(name: str, value: Any, oracle: Oracle) -> ParameterAgreement:
 
 
 def _numbers_of(found: Tensor, loop: Tensor, name: str, oracle: Oracle) -> str:
-    """Return what the numbers of gradients of a wrong shape are, "" if that is not known."""
+    """Return a text on the numbers of gradients of a wrong shape, or ""."""
     n, wide = len(loop), torch.complex128 if loop.is_complex() else torch.float64
     total = loop.to(wide).sum(0)
     if found.shape in (total.shape, (1, *total.shape)):
@@ -204,16 +204,16 @@ def _numbers_of(found: Tensor, loop: Tensor, name: str, oracle: Oracle) -> str:
         return ""
     again = _agreement(name, rows, oracle)
     if again.agrees:
-        return "; the numbers are right once that is undone"
+        return "; in the right shape, the numbers are right"
     return "" if again.kind in VAGUE else f"; the numbers are wrong as well: {again.meaning}"
 
 
 def relative_errors(a: Tensor, b: Tensor, precision: Precision, norms: Tensor) -> Tensor:
     """Return ‖aᵢ − bᵢ‖ over the scale of sample i, (n,), for real a and b (n, *shape).
 
-    The scale is ‖bᵢ‖, but never less than a share of the largest sample's norm and of `norms` (n,),
-    those of the samples' whole gradients. An error is infinite where one side is not finite, and
-    zero where neither is.
+    The scale is ‖bᵢ‖, or if larger, a share of the largest sample's norm or of `norms` (n,), the
+    norms of the samples' whole gradients. An error is infinite if one side is not finite, and zero
+    if both are not.
     """
     a, b = as_rows(a), as_rows(b)
     broken = ~a.isfinite().all(1), ~b.isfinite().all(1)

@@ -1,10 +1,10 @@
 """Wrong per-sample gradients that can be computed from the model, to explain a disagreement.
 
 A wrong implementation often computes something else exactly: one use of a layer instead of all, a
-hook's first call, the batch in training mode. This module runs the model on each sample, keeps what
-a hook would see of each layer (its inputs and the gradients at its output), and computes these
-alternatives in float64. An alternative is reported only if it equals the gradients that were found,
-within rounding and up to one factor.
+hook's first call, the batch in training mode. This module computes such alternatives in float64. It
+runs the model on each sample and stores what hooks see of each layer: its inputs and the gradients
+at its output. An alternative is reported only if it equals the found gradients within rounding, up
+to one factor.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,12 +35,12 @@ EXPLAINED = VAGUE | {
     "offset",
     "row_factors",
 }  # kinds that an alternative may explain
-MODAL = (_NormBase, _DropoutNd)  # layers that compute something else in training mode
-_SAMPLES = 32  # for which alternatives are computed
-_BYTES = 2**30  # of what is kept of their layers, for more than two samples
-_NEAR = 6  # layers before and after, whose inputs and outputs may have been taken
-_USES = 12  # of one parameter, that are told from each other
-_FEW = 8  # numbers to which some factor often fits by chance
+MODAL = (_NormBase, _DropoutNd)  # layers whose output differs in training mode
+_SAMPLES = 32  # the most samples for which alternatives are computed
+_BYTES = 2**30  # the most bytes of stored layer data, if there are more than two samples
+_NEAR = 6  # layers before and after, whose inputs and outputs may have been used by mistake
+_USES = 12  # the most uses of a parameter that are distinguished
+_FEW = 8  # a factor often fits fewer numbers by chance
 
 Row = Callable[[int], Tensor]  # the alternative gradient (*shape) of one sample
 Alternative = tuple[str, str, Row]  # a word for programs, a text for people, and the gradients
@@ -50,7 +50,7 @@ Calls = dict[str, list[Call]]  # by the layer's name
 
 
 class _Detached(TorchFunctionMode):
-    """Results of torch.autograd.grad are constants: the loss is not differentiated through them."""
+    """Makes results of torch.autograd.grad constants in the graph of the loss."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -80,7 +80,7 @@ def captured(problem: Problem, batch: Batch) -> Calls:
         if module._parameters or not module._modules or not name
     ]
     try:
-        with problem.state.restoring():  # only now, as it puts back hooks that are added within
+        with problem.state.restoring():  # inside, because it removes hooks
             losses = problem.losses(batch)
             for call in (call for several in calls.values() for call in several):
                 call.inner = len(call.gradients)
@@ -93,13 +93,13 @@ def captured(problem: Problem, batch: Batch) -> Calls:
 
 @dataclass(eq=False)
 class Explanation:
-    """What explains the gradients of one implementation.
+    """Explains the gradients of an implementation by alternatives.
 
     Attributes:
         problem: A float64 copy that may be changed.
         batch: The samples.
         oracle: The right gradients.
-        found: {name: (n, *shape)} real gradients of parameters that disagree.
+        found: {name: (n, *shape)}, the real gradients of parameters that disagree.
         tolerances: {name: the largest relative error that agrees}.
     """
 
@@ -111,7 +111,7 @@ class Explanation:
     _constant: dict[int, dict[str, Tensor]] = field(default_factory=dict, init=False)
 
     def of(self, kinds: Mapping[str, str]) -> dict[str, Mistake]:
-        """Return the mistakes that explain parameters, whose vague kinds are given."""
+        """Return {name: mistake} for parameters {name: vague kind} that can be explained."""
         mistakes: dict[str, Mistake] = {}
         if any(call.inner for calls in self._one_sample[0].values() for call in calls):
             for name in kinds:
@@ -135,11 +135,11 @@ class Explanation:
                     mistakes[name] = found
         return mistakes
 
-    # what is compared
+    # comparison with the found gradients
 
     @cached_property
     def _m(self) -> int:
-        """The samples for which alternatives of single samples are computed."""
+        """The number of samples for which alternatives are computed."""
         held = [c for several in self._one_sample[0].values() for c in several]
         every = tensors([[c.inputs, c.keywords, c.output, c.gradients] for c in held])
         size = sum(t.numel() * t.element_size() for t in every)
@@ -159,7 +159,7 @@ class Explanation:
         )
 
     def _first(self, name: str, alternatives: Iterable[Alternative]) -> Mistake | None:
-        """Return the first alternative that the gradients of a parameter equal."""
+        """Return the first alternative that equals the gradients of a parameter."""
         left = iter(alternatives)
         while True:
             try:
@@ -175,7 +175,7 @@ class Explanation:
                 return Mistake(kind, text + more)
 
     def _equals(self, name: str, row: Row) -> str | None:
-        """Return what to say of the factor if the found rows equal an alternative, else None."""
+        """Return a text on the factor if the found rows equal an alternative, else None."""
         found = self.found[name]
         shape = found.shape[1:]
         k = self._probe(name)
@@ -188,7 +188,7 @@ class Explanation:
         c = pair.multiple(pair.found, pair.loop)
         right = self.oracle.gradients[name][: self._m].to(pair.loop)
         if bool(right.any()) and pair.multiple(pair.loop, right) is not None:
-            return None  # right, up to a factor: it explains nothing
+            return None  # the alternative is right up to a factor: it explains nothing
         usual = (1.0, float(pair.n), 1.0 / pair.n)
         if c is None or (found.numel() < _FEW and not any(pair.near(abs(c), k) for k in usual)):
             return None
@@ -230,7 +230,7 @@ class Explanation:
     ) -> Tensor:
         """Return sample i's gradient from call j of a layer and gradient g at its output.
 
-        `of` is the call from which the gradient is taken, j itself by default.
+        The gradient is taken from the call `of`, by default from call j.
         """
         p = self.problem.parameters[parameter]
         calls = self._samples[i].get(layer, [])
@@ -245,7 +245,7 @@ class Explanation:
         return pulled(self._layer(layer), calls[j], gradients[g], p)
 
     def _of_layers(self, name: str) -> Iterator[Alternative]:
-        """Yield what hooks on the layers that hold a parameter may have computed."""
+        """Yield alternatives of hooks on the layers that hold a parameter."""
         owners = self._owners(name)
         calls = self._samples[self._probe(name)]
         uses = [(layer, j) for layer in owners for j in range(len(calls.get(layer, [])))]
@@ -304,8 +304,8 @@ class Explanation:
                 held(lambda size, _, k=k: [k] if k < size else []),  # type: ignore[misc]
             )
         sums = {
-            "The gradients of all of them were summed": lambda size, _: range(size),
-            "The gradients of those inside the loss were summed": lambda _, inner: range(inner),
+            "The gradients of all times were summed": lambda size, _: range(size),
+            "The gradients inside the loss were summed": lambda _, inner: range(inner),
         }
         for what, chosen in sums.items():
             yield "inner_passes", f"{fires} {what}, with the layer's input. {fix}", held(chosen)
@@ -313,7 +313,7 @@ class Explanation:
     def _some_uses(
         self, name: str, owners: list[str], uses: list[tuple[str, int]]
     ) -> Iterator[Alternative]:
-        """Yield the sum over those uses of a parameter that a least-squares fit finds."""
+        """Yield the sum over some uses of a parameter, found by a least-squares fit."""
         parts = [
             torch.stack([self._pulled(i, layer, j, -1, name) for i in range(self._m)])
             for layer, j in uses
@@ -330,7 +330,7 @@ class Explanation:
         gram = basis.T @ basis
         scale = gram.diagonal().sqrt().clamp_min(1e-300)
         gram = gram / scale / scale[:, None]
-        if bool(torch.linalg.eigvalsh(gram)[0] < 1e-9):  # uses that cannot be told from each other
+        if bool(torch.linalg.eigvalsh(gram)[0] < 1e-9):  # uses cannot be distinguished
             fits = [torch.eye(len(parts), dtype=basis.dtype)[k] for k in range(len(parts))]
         else:
             fits = [torch.linalg.solve(gram, basis.T @ found / scale) / scale]
@@ -379,7 +379,7 @@ class Explanation:
         return f"{text}{' ' * bool(text)}call {j + 1}" if several else text
 
     def _wrong_pairs(self, name: str, layer: str, uses: int) -> Iterator[Alternative]:
-        """Yield sums over wrong pairs of a call's input and another call's gradient."""
+        """Yield sums over wrong pairs of inputs and gradients of calls."""
         pairs = {
             "the input of the last call was combined with the gradients of all calls": [
                 (uses - 1, j) for j in range(uses)
@@ -429,7 +429,7 @@ class Explanation:
         return row
 
     def _other_places(self, name: str, layer: str, calls: Calls) -> Iterator[Alternative]:
-        """Yield the layer's formula with the input or the gradient of another layer."""
+        """Yield the layer's formula with the input or the gradient of a different layer."""
         own = calls[layer][0]
         p, here = self.problem.parameters[name], self._called(layer)
         module = self._layer(layer)
@@ -468,12 +468,12 @@ class Explanation:
 
                 yield (
                     "wrong_place",
-                    f"the {what} of {self._called(other)} was taken for the input of {here}",
+                    f"the {what} of {self._called(other)} was used instead of the input of {here}",
                     row,
                 )
 
     def _rows_by_position(self, name: str, layer: str, calls: Calls) -> Iterator[Alternative]:
-        """Yield rows by position, summed over samples, if there are as many of both."""
+        """Yield rows by position, summed over samples, if both axes have the same size."""
         call, n, p = calls[layer][0], len(self.batch), self.problem.parameters[name]
         if call.output.dim() < 3 or call.output.shape[1] != n or n > self._m:
             return
@@ -495,7 +495,7 @@ class Explanation:
         )
 
     def _counted(self, name: str) -> Mistake | None:
-        """Say what there are k of, where every gradient is off by k or 1/k."""
+        """Return a mistake that says which size is k, if every gradient is wrong by k or 1/k."""
         found, loop = self.found[name], self.oracle.gradients[name]
         pair = self._pair(name, loop, slice(len(self.batch)))
         c = abs(pair.multiple(found, loop.to(found)) or 1.0)
@@ -528,9 +528,9 @@ class Explanation:
             return None
         what = f"k = {k}, which is {' or '.join(list(fits)[:2])}"
         if c < 1:
-            text = f"c = 1/k with {what}: a mean in place of a sum; multiply by k"
+            text = f"c = 1/k with {what}: a mean instead of a sum; multiply by k"
         else:
-            text = f"c = k with {what}: a sum in place of a mean; divide by k"
+            text = f"c = k with {what}: a sum instead of a mean; divide by k"
         return Mistake("factor", text)
 
     # alternatives of the whole model
@@ -542,7 +542,7 @@ class Explanation:
     def _detached(self, name: str) -> Iterator[Alternative]:
         """Yield the gradients of a loss whose inner derivatives are constants."""
         text = (
-            "the loss calls torch.autograd.grad, and its result was taken as a constant: call it "
+            "the loss calls torch.autograd.grad, and its result was treated as a constant: call it "
             "with create_graph=True"
         )
         yield "detached", text, lambda i: self._without_inner(i)[name]
@@ -556,7 +556,7 @@ class Explanation:
         return self._constant[i]
 
     def _modes(self) -> Iterator[tuple[str, dict[nn.Module, bool]]]:
-        """Yield modes of the model's layers that differ from the present one, in words."""
+        """Yield modes of the model's layers, in words, that differ from the present mode."""
         modules = list(self.problem.model.modules())
         now = {m: m.training for m in modules}
         norms = {m: isinstance(m, _NormBase) or now[m] for m in modules}
@@ -565,8 +565,8 @@ class Explanation:
             ("", now),
             ("training mode", dict.fromkeys(modules, True)),
             ("eval mode", dict.fromkeys(modules, False)),
-            (f"training mode for {_kinds(modules, _NormBase)} alone", norms),
-            (f"training mode for {_kinds(modules, _DropoutNd)} alone", drops),
+            (f"training mode for {_kinds(modules, _NormBase)} only", norms),
+            (f"training mode for {_kinds(modules, _DropoutNd)} only", drops),
         ]
         seen: list[dict[nn.Module, bool]] = [] if self.oracle.coupled else [now]
         for words, flags in settings:
@@ -577,7 +577,7 @@ class Explanation:
     def _in_mode(
         self, words: str, flags: dict[nn.Module, bool]
     ) -> Callable[[str], Iterator[Alternative]]:
-        """Return what the batch gives in a mode: one at a time, in the batch, by hooks."""
+        """Return alternatives in a mode: samples one at a time, in the batch, by hooks."""
         problem, batch, noun = self.problem, self.batch, self.oracle.noun
         before = {m: m.training for m in flags}
         layers = [k for k, m in problem.model.named_modules() if isinstance(m, _NormBase)]
@@ -685,10 +685,10 @@ def explain(
     kinds: Mapping[str, str],
     tolerances: Mapping[str, float],
 ) -> dict[str, Mistake]:
-    """Return what the model can show of gradients that disagree.
+    """Return {name: mistake} for gradients that an alternative explains.
 
     Args:
-        problem: The float64 problem, which is left alone.
+        problem: The float64 problem, which is not changed.
         batch: The samples, in float64.
         oracle: The right gradients.
         found: {name: (n, *shape)} of the parameters to explain.

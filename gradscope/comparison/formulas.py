@@ -1,4 +1,4 @@
-"""Wrong formulas for the gradients of single layers, from what a hook sees of a call."""
+"""Wrong formulas for the gradients of single layers, from the data that hooks see."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class Call:
     keywords: dict[str, Any]
     output: Tensor
     gradients: list[Tensor] = field(default_factory=list)  # one for each backward pass
-    inner: int = 0  # the first ones, from backward passes within the loss
+    inner: int = 0  # the number of gradients from backward passes within the loss, which come first
 
 
 def copied(t: Tensor) -> Tensor:
@@ -29,8 +29,8 @@ def copied(t: Tensor) -> Tensor:
 
 
 def pulled(module: nn.Module, call: Call, gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return the gradient (*shape) that one call of a layer gives for one of its parameters."""
-    buffers = dict(module._buffers)  # running statistics stay as they are
+    """Return the gradient (*shape) of a layer's parameter from one call of the layer."""
+    buffers = dict(module._buffers)  # running statistics are restored
     module._buffers.update({k: b if b is None else b.clone() for k, b in buffers.items()})
     try:
         with torch.enable_grad():
@@ -45,7 +45,7 @@ def pulled(module: nn.Module, call: Call, gradient: Tensor, parameter: Tensor) -
 
 
 def features(module: nn.Module, output: Tensor) -> int:
-    """Return how many numbers of a layer's output one position has."""
+    """Return the number of features at each position of a layer's output."""
     channels = isinstance(module, (_ConvNd, _NormBase, nn.GroupNorm))
     return output.shape[1 if channels else -1] if output.dim() > 1 else 1
 
@@ -88,7 +88,7 @@ def variants(module: nn.Module, name: str) -> Iterator[tuple[str, Change]]:
 
 
 def _linear(of: Callable[[Tensor], Tensor]) -> Change:
-    """Return outer products of something of the inputs with something of the gradients."""
+    """Return outer products of inputs and gradients, after applying `of` to both."""
 
     def change(_: nn.Module, call: Call, g: Tensor, p: Tensor) -> Tensor:
         if g.dim() < 3:
@@ -99,7 +99,7 @@ def _linear(of: Callable[[Tensor], Tensor]) -> Change:
 
 
 def _onto(product: Tensor, p: Tensor, module: nn.Module) -> Tensor:
-    """Sum (1, ...) over all axes that a parameter of a normalisation layer does not have."""
+    """Sum (1, ...) over all axes that a normalisation layer's parameter does not have."""
     if isinstance(module, (_NormBase, nn.GroupNorm)):
         return product.transpose(0, 1).flatten(1).sum(1)
     return product.sum_to_size(p.shape)
@@ -128,16 +128,16 @@ def _embeddings(module: nn.Embedding) -> Iterator[tuple[str, Change]]:
         return tokens[:, None] == tokens
 
     yield (
-        "of a token that occurs several times, only the last occurrence was counted: add with "
-        "index_add_ (or scatter_add_), which sums, instead of assigning by index",
+        "only the last occurrence of a repeated token was counted: add with index_add_ (or "
+        "scatter_add_), which sums, instead of assigning by index",
         scattered(lambda tokens, at: kept(tokens) * ~(same(tokens) & (at > at[:, None])).any(1)),
     )
     yield (
-        "of a token that occurs several times, only the first occurrence was counted: sum over all",
+        "only the first occurrence of a repeated token was counted: sum over all occurrences",
         scattered(lambda tokens, at: kept(tokens) * ~(same(tokens) & (at < at[:, None])).any(1)),
     )
     yield (
-        "of a token that occurs several times, the mean over its occurrences was taken: sum them",
+        "the mean over the occurrences of a repeated token was taken: sum them",
         scattered(lambda tokens, _: kept(tokens) / same(tokens).sum(1)),
     )
 
@@ -186,7 +186,7 @@ def _convolutions(module: _ConvNd) -> Iterator[tuple[str, Change]]:
             return pulled(layer, Call((x,), {}, call.output), g, p)
 
         yield (
-            f"the input channels were divided into the {groups} groups in turn; torch's groups are "
+            f"the input channels were assigned to the {groups} groups in turn; torch's groups have "
             "consecutive channels",
             interleaved,
         )

@@ -1,8 +1,8 @@
 """Mistakes in one parameter's gradients, found from the numbers alone.
 
-Each detector tests one relation between the gradients that were found and the right ones: a factor,
-another order or layout, a sum, an added term, lower precision. It reports the relation only if it
-holds within rounding. Where none fits all samples, the samples that differ are tested alone.
+Each detector tests one relation between the found and the right gradients: a factor, another order
+or layout, a sum, an added term, lower precision. It reports the relation only if it holds within
+rounding. If no relation fits all samples, the differing samples are tested separately.
 `comparison.alternatives` tests relations that need the model.
 """
 
@@ -19,42 +19,42 @@ from gradscope.blocks.base import as_rows
 
 
 class Mistake(NamedTuple):
-    """A mistake in one parameter's gradients: a word for programs, a text for people."""
+    """A mistake in one parameter's gradients."""
 
-    kind: str
-    meaning: str
+    kind: str  # a word for programs
+    meaning: str  # a text for people
 
 
 @dataclass(frozen=True)
 class GradientPair:
-    """One parameter's gradients as found and as the loop has them, both real and in float64."""
+    """One parameter's gradients as found and from the loop, both real and in float64."""
 
-    found: Tensor  # (m, *shape), the rows looked at
-    loop: Tensor  # (m, *shape), what they should be
+    found: Tensor  # (m, *shape), the rows to test
+    loop: Tensor  # (m, *shape), the right rows
     errors: Tensor  # (m,), relative to the scale of each sample; infinite where not finite
     samples: Tensor  # (m,) int64, positions in the batch
-    n: int  # samples of the whole batch
+    n: int  # the number of samples of the whole batch
     tolerance: float  # the largest error that agrees
-    coupled: bool = False  # the batch's losses differ from those of batches of one
-    noun: str = "sample"  # what has a row: sample or token
-    value: Tensor | None = None  # (*shape), the parameter itself
-    # (m,) each, by what it is: "norm" of the whole gradient, "class", and numbers that a loss may
-    # have been multiplied by
+    coupled: bool = False  # losses in the batch differ from losses in batches of one
+    noun: str = "sample"  # the kind of row: sample or token
+    value: Tensor | None = None  # (*shape), the parameter's value
+    # {description: (m,)}: "norm" of the whole gradient, "class", and factors by which a loss may
+    # have been multiplied
     facts: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def slack(self) -> float:
-        """How far from exact a relation between found and right gradients may be."""
+        """The largest error of a relation between found and right gradients."""
         return max(1e-6, 3 * self.tolerance)
 
     def near(self, x: float, y: float) -> bool:
-        """Whether two factors are equal as far as the gradients are."""
+        """Whether two factors are equal within `slack`."""
         return abs(x - y) <= self.slack * abs(y)
 
     def multiple(self, x: Tensor, y: Tensor) -> float | None:
-        """Return c where x = c·y, else None; neither may be zero.
+        """Return c if x = c·y and both are not zero, else None.
 
-        Two single numbers always have a factor, so there only one with a meaning counts.
+        Two single numbers always have a factor, so only 1, n and 1/n count for them.
         """
         c = factor(x, y)
         if not c or not bool((x - c * y).norm() <= self.slack * x.norm()):
@@ -70,7 +70,7 @@ class GradientPair:
 
 
 def diagnose(pair: GradientPair) -> Mistake:
-    """Say what is wrong with gradients that disagree."""
+    """Return the mistake in gradients that disagree."""
     for detect in DETECTORS:
         if mistake := detect(pair):
             return mistake
@@ -79,61 +79,62 @@ def diagnose(pair: GradientPair) -> Mistake:
     if 0 < count < len(wrong):
         inner, verb = diagnose(pair.rows(wrong)), "differs" if count == 1 else "differ"
         which = f"only {listed_rows(pair.samples[wrong], pair.noun)} of {pair.n} {verb}"
-        return Mistake("some_samples", f"{which}; there: {inner.meaning}")
+        return Mistake("some_samples", f"{which}: {inner.meaning}")
     if mistake := _own_factors(pair):
         return mistake
     if pair.coupled:
         return Mistake(
             "coupled",
-            f"the batch's losses differ from those of one {pair.noun} at a time: {pair.noun}s are "
-            "coupled "
-            "(BatchNorm in training mode, a contrastive loss) or the model draws random numbers "
-            "(dropout); put it in eval mode, or use a layer without batch statistics",
+            f"the losses in the batch differ from the losses of one {pair.noun} at a time: "
+            f"{pair.noun}s are coupled (BatchNorm in training mode, a contrastive loss) or the "
+            "model draws random numbers (dropout). Put the model in eval mode, or use layers "
+            "without batch statistics",
         )
     c, angle = factor(pair.found, pair.loop), cosine(pair.found, pair.loop)
     fit = f"cosine {angle:.2f}" if c is None else f"c = {number(c)}, cosine {angle:.2f}"
     if abs(angle) < min(0.4, max(0.1, 2 / sqrt(max(pair.found[0].numel(), 1)))):
         return Mistake(
             "unrelated",
-            f"{fit}: unrelated to the loop's: other {pair.noun}s, other weights (checkpoint), "
-            "another loss, or another mode (dropout, training instead of eval)",
+            f"{fit}: unrelated to the loop's gradients. Possible causes: different {pair.noun}s, "
+            "different weights (checkpoint), a different loss, or a different mode (dropout, "
+            "training instead of eval)",
         )
     return Mistake(
         "unknown",
-        f"{fit}: no simple relation; a part of the gradient is missing or wrong (one of several "
-        "uses of the parameter, padding, groups, a .grad that was not cleared, another axis taken "
-        f"for the {pair.noun} axis)",
+        f"{fit}: no simple relation. A part of the gradient is missing or wrong (one of several "
+        "uses of the parameter, padding, groups, a .grad that was not cleared, a wrong "
+        f"{pair.noun} axis)",
     )
 
 
 def _missing(pair: GradientPair) -> Mistake | None:
-    """Zeros where the loop has a gradient, or a gradient where the loop has zeros."""
+    """Test for zeros where the loop has a gradient, or a gradient where the loop has zeros."""
     here, there = bool(pair.found.any()), bool(pair.loop.any())
     if not here and there:
         return Mistake(
             "zero",
-            "all zero, though the loss depends on this parameter: its use was not seen (a hook "
+            "all zero, although the loss depends on this parameter: its use was missed (a hook "
             "that did not fire, a weight used outside its module, a detached graph, a frozen "
-            "parameter) or not written",
+            "parameter) or its gradient was not written",
         )
     if here and not there:
         return Mistake(
             "not_zero",
-            "the loop has zeros here: the loss does not depend on this (unused, padding, masked); "
-            "these numbers come from elsewhere: a stale .grad, a buffer that was not cleared, or "
-            "a mask that was not applied",
+            "the loop has zeros here, because the loss does not depend on this parameter (unused, "
+            "padding, masked). Possible causes of your numbers: a stale .grad, a buffer that was "
+            "not cleared, or a mask that was not applied",
         )
     return None
 
 
 def _imprecise(pair: GradientPair) -> Mistake | None:
-    """NaN or infinity on one side only; or the right numbers in a lower precision."""
+    """Test for NaN or infinity on one side only, and for right numbers in lower precision."""
     bad, right = (~as_rows(t).isfinite().all(1) for t in (pair.found, pair.loop))
     if bool((right & ~bad).any()):
         return Mistake(
             "hides_not_finite",
             f"{listed_rows(pair.samples[right & ~bad], pair.noun)} is not finite in the loop, but "
-            "is finite here: something replaced NaN or infinity; the true gradient has none",
+            "is finite here: NaN or infinity was replaced, although the true gradient has them",
         )
     if bool((bad & ~right).any()):
         where = listed_rows(pair.samples[bad & ~right], pair.noun)
@@ -158,27 +159,27 @@ def _imprecise(pair: GradientPair) -> Mistake | None:
         return None
     return Mistake(
         "rounded",
-        f"right up to {worst:.0e}: lower precision (float32, TF32), an approximation, or a "
-        "slightly different constant such as an eps; an activation at its kink does it too in "
-        "float32: compute in float64 to tell them apart",
+        f"right up to {worst:.0e}. Possible causes: lower precision (float32, TF32), an "
+        "approximation, a slightly different constant such as an eps, or in float32 an activation "
+        "at its kink. Compute in float64 to distinguish them",
     )
 
 
 def _scaled(pair: GradientPair) -> Mistake | None:
-    """The loop's gradients times one factor that is not 1."""
+    """Test for the loop's gradients times a factor that is not 1."""
     c = pair.multiple(pair.found, pair.loop)
     return None if c is None or pair.near(c, 1.0) else explained_factor(c, pair)
 
 
 def explained_factor(c: float, pair: GradientPair) -> Mistake:
-    """Say where a factor c ≠ 1 comes from."""
+    """Return the likely cause of a factor c ≠ 1."""
     n = pair.n
     if pair.near(c, -1.0):
-        text = "c = -1: the sign is flipped: the descent direction, or a maximised loss"
+        text = "c = -1: the sign is flipped (the descent direction, or a maximised loss)"
         return Mistake("sign", text)
     if c < 0:
         kind, meaning = explained_factor(-c, pair)
-        return Mistake(kind, f"the sign is flipped, and besides, for {number(c)}: {meaning}")
+        return Mistake(kind, f"the sign is flipped; in addition, for {number(c)}: {meaning}")
     if n > 1 and pair.near(c, 1 / n):
         return Mistake(
             "mean_loss",
@@ -188,8 +189,8 @@ def explained_factor(c: float, pair: GradientPair) -> Mistake:
     if n > 1 and pair.near(c, n):
         return Mistake(
             "times_n",
-            f"c = n with n = {n}: multiplied by n for a mean loss that was not averaged; divide "
-            "by n (a library's loss_reduction='mean' does this to a summed loss)",
+            f"c = n with n = {n}: multiplied by n, as for a mean loss, but the loss was summed; "
+            "divide by n (loss_reduction='mean' of a library does this to a summed loss)",
         )
     ratio = max(c, 1 / c)
     k = round(ratio)
@@ -197,23 +198,23 @@ def explained_factor(c: float, pair: GradientPair) -> Mistake:
         name = f"k = {k}" if c > 1 else f"1/k with k = {k}"
         return Mistake(
             "factor",
-            f"c = {name}: a mean in place of a sum over {k} of something, or the reverse "
+            f"c = {name}: a mean instead of a sum over {k} items, or a sum instead of a mean "
             "(positions, classes, heads, devices, uses of the parameter, steps of accumulation)",
         )
     return Mistake(
         "factor",
-        f"c = {number(c)}: every gradient is off by this one factor; look for a weight or a "
-        "temperature of the loss, or a loss scale that was not taken out",
+        f"c = {number(c)}: every gradient is multiplied by this factor; look for a weight or a "
+        "temperature of the loss, or a loss scale that was not removed",
     )
 
 
 def besides(c: float, pair: GradientPair) -> str:
-    """Return a sentence on a factor that comes on top of another relation, "" if it is 1."""
-    return "" if pair.near(c, 1.0) else f" Besides, {explained_factor(c, pair).meaning}."
+    """Return a sentence on a factor in addition to another relation, "" if it is 1."""
+    return "" if pair.near(c, 1.0) else f" In addition, {explained_factor(c, pair).meaning}."
 
 
 def _reordered(pair: GradientPair) -> Mistake | None:
-    """Every row is some sample's gradient but not its own, or the sum over all samples."""
+    """Test for rows that are other samples' gradients, or the sum over all samples."""
     found, loop = as_rows(pair.found), as_rows(pair.loop)
     if len(found) < 2:
         return None
@@ -224,9 +225,9 @@ def _reordered(pair: GradientPair) -> Mistake | None:
         scale = "" if what == "mean" or pair.near(c, 1.0) else f"{number(c)} times "
         return Mistake(
             "summed",
-            f"every row is {scale}the {what} of all {pair.noun}s' gradients: they were reduced "
-            "over the batch and then spread over it; take one loss at a time, or keep the "
-            f"{pair.noun} axis",
+            f"every row is {scale}the {what} of all {pair.noun}s' gradients: the gradients were "
+            "reduced over the batch and then expanded; differentiate one loss at a time, or keep "
+            f"the {pair.noun} axis",
         )
     ratio = float(found.norm() / loop.norm()) if bool(loop.any()) else 0.0
     for c in (1.0, ratio, -ratio):
@@ -240,37 +241,37 @@ def _reordered(pair: GradientPair) -> Mistake | None:
             which = listed_rows(pair.samples[at[:1]], pair.noun)
             return Mistake(
                 "one_row",
-                f"every row holds the gradient of {which}: all rows are the same tensor, which was "
-                f"overwritten; store a copy of each (p.grad.clone()).{besides(c, pair)}",
+                f"every row is the gradient of {which}: all rows are the same tensor, which was "
+                f"overwritten; store a copy of each row (p.grad.clone()).{besides(c, pair)}",
             )
         row, sample = (int(pair.samples[k]) for k in (moved[0], at[moved[0]]))
         return Mistake(
             "permuted",
-            f"the {pair.noun}s are in another order: row {row} holds {pair.noun} {sample}; a "
-            "shuffling or sorting loader, results gathered out of order, an index that is off, or "
-            f"one buffer that is returned for several {pair.noun}s.{besides(c, pair)}",
+            f"the {pair.noun}s are in another order: row {row} is the gradient of {pair.noun} "
+            f"{sample}. Possible causes: a loader that shuffles or sorts, results gathered out of "
+            f"order, a wrong index, or one buffer for several {pair.noun}s.{besides(c, pair)}",
         )
     return None
 
 
 def _matched(a: Tensor, b: Tensor, slack: float) -> Tensor | None:
-    """Return (k,) the row of b (k, p) that each row of a (k, p) equals; None if one equals none."""
+    """Return (k,) the row of b (k, p) that equals each row of a (k, p), or None if a row fails."""
     if not bool(b.any()):
         return None
     lengths = a.norm(dim=1), b.norm(dim=1)
     allowed = slack * lengths[1].max()
     gaps = (lengths[0][:, None] - lengths[1]).abs().min(1).values
-    if not bool((gaps <= allowed).all()):  # cheap, and most often the answer
+    if not bool((gaps <= allowed).all()):  # cheap, and sufficient in most cases
         return None
     distances = torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
     own = torch.arange(len(a), device=a.device)
     best, at = distances.min(1)
-    at = torch.where(distances.diagonal() <= allowed, own, at)  # equal rows of b: its own first
+    at = torch.where(distances.diagonal() <= allowed, own, at)  # if rows of b are equal, its own
     return at if bool((best <= allowed).all()) else None
 
 
 def _rearranged(pair: GradientPair) -> Mistake | None:
-    """The right numbers with axes swapped, flipped, or the sample axis last."""
+    """Test for the right numbers with axes swapped, flipped, or the sample axis last."""
     for what, undone in _readings(pair.found, pair.noun):
         c = pair.multiple(undone, pair.loop)
         if c is not None:
@@ -279,7 +280,7 @@ def _rearranged(pair: GradientPair) -> Mistake | None:
 
 
 def _readings(found: Tensor, noun: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield what may have happened to (m, *shape), and the gradients with it undone."""
+    """Yield changes that may have been made to (m, *shape), with the gradients before them."""
     m, *shape = found.shape
     for order in permutations(range(len(shape))):
         moved = [k for k, axis in enumerate(order) if k != axis]
@@ -295,26 +296,26 @@ def _readings(found: Tensor, noun: str) -> Iterator[tuple[str, Tensor]]:
         back = [0, *(1 + order.index(k) for k in range(len(shape)))]
         yield what, found.reshape(m, *sizes).permute(back)
     if len(shape) > 2:
-        what = "the kernel is flipped: a convolution where torch has a correlation"
+        what = "the kernel is flipped: torch computes a correlation, not a convolution"
         yield what, found.flip([*range(3, found.dim())])
     for parts in (3, 4):
         if shape and shape[0] % parts == 0:
             for order in permutations(range(parts)):
                 what = (
                     f"the {parts} blocks of axis 0 are in the order {order} (query, key and value "
-                    "of attention, gates of a recurrent layer); torch has them in the order "
+                    "of attention, gates of a recurrent layer); torch's order is "
                     f"{tuple(range(parts))}"
                 )
                 chunks = found.chunk(parts, 1)
                 if list(order) != sorted(order):
                     yield what, torch.cat([chunks[order.index(k)] for k in range(parts)], 1)
     if m > 1 and shape:
-        what = f"the {noun} axis was last and reshaped to be first; move it (movedim) instead"
+        what = f"the {noun} axis was last and was moved by reshape; move it with movedim instead"
         yield what, found.reshape(*shape, m).movedim(-1, 0)
 
 
 def _accumulated(pair: GradientPair) -> Mistake | None:
-    """Row i is the sum of the gradients of several samples up to i."""
+    """Test whether row i is the sum of the gradients of several samples up to i."""
     found, loop, noun = as_rows(pair.found), as_rows(pair.loop), pair.noun
     if len(found) < 3 or len(found) < pair.n:
         return None
@@ -328,9 +329,9 @@ def _accumulated(pair: GradientPair) -> Mistake | None:
     what = f"row i is the sum of the gradients of {noun}s 0 to i"
     if len(cleared):
         starts = listed_rows(torch.cat([cleared.new_zeros(1), cleared]), noun)
-        what = f"row i is a sum of gradients up to {noun} i, begun anew at {starts}"
+        what = f"row i is a sum of gradients up to {noun} i, restarted at {starts}"
     if not bool(alone[0]):
-        what += ", plus one more tensor that was there before: a stale .grad"
+        what += ", plus an earlier tensor: a stale .grad"
     return Mistake(
         "accumulated",
         f"{what}: .grad was not cleared before each backward(); set p.grad = None (or call "
@@ -339,7 +340,7 @@ def _accumulated(pair: GradientPair) -> Mistake | None:
 
 
 def _offset(pair: GradientPair) -> Mistake | None:
-    """Every row has the same tensor added, such as that of weight decay."""
+    """Test whether every row has the same tensor added, such as weight decay."""
     found, loop, n = as_rows(pair.found), as_rows(pair.loop), pair.n
     if (len(found) - 1) * found.shape[1] < 4:
         return None
@@ -364,7 +365,7 @@ def _offset(pair: GradientPair) -> Mistake | None:
                 return Mistake(
                     "weight_decay",
                     f"every row has {number(weight)} times {name} added: {what} is in these "
-                    "gradients and not in the loss; leave it out, or add it to the loss of "
+                    "gradients, but not in the loss; leave it out, or add it to the loss of "
                     f"both.{more}",
                 )
     if not bool(loop.any()):
@@ -379,13 +380,13 @@ def _offset(pair: GradientPair) -> Mistake | None:
         text = f"every row has {times}the gradient of the whole batch added"
     return Mistake(
         "offset",
-        f"{text}: a stale .grad that was not cleared before each {pair.noun}, or a penalty that is "
-        f"not in the loss; set p.grad = None first, or use torch.autograd.grad.{more}",
+        f"{text}: a .grad that was not cleared before each {pair.noun}, or a penalty that is not "
+        f"in the loss; set p.grad = None first, or use torch.autograd.grad.{more}",
     )
 
 
 def _row_factors(pair: GradientPair) -> Tensor | None:
-    """Return (m,) cᵢ where row i is cᵢ times the right one, NaN where both are zero; else None."""
+    """Return (m,) cᵢ if row i is cᵢ times the right row (NaN if both are zero), else None."""
     found, loop = as_rows(pair.found), as_rows(pair.loop)
     square = (loop * loop).sum(1)
     live = square > (pair.slack**2) * square.max()
@@ -399,7 +400,7 @@ def _row_factors(pair: GradientPair) -> Tensor | None:
 
 
 def _weighted(pair: GradientPair) -> Mistake | None:
-    """Each row is right up to its own factor, which the norm, the class or the loss explains."""
+    """Test for a factor for each row that the norm, the class or the loss explains."""
     every = _row_factors(pair)
     if every is None:
         return None
@@ -409,12 +410,12 @@ def _weighted(pair: GradientPair) -> Mistake | None:
     def equal(values: Tensor) -> bool:
         return bool((values - values[0]).abs().max() <= 3 * pair.slack * values[0].abs())
 
-    if equal(c):  # one factor is `_scaled`, but for rows of zeros
+    if equal(c):  # a single factor is found by `_scaled`
         return None
     own = as_rows(pair.loop).norm(dim=1)
     norms = {"the whole gradient": pair.facts.get("norm", own), "this parameter's gradient": own}
     for of, norm in norms.items():
-        for eps in (0.0, 1e-6):  # torch's and Opacus' clipping add it to the norm
+        for eps in (0.0, 1e-6):  # torch and Opacus add eps to the norm when clipping
             size = norm[live] + eps
             less = (c - 1).abs() > 3 * pair.slack
             limit = (c * size)[less]
@@ -422,10 +423,10 @@ def _weighted(pair: GradientPair) -> Mistake | None:
                 continue
             if bool(less.all()):
                 text = f"every row is scaled to norm {number(float(limit[0]))} of {of}"
-                return Mistake("normalised", f"{text}: take the gradients before normalising them")
+                return Mistake("normalised", f"{text}: return the gradients before normalisation")
             if bool((c[less] < 1).all()) and bool((size[~less] <= limit[0] * (1 + 1e-6)).all()):
                 text = f"rows are clipped: the norm of {of} is at most {number(float(limit[0]))}"
-                return Mistake("clipped", f"{text}; take the gradients before they are clipped")
+                return Mistake("clipped", f"{text}; return the gradients before clipping")
     for text, scale in pair.facts.items():
         s = scale[live]
         if text in ("norm", "class") or equal(s) or not bool((s != 0).all()):
@@ -443,14 +444,14 @@ def _weighted(pair: GradientPair) -> Mistake | None:
             )
             return Mistake(
                 "row_factors",
-                f"each row is multiplied by a factor of its {noun}'s class ({weights}): class "
-                "weights that only one of the two losses has",
+                f"each row is multiplied by a factor of its {noun}'s class ({weights}): only one "
+                "of the two losses has class weights",
             )
     return None
 
 
 def _own_factors(pair: GradientPair) -> Mistake | None:
-    """Each row is right up to its own factor, and no row is right."""
+    """Test for an unexplained factor for each row."""
     every = _row_factors(pair)
     if every is None:
         return None
@@ -458,14 +459,14 @@ def _own_factors(pair: GradientPair) -> Mistake | None:
     least, most = float(c.min()), float(c.max())
     return Mistake(
         "row_factors",
-        f"each row is the right gradient times its own factor, from {number(least)} to "
+        f"each row is the right gradient times a different factor, from {number(least)} to "
         f"{number(most)}: a weight for each {pair.noun}, clipping, or a mean over a number of "
         f"positions that differs between {pair.noun}s",
     )
 
 
 def _elementwise(pair: GradientPair) -> Mistake | None:
-    """A function of each number of the right gradient."""
+    """Test for a function of each number of the right gradient."""
     for what, other in (
         ("square (a second moment)", pair.loop.square()),
         ("absolute value", pair.loop.abs()),
@@ -475,14 +476,14 @@ def _elementwise(pair: GradientPair) -> Mistake | None:
         if c is not None:
             return Mistake(
                 "elementwise",
-                f"every number is the {what} of the gradient's: return the gradient itself."
+                f"every number is the {what} of the gradient's number: return the gradient."
                 f"{besides(c, pair)}",
             )
     return None
 
 
 def undone(found: Tensor, loop: Tensor) -> Tensor | None:
-    """Return gradients of a wrong shape brought to that of `loop` (n, *shape), if one way fits."""
+    """Return gradients of a wrong shape in the shape of `loop` (n, *shape), if possible."""
     n, *shape = loop.shape
     size, extra = tuple(found.shape), found.dim() - loop.dim()
     if size == (*shape, n):
@@ -507,23 +508,23 @@ def undone(found: Tensor, loop: Tensor) -> Tensor | None:
 def wrong_shape(
     found: tuple[int, ...], n: int, shape: tuple[int, ...], noun: str = "sample"
 ) -> Mistake:
-    """Say what a shape that is not (n, *shape) most likely is."""
+    """Return the likely cause of a shape that is not (n, *shape)."""
     if found in (shape, (1, *shape)):
-        cause = f"there is no {noun} axis, so it is already summed or averaged over the batch"
+        cause = f"there is no {noun} axis: it is summed or averaged over the batch"
     elif found == (*shape, n):
         cause = f"the {noun} axis is last and must be first"
     elif found[1:] == shape:
-        cause = f"{found[0]} rows for {n} {noun}s: other {noun}s, or several rows a {noun} to sum"
+        cause = f"{found[0]} rows for {n} {noun}s: other {noun}s, or several rows for each {noun}"
     elif found[:1] == (n,) and sorted(found[1:]) == sorted(shape):
         cause = "the parameter's axes are in another order (transposed)"
     elif found[:2] == (n, *shape[:1]) and found[3:] == shape[2:] and len(shape) > 2:
-        cause = "the channels of all groups: a convolution's groups were not applied"
+        cause = "it has the channels of all groups: the convolution's groups were not applied"
     elif prod(found) == n * prod(shape):
-        cause = "the right number of entries in another shape: reshape it"
+        cause = "the number of entries is right: reshape it"
     elif found[:1] == (n,) and len(found) > len(shape) + 1:
         cause = "an axis (positions?) was not summed over"
     else:
-        cause = f"it belongs to another parameter, or other {noun}s"
+        cause = f"it belongs to another parameter, or to other {noun}s"
     return Mistake("shape", f"has shape {found} instead of {(n, *shape)}: {cause}")
 
 
@@ -541,13 +542,13 @@ DETECTORS: tuple[Callable[[GradientPair], Mistake | None], ...] = (
 
 
 def factor(a: Tensor, b: Tensor) -> float | None:
-    """Return ⟨a, b⟩ / ⟨b, b⟩, None where b is zero."""
+    """Return ⟨a, b⟩ / ⟨b, b⟩, or None if b is zero."""
     square = float((b * b).sum())
     return float((a * b).sum()) / square if square > 0.0 else None
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
-    """Return ⟨a, b⟩ / (‖a‖ ‖b‖): 1 when both are zero, 0 when one is."""
+    """Return ⟨a, b⟩ / (‖a‖ ‖b‖), 1 if both are zero, 0 if one of them is zero."""
     norms = float(a.norm()), float(b.norm())
     if 0.0 in norms:
         return float(norms[0] == norms[1])
@@ -555,7 +556,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 
 def listed_rows(positions: Tensor, noun: str) -> str:
-    """Return "sample 3" or "samples 3, 4, 9, ...", or the same of tokens."""
+    """Return "sample 3" or "samples 3, 4, 9, ...", or the same for tokens."""
     values = [int(v) for v in positions]
     shown = ", ".join(map(str, values[:5])) + (", ..." if len(values) > 5 else "")
     return f"{noun} {shown}" if len(values) == 1 else f"{noun}s {shown}"

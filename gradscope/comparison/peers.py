@@ -1,4 +1,4 @@
-"""Other libraries' per-sample gradients, to be held against the loop: presets of `--against`."""
+"""Per-sample gradients of other libraries, for comparison with the loop (`--against NAME`)."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,23 +19,23 @@ from gradscope.model.problem import Loss, RowKind, is_model_loss
 class Peer(NamedTuple):
     """A library that computes per-sample gradients."""
 
-    package: str  # what pip calls it
-    module: str  # what Python imports
+    package: str  # its name for pip
+    module: str  # its name for import
     make: Callable[[], Implementation]  # an implementation that prepares each model once
 
 
 def peer(name: str, rows: RowKind = "sample") -> Implementation:
-    """Return the implementation called `name`, one of `PEERS`, prepared anew.
+    """Return a new implementation of the library `name`, one of `PEERS`.
 
     Raises:
-        SpecError: The library is not installed, or has no such rows.
+        SpecError: The library is not installed, or does not support such rows.
     """
     found = PEERS[name]
     if rows == "token":
         raise SpecError(
-            f"{found.package} has a row for each sample, and none for a token",
+            f"{found.package} does not support rows of tokens",
             where=f"against {name}",
-            remedy='Compare it with rows="sample".',
+            remedy='Use rows="sample".',
         )
     if find_spec(found.module) is None:
         raise SpecError(
@@ -52,11 +52,11 @@ def peer_version(name: str) -> str:
 
 
 def _opacus() -> Implementation:
-    """Opacus' GradSampleModule, which keeps a layer's rows where the layer is in train mode."""
+    """Opacus' GradSampleModule, which stores the rows of layers in train mode."""
     from opacus.grad_sample import GradSampleModule
     from opacus.validators import ModuleValidator
 
-    known: dict[int, Any] = {}  # by the model, which its entry keeps
+    known: dict[int, Any] = {}  # by the model's id; the entry keeps the model alive
 
     def rows(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> dict[str, Tensor]:
         try:
@@ -65,7 +65,7 @@ def _opacus() -> Implementation:
                 known[id(model)] = GradSampleModule(model, loss_reduction="sum")
             _backward(model, loss, inputs, targets, "grad_sample")
         except Exception as error:
-            reasons: dict[str, list[str]] = {}  # by its first sentence: the layers
+            reasons: dict[str, list[str]] = {}  # {first sentence of a reason: layers}
             for name, layer in model.train().named_modules():
                 if _trains(layer):
                     for reason in ModuleValidator.validate(layer, strict=False):
@@ -73,9 +73,9 @@ def _opacus() -> Implementation:
             if not reasons:
                 raise
             what = "; ".join(f"{_innermost(names)}: {text}" for text, names in reasons.items())
-            remedy = "opacus.validators.ModuleValidator.fix puts other layers in their place."
+            remedy = "Replace these layers, for example with opacus.validators.ModuleValidator.fix."
             raise UnsupportedError(what, remedy=remedy) from error
-        # lists where a layer ran after its rows were complete; DP-SGD joins them so
+        # a list if a layer ran again after its rows were complete; DP-SGD also joins the list
         found = _saved(model, "grad_sample")
         return {k: torch.cat(g) if isinstance(g, list) else g for k, g in found.items()}
 
@@ -83,14 +83,14 @@ def _opacus() -> Implementation:
 
 
 def _innermost(names: Sequence[str]) -> str:
-    """Return the layers of which none is around another one."""
+    """Return the layers that do not contain another layer of the list."""
     within = {name: f"{name}." if name else "" for name in names}
     inner = [n for n in names if not any(o != n and o.startswith(within[n]) for o in names)]
     return ", ".join(name or "the model" for name in inner)
 
 
 def _train_layers(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> None:
-    """Put the layers that have trainable parameters in train mode, unless the losses change."""
+    """Put layers with trainable parameters in train mode; raise if this changes the losses."""
     with torch.no_grad():
         before = _losses(model, loss, inputs, targets)
         for layer in model.modules():
@@ -98,7 +98,7 @@ def _train_layers(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> No
         after = _losses(model, loss, inputs, targets)
     if not torch.allclose(before, after, equal_nan=True):
         raise UnsupportedError(
-            "it works in train mode only, where this model has other losses than in eval mode",
+            "Opacus works in train mode only, and this model's losses differ in train mode",
             remedy="Compare a model without dropout and batch statistics, or one in mode train.",
         )
 
@@ -108,7 +108,7 @@ def _trains(layer: nn.Module) -> bool:
 
 
 def _backpack() -> Implementation:
-    """BackPACK's BatchGrad, by rules for modules."""
+    """BackPACK's BatchGrad, which has rules for modules."""
     from backpack import backpack, extend
     from backpack.extensions import BatchGrad
 
@@ -130,18 +130,18 @@ def _losses(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> Tensor:
 
 
 def _backward(model: nn.Module, loss: Loss, inputs: Any, targets: Any, field: str) -> None:
-    """Run the backward pass of the sum of the losses, with nothing kept of an earlier one."""
+    """Run the backward pass of the summed losses, after clearing the results of earlier passes."""
     for p in model.parameters():
         p.grad = None
         if hasattr(p, field):
             setattr(p, field, None)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch remarks on hooks of layers whose inputs are data
+        warnings.simplefilter("ignore")  # torch warns about hooks of layers whose inputs are data
         _losses(model, loss, inputs, targets).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _saved(model: nn.Module, field: str) -> dict[str, Any]:
-    """Return what the library has put on the parameters; one that it passed over is left out."""
+    """Return the gradients that the library stored on parameters."""
     found = {k: getattr(p, field, None) for k, p in model.named_parameters()}
     return {k: g for k, g in found.items() if g is not None}
 

@@ -1,4 +1,4 @@
-"""`compare`: all backends against the float64 loop on the same samples."""
+"""`compare`: all backends compared with the float64 loop, on the same samples."""
 
 import json
 import math
@@ -63,9 +63,9 @@ from gradscope.stats.sections import (
 REFERENCE = "loop"
 COMPILED = "vmap compiled"  # the label of `compiled`
 _REPEATS = 3
-_LINES = 12  # a printed comparison explains a row at length only before this line
+_LINES = 12  # after this line, a printed comparison shortens explanations
 _SCHEMA = {"schema": "gradscope.compare", "version": 1}
-STATUS = {  # as it is shown
+STATUS = {  # the status in words
     "agrees": Styled("agrees", "green"),
     "disagrees": Styled("DISAGREES", "bold red"),
     "refused": Styled("refused", "yellow"),
@@ -80,17 +80,17 @@ class BackendRow:
     """One backend, implementation or stored result."""
 
     backend: str  # its name or label
-    status: str  # "agrees", "disagrees", "refused" (it said that it has no exact way) or "failed"
+    status: str  # "agrees", "disagrees", "refused" (the model is not supported) or "failed"
     reason: str | None = None  # why it did not agree
-    remedy: str | None = None  # what to do about it
-    seconds: float | None = None  # for all gradients in the model's own dtype; None: not measured
-    peak_bytes: int | None = None  # peak memory above what was in use before, likewise
-    # one entry a parameter; none for a row that refused or failed
+    remedy: str | None = None  # what to do
+    seconds: float | None = None  # for all gradients in the model's dtype, if measured
+    peak_bytes: int | None = None  # peak memory above the memory in use before, if measured
+    # one entry for each parameter; empty for a row that refused or failed
     parameters: tuple[ParameterAgreement, ...] = ()
 
     @property
     def worst(self) -> ParameterAgreement | None:
-        """The parameter that is furthest off, those without numbers before all others."""
+        """The parameter with the largest error; a parameter without numbers counts as infinite."""
         if not self.parameters:
             return None
         return max(self.parameters, key=distance)
@@ -98,32 +98,32 @@ class BackendRow:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """The table that `compare` makes."""
+    """The result of `compare`."""
 
-    agrees: bool  # no row disagrees or failed; a row that refused does no harm
+    agrees: bool  # whether no row disagrees or failed; rows that refused do not count
     samples: int  # n
-    dtype: str  # the model's own, in which time and memory were measured
+    dtype: str  # the model's dtype, in which time and memory were measured
     baseline_seconds: float  # one plain forward and backward pass of the batch
-    baseline_bytes: int | None  # its peak memory; None where it cannot be measured
-    # whether the losses of the batch differ from those of batches of one: the samples depend on
-    # each other, or the model draws random numbers
+    baseline_bytes: int | None  # its peak memory, if it can be measured
+    # whether losses in the batch differ from losses in batches of one: the samples depend on each
+    # other, or the model draws random numbers
     coupled: bool
-    rows: tuple[BackendRow, ...]  # one a backend, then one an implementation or stored result
-    ways: tuple[ChosenVariant, ...] = ()  # which kernel variant was chosen where there are several
-    tokens: tuple[str, ...] | None = None  # SAMPLE:POSITION of each row, where these are tokens
+    rows: tuple[BackendRow, ...]  # backends first, then implementations and stored results
+    ways: tuple[ChosenVariant, ...] = ()  # the chosen kernel variants
+    tokens: tuple[str, ...] | None = None  # SAMPLE:POSITION of each row, for rows of tokens
 
     def to_json(self) -> dict[str, Any]:
-        """Return a document of plain JSON values; what is not finite becomes null."""
+        """Return a document of plain JSON values. Numbers that are not finite become null."""
         plain = json.loads(TypeAdapter(Comparison).dump_json(self))
         return {**_SCHEMA, **plain, "ways": [one.to_json() for one in self.ways]}
 
     @property
     def noun(self) -> str:
-        """What has a row: sample or token."""
+        """The kind of row: sample or token."""
         return "sample" if self.tokens is None else "token"
 
     def __repr__(self) -> str:
-        """Return a row a backend and what disagrees most, in some twenty lines."""
+        """Return a row for each backend and the largest errors, in about twenty lines."""
         verdict = "agrees" if self.agrees else "DISAGREES"
         lines = [f"Comparison of {count(self.samples, self.noun)} in {self.dtype}: {verdict}"]
         table = plain_lines(self.table())
@@ -132,7 +132,7 @@ class Comparison:
         for k, row in enumerate(wrong):
             text = visible(f"{row.backend}: {row.reason or ''} {row.remedy or ''}".strip())
             if len(lines) > 2 * _LINES - 3 and k < len(wrong) - 1:
-                lines.append(f"... and {len(wrong) - k} more that do not agree")
+                lines.append(f"... and {len(wrong) - k} more rows that do not agree")
                 break
             if len(lines) > _LINES:
                 lines.append(textwrap.shorten(text, 100))
@@ -150,13 +150,13 @@ class Comparison:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """Return a row a backend, for a notebook."""
+        """Return a row for each backend, for a notebook."""
         title = f"{self.samples:,} {self.noun}s: {'agrees' if self.agrees else 'DISAGREES'}"
         reasons = [(row.backend, row.reason) for row in self.rows if row.reason is not None]
         return markup.document(title, html.table(self.table()), markup.facts(reasons))
 
     def table(self) -> Table:
-        """Return a row a backend."""
+        """Return a row for each backend."""
         rows, plain = self.rows, self.baseline_seconds
         times = [r.seconds / plain if r.seconds is not None and plain > 0 else None for r in rows]
         columns = [
@@ -170,12 +170,12 @@ class Comparison:
 
 
 def distance(parameter: ParameterAgreement) -> float:
-    """Return how far off a parameter is; one without numbers is furthest."""
+    """Return the relative error of a parameter; infinite if it has no numbers."""
     return math.inf if parameter.relative is None else parameter.relative
 
 
 def parameter_errors(wrong: Sequence[ParameterAgreement], comparison: Comparison) -> Table:
-    """Return a row a parameter that disagrees."""
+    """Return a row for each parameter that disagrees."""
     noun, tokens = comparison.noun, comparison.tokens or ()
     worst = [p.worst_sample for p in wrong]
     places = [
@@ -192,13 +192,13 @@ def parameter_errors(wrong: Sequence[ParameterAgreement], comparison: Comparison
 
 
 def _precise(value: float | None) -> str:
-    """Return a number near one with the digits that show how near."""
+    """Return a number with five digits."""
     return NONE if value is None else f"{value:.5g}"
 
 
 @dataclass(frozen=True)
 class _Case:
-    """What every backend is given: the problem as it is, and a float64 copy with its oracle."""
+    """The input of every backend: the user's problem, and a float64 copy with its oracle."""
 
     problem: Problem
     batch: Batch
@@ -213,7 +213,7 @@ class _Case:
             return cls(problem, batch, exact, wide, Oracle.of(exact, wide))
 
 
-@torch.enable_grad()  # whoever calls may be under no_grad
+@torch.enable_grad()  # the caller may use no_grad
 def compare(
     model: nn.Module,
     loss: str | Loss,
@@ -227,30 +227,31 @@ def compare(
     index: Tensor | None = None,
     rows: RowKind = "sample",
 ) -> Comparison:
-    """Hold backends, and implementations of one's own, against the float64 loop.
+    """Compare backends, and implementations of yours, with the float64 loop.
 
-    Exactness is checked on a float64 copy of the model, where rounding cannot hide or mimic a
-    mistake, with every sample, in two orders. In the model's own dtype every sample is held
-    against a batch of one, and time and memory are measured. All gradients of the batch are held
-    in memory, in float64: choose the samples accordingly.
+    Exactness is checked for every sample, in two orders, on a float64 copy of the model, because
+    rounding can hide or mimic a mistake in lower precision. In the model's dtype, every sample is
+    compared with a batch of one, and time and memory are measured. All gradients of the batch are
+    in memory in float64, so choose few samples.
 
     Args:
-        model: In the mode it is in; it is left as it was.
+        model: The model, used in its current mode. It is not changed.
         loss: A name or a callable.
         inputs: A tensor, tuple or dict of tensors (n, ...).
-        targets: Likewise, or None.
+        targets: Targets in the same forms, or None.
         backends: Names of backends.
         parameters: Globs that select parameters by name.
-        against: By label, a function `(model, loss, inputs, targets) -> {name: (n, *shape)}`,
-            called with a float64 copy, or a stored result {name: (n, *shape)}.
+        against: {label: implementation}. An implementation is a function
+            `(model, loss, inputs, targets) -> {name: (n, *shape)}`, called with a float64 copy,
+            or a stored result {name: (n, *shape)}.
         randomness: "fixed" for a model that draws random numbers; see `Scope`.
-        seed: Of these.
-        index: (n,) int64, the samples' positions in their data set, by which they are drawn.
-        rows: What has a row, "sample" or "token"; see `Scope`.
+        seed: The seed of the random numbers.
+        index: (n,) int64, the samples' positions in their data set, which select random numbers.
+        rows: The kind of row, "sample" or "token"; see `Scope`.
 
     Raises:
         SpecError: A name is unknown or used twice, or there is nothing to compare.
-        RefusedError: The loop itself has no answer: the model does not run on one sample alone.
+        RefusedError: The loop fails, because the model does not run on one sample alone.
     """
     others = dict(against or {})
     chosen = _chosen(backends, others, rows)
@@ -285,21 +286,21 @@ def _problem(
     rows: RowKind,
     fixed: FixedRandomness | None,
 ) -> Problem:
-    """Return what is differentiated, with its random numbers drawn by `fixed`."""
+    """Return the problem to differentiate; `fixed` draws its random numbers."""
     own = resolve(loss) if rows == "sample" else of_tokens(resolve(loss))
     problem = replace(Problem.of(model, own, parameters), rows=rows)
     return problem if fixed is None else problem.with_fixed_randomness(fixed)
 
 
 def _backward(problem: Problem, batch: Batch) -> None:
-    """Do what training does with a batch."""
+    """Run a plain forward and backward pass."""
     total = problem.losses(batch).sum()
     if total.requires_grad:
         torch.autograd.grad(total, list(problem.parameters.values()), allow_unused=True)
 
 
 def _chosen(names: Sequence[str], others: Mapping[str, Any], rows: RowKind) -> dict[str, Backend]:
-    """Look every name up before anything runs."""
+    """Return {name: backend}; raise if a name or label is wrong."""
     chosen = {name: backend_of(name, rows) for name in names}
     taken = [label for label in others if label in chosen]
     if taken:
@@ -310,20 +311,20 @@ def _chosen(names: Sequence[str], others: Mapping[str, Any], rows: RowKind) -> d
         if not (isinstance(other, Mapping) or callable(other)):
             raise SpecError(
                 f"{label!r} is neither a function nor a stored result {{name: (n, *shape)}}, but "
-                f"{type(other).__name__}",
+                f"a {type(other).__name__}",
                 where="against",
             )
     if not others and set(chosen) <= {REFERENCE}:
         raise SpecError(
-            "there is nothing to hold against the loop",
+            "there is nothing to compare with the loop",
             where="backends",
-            remedy=f"Name another backend: {', '.join(backends.names())}.",
+            remedy=f"Add a backend: {', '.join(backends.names())}.",
         )
     return chosen
 
 
 def _in_every_order(name: str, evaluate: Evaluate, case: _Case) -> BackendRow:
-    """Compare two answers of a backend: what it has kept of the first may not fit the second."""
+    """Compare a backend in two orders of the samples, because stored state may be wrong."""
     n = len(case.wide)
     shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(0))
     row = _judged(name, agreements(evaluate(case.wide).gradients.dense(), case.oracle))
@@ -334,11 +335,11 @@ def _in_every_order(name: str, evaluate: Evaluate, case: _Case) -> BackendRow:
     again = _judged(name, agreements({k: g[back] for k, g in found.items()}, case.oracle))
     if again.status == "agrees":
         return row
-    return replace(again, reason=f"the same samples in another order: {again.reason}")
+    return replace(again, reason=f"with the samples in another order: {again.reason}")
 
 
 def _backend_row(name: str, backend: Backend, case: _Case) -> BackendRow:
-    """Judge a backend in float64; then measure it, and hold each sample against a batch of one."""
+    """Check a backend in float64; then measure it, and compare each sample with a batch of one."""
     problem, batch = case.problem, case.batch
     try:
         with double_precision(), case.exact.state.restoring(), backend(case.exact) as evaluate:
@@ -356,11 +357,11 @@ def _backend_row(name: str, backend: Backend, case: _Case) -> BackendRow:
             del evaluation
             seconds, peak = measure(lambda: evaluate(batch).gradients.dense(), problem.device)
     except CertificateError as error:
-        reason = f"in {problem.precision} alone: {error.what}".replace("torch.", "")
+        reason = f"only in {problem.precision}: {error.what}".replace("torch.", "")
         return replace(row, status="disagrees", reason=reason)
     except RefusedError as error:
         return _stopped(name, error, problem.model)
-    except Exception:  # the dtype may be one in which it cannot run
+    except Exception:  # it may not support the dtype
         return row
     return replace(row, seconds=seconds, peak_bytes=peak)
 
@@ -369,18 +370,18 @@ def _other_row(label: str, other: Implementation | Mapping[str, Any], case: _Cas
     if isinstance(other, Mapping):
         return _compared(label, other, case)
     device = case.problem.device
-    copy = case.exact.converted(None)  # what it does to its copy stays there
+    copy = case.exact.converted(None)  # it may change its copy
 
     def called(problem: Problem, batch: Batch) -> Any:
         with torch.enable_grad(), forked(device):
-            own = batch.map(torch.clone)  # it may write into them
+            own = batch.map(torch.clone)  # it may write to the inputs
             return other(problem.model, problem.loss, arguments(own.inputs), own.targets)
 
     before = Observed.of(copy.model)
     try:
         with double_precision():
             found = called(copy, case.wide)
-    except BaseException as error:  # sys.exit is as good as an error
+    except BaseException as error:  # including sys.exit
         if is_stop(error):
             raise
         return _stopped(label, error, copy.model)
@@ -399,7 +400,7 @@ def _other_row(label: str, other: Implementation | Mapping[str, Any], case: _Cas
             if is_stop(error):
                 raise
         if changes:
-            remedy = f"What your function did to the copy of the model: {'; '.join(changes)}."
+            remedy = f"Your function changed the copy of the model: {'; '.join(changes)}."
             row = replace(row, remedy=remedy)
     spare = case.problem.converted(None)
     try:
@@ -407,14 +408,14 @@ def _other_row(label: str, other: Implementation | Mapping[str, Any], case: _Cas
     except BaseException as error:
         if is_stop(error):
             raise
-        return row  # the dtype may be one in which it cannot run
+        return row  # it may not support the dtype
     return replace(row, seconds=seconds, peak_bytes=peak)
 
 
 def _is_random(
     called: Callable[[Problem, Batch], Any], case: _Case, found: Mapping[str, Any]
 ) -> bool:
-    """Whether another call with other random numbers gives other gradients."""
+    """Whether a second call with different random numbers gives different gradients."""
     copy = case.exact.converted(None)
     with double_precision(), forked(case.problem.device):
         seed_all(int(torch.randint(2**31, ())))
@@ -427,7 +428,7 @@ def _is_random(
 
 @dataclass(frozen=True)
 class Observed:
-    """What a function may change of a model."""
+    """The parts of a model that a function may change."""
 
     training: Mapping[str, bool]  # by layer
     required: Mapping[str, bool]  # whether a parameter requires a gradient
@@ -435,7 +436,7 @@ class Observed:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Observed":
-        """Return what a model is like before the function is called."""
+        """Return the present state of a model."""
         named = dict(model.named_parameters())
         return cls(
             {k: m.training for k, m in model.named_modules()},
@@ -444,7 +445,7 @@ class Observed:
         )
 
     def changes(self, model: nn.Module) -> list[str]:
-        """Return what is different now, in words."""
+        """Return the differences between then and now, in words."""
         now = Observed.of(model)
         found = []
         for flag, mode in ((True, "training"), (False, "eval")):
@@ -471,18 +472,19 @@ class Observed:
 
 
 def _compared(label: str, found: Mapping[str, Any], case: _Case) -> BackendRow:
-    """Compare what came from outside, whose names and values may be anything."""
+    """Compare gradients from a user or a library; their names and values may be wrong."""
     model = case.exact.model
     aliases = {id(p): k for k, p in case.exact.parameters.items()}
     every = dict(model.named_parameters(remove_duplicate=False))
     names = {k: aliases.get(id(p), k) for k, p in every.items()}
     extra = [str(k) for k in found if k not in names]
-    # a tied parameter may go by another of its names; its first name comes last, so that it wins
+    # a tied parameter has several names; its first name comes last, so that it wins
     known = sorted((k for k in found if k in names), key=lambda k: names[k] == k)
     try:
         rows = agreements({names[k]: found[k] for k in known}, case.oracle)
     except (TypeError, ValueError, RuntimeError) as error:
-        return BackendRow(label, "failed", f"a value is no array of numbers: {first_line(error)}")
+        reason = f"a value is not an array of numbers: {first_line(error)}"
+        return BackendRow(label, "failed", reason)
     row = _judged(label, _explained(found, names, rows, case))
     if not extra:
         return row
@@ -497,7 +499,7 @@ def _explained(
     rows: tuple[ParameterAgreement, ...],
     case: _Case,
 ) -> tuple[ParameterAgreement, ...]:
-    """Replace vague diagnoses by what the model shows to have been computed instead."""
+    """Replace vague diagnoses by explanations from alternatives computed with the model."""
     values = {names[k]: torch.as_tensor(found[k]).detach() for k in found if k in names}
     values = {k: v if v.layout == torch.strided else v.to_dense() for k, v in values.items()}
     kinds = {
@@ -530,7 +532,7 @@ def _explained(
 
 
 def _judged(label: str, parameters: tuple[ParameterAgreement, ...]) -> BackendRow:
-    """Say which parameters disagree, and what the most of them have in common."""
+    """Return the row of an implementation, with the most common reason for disagreement."""
     wrong = [p for p in parameters if not p.agrees]
     if not wrong:
         return BackendRow(label, "agrees", parameters=parameters)
@@ -544,7 +546,7 @@ def _judged(label: str, parameters: tuple[ParameterAgreement, ...]) -> BackendRo
 
 
 def _stopped(label: str, error: BaseException, model: nn.Module) -> BackendRow:
-    """Make the row of a backend or implementation that raised."""
+    """Return the row of a backend or implementation that raised."""
     if isinstance(error, GradscopeError):
         status = "refused" if isinstance(error, RefusedError) else "failed"
         return BackendRow(label, status, error.head, error.remedy)
@@ -558,9 +560,9 @@ def measure(
 ) -> tuple[float, int | None]:
     """Return (seconds, peak bytes above the start) of `call`.
 
-    The first call warms up. Then one call is watched for its memory, and the time is the median of
-    three more. A call of more than `slow` seconds is made once after the warm-up, one of more than
-    `very_slow` not again.
+    The first call warms up. A second call measures memory. The time is the median of three more
+    calls. If the first call takes more than `slow` seconds, the second call also gives the time. If
+    it takes more than `very_slow` seconds, it is the only call.
     """
 
     def watched() -> tuple[float, int | None]:
@@ -581,9 +583,9 @@ def compiled(parameters: Sequence[str] | None = None) -> Implementation:
     """Return the compiled backend as an implementation: compiled once for each model.
 
     Args:
-        parameters: Globs that select parameters by name; all trainable ones when None.
+        parameters: Globs that select parameters by name; by default all trainable parameters.
     """
-    scopes: dict[int, Scope] = {}  # each keeps its model, so no other gets its number
+    scopes: dict[int, Scope] = {}  # by the model's id; a scope keeps its model alive
     globs = None if parameters is None else list(parameters)
 
     def rows(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> dict[str, Tensor]:
@@ -592,7 +594,7 @@ def compiled(parameters: Sequence[str] | None = None) -> Implementation:
             scope = scopes[id(model)] = Scope(model, loss, globs, "vmap", compile=True)
             scope.per_sample_gradients(inputs, targets)  # proved, then compiled
         if not scope.session.compiles:
-            remedy = "The backends' own rows need no compiler."
+            remedy = "Compare without `compile`."
             raise UnsupportedError(scope.notes[-1], remedy=remedy)
         return scope.per_sample_gradients(inputs, targets)
 

@@ -1,4 +1,4 @@
-"""HTML: the parts that pages and notebooks show, and the page around them. All text is escaped."""
+"""HTML of pages and notebooks: their parts, and the page around them. All text is escaped."""
 
 import io
 import json
@@ -31,12 +31,12 @@ class Column(NamedTuple):
 
     title: str
     cells: Sequence[str]
-    values: Sequence[float | None] | None = None  # what it is sorted by; None: by its words
-    from_data: bool = False  # whether the title comes from the user's data: it is no term of ours
+    values: Sequence[float | None] | None = None  # numbers to sort by; by default it sorts cells
+    from_data: bool = False  # whether the title comes from the user's data, not from gradscope
 
 
 def safe(text: str, keep: str = "") -> str:
-    """Return a text for HTML, its unprintable characters but those to `keep` made visible."""
+    """Return a text for HTML. Unprintable characters are made visible, except those in `keep`."""
     return escape(visible(text, keep))
 
 
@@ -60,9 +60,9 @@ def _shown(value: str) -> str:
 
 
 def bars(values: Sequence[float | None], label: str, name: str) -> Html:
-    """Return a small bar a number, from the least to the largest, before a label.
+    """Return a small bar for each number, scaled from least to largest, followed by a label.
 
-    `name` says to those who cannot see them what they show.
+    `name` describes the bars for screen readers.
     """
     known = [value for value in values if value is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
@@ -78,11 +78,11 @@ def bars(values: Sequence[float | None], label: str, name: str) -> Html:
 
 
 def table(columns: Sequence[Column], names: Column | None = None, label: str = "") -> str:
-    """Return columns side by side, after the `names` of their rows; one with a `label` scrolls."""
+    """Return a table of columns, with the `names` of rows first; with a `label` it can scroll."""
     every = columns if names is None else [names, *columns]
     cells = [_cells(column) for column in columns]
     if names is not None:
-        shown = safe if names.title else explained  # without a heading, they are terms of ours
+        shown = safe if names.title else explained  # without a title, names are our terms
         cells.insert(0, [f'<th scope="row">{shown(name)}</th>' for name in names.cells])
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in zip(*cells, strict=True))
     head = f"<thead><tr>{''.join(map(_heading, every))}</tr></thead>"
@@ -145,7 +145,7 @@ def page(
     scripts: Sequence[str] = (),
     connect: str = "'none'",
 ) -> str:
-    """Return a page that needs no network, and runs its own scripts alone, by their digests.
+    """Return a page that needs no network and runs only its own scripts, by their digests.
 
     Args:
         title: The title of the window.
@@ -186,7 +186,7 @@ def chart_scripts(*more: str) -> list[str]:
 
 
 def embedded(value: Any, name: str) -> str:
-    """Return plain data for the scripts of a page, in an element of this id."""
+    """Return plain data for the scripts of a page, in an element with the id `name`."""
     data = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     data = data.replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{data}</script>'

@@ -36,11 +36,11 @@ TERMS = {
     "norm of mean": "The norm of the mean gradient, in which opposite gradients cancel.",
     "times median": "The norm of the sample's gradient divided by the median norm.",
     "share": "The parameter's part of the sum of all squared gradient norms.",
-    "entries": "The number of values in the parameter.",
+    "entries": "The number of entries of the parameter.",
     "margin": "The log-odds of the target class: positive if its probability is above one half.",
     "cosine": _COSINE,
     "mean cosine": "The mean cosine of the samples' gradients with the mean gradient.",
-    "cosine of mean": "The cosine of the class's mean gradient with the mean gradient of all.",
+    "cosine of mean": "The cosine of the class's mean gradient with the mean gradient of all data.",
     "cosine of means": "The cosine of the mean gradients in the two files.",
     "cosine with the mean gradient": _COSINE,
     "opposed": _OPPOSED,
@@ -88,7 +88,7 @@ TERMS = {
         "In the other parameters, the samples' gradients cancel."
     ),
     # trainings
-    "95%": "The interval that holds the noise scale with a probability of 95%.",
+    "95%": "An interval that contains the true noise scale with a probability of 95%.",
     "overhead": "The time of all measurements divided by the time of the training without them.",
     # attribution
     "score": (
@@ -110,7 +110,7 @@ TERMS = {
     # files
     "certificate": "The proof that the gradients of a batch equal those of autograd.",
     "audits": "Later batches whose gradients were proved again.",
-    "chain": "The transformations of each gradient, and what the file holds of the results.",
+    "chain": "The transformations of each gradient, and the form in which results are stored.",
     "unused": "Parameters that have no gradient because no sample's loss depends on them.",
 }
 _FOUND = {term.casefold(): text for term, text in TERMS.items()}

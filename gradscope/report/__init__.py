@@ -1,7 +1,7 @@
-"""Results for people: tables, progress, errors, pictures, a page.
+"""Output for people: tables, progress, errors, pictures, a page.
 
-Parameter names, targets, paths and messages come from users and files: they are shown as plain
-text with unprintable characters made visible, never as markup.
+Parameter names, targets, paths and messages come from users and files. They are shown as plain
+text, never as markup. Unprintable characters are made visible.
 """
 
 from gradscope.report.console import console, render_error

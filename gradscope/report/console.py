@@ -1,4 +1,4 @@
-"""Consoles and errors as the user sees them; names that are safe to show and never look alike."""
+"""Consoles, errors as shown to the user, and shortened names that stay distinct."""
 
 from collections.abc import Sequence
 from typing import TextIO
@@ -11,12 +11,12 @@ from gradscope.core.texts import visible
 from gradscope.errors import GradscopeError
 from gradscope.process import streams
 
-_LONGEST, _MOST = 5000, 60  # characters of a line of an error, and lines
+_LONGEST, _MOST = 5000, 60  # the most characters of a line of an error, and the most lines
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Let the command handle it; rich would exit, and swallow stdout."""
+        """Raise, so that the command handles it; rich would exit and lose stdout."""
         raise
 
 
@@ -25,14 +25,14 @@ def console(
 ) -> Console:
     """Return a console on stdout, on stderr, or on a `file`; `color` False switches colour off.
 
-    Escape sequences go to a terminal only, whatever FORCE_COLOR says. NO_COLOR and COLUMNS are
-    honoured; a pipe is 80 columns wide unless COLUMNS says otherwise.
+    Only a terminal gets escape sequences, also with FORCE_COLOR. NO_COLOR and COLUMNS are used. A
+    pipe is 80 columns wide by default.
     """
     stream = file or (streams.err() if stderr else streams.out())
     if not (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf"):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
-            reconfigure(errors="replace")  # an old locale shows ? where it has no such letter
+            reconfigure(errors="replace")  # an old locale shows ? for missing letters
     terminal = bool(getattr(stream, "isatty", lambda: False)())
     return _Console(
         file=stream,
@@ -46,10 +46,10 @@ def console(
 
 
 def render_error(error: GradscopeError, console: Console) -> None:
-    """Print "error: where: what", and the remedy on the lines after it; no traceback.
+    """Print "error: where: what" and the remedy on the next lines, without traceback.
 
-    Lines are left to the terminal to wrap, so that a caret stays under what it points at. A line
-    of thousands of characters, which no one reads, is cut in the middle.
+    The terminal wraps lines, so that a caret stays at its column. A line of thousands of characters
+    is shortened in the middle.
     """
     text = Text.assemble(("error", "bold red"), ": ", visible(_cut(error.head), keep="\n"))
     if error.remedy is not None:
@@ -65,10 +65,10 @@ def _cut(text: str) -> str:
 
 
 def fit_names(names: Sequence[str], width: int) -> list[str]:
-    """Return the names made visible, the long ones cut in the middle to `width` cells.
+    """Return the names made visible, with long names shortened in the middle to `width` cells.
 
-    The cut keeps as many letters on either side as tells all names apart, the same for all. When
-    no cut does, no name is cut, and the table wraps them.
+    All names keep the same number of letters at each end, chosen so that they stay distinct. If
+    this is impossible, no name is shortened, and the table wraps them.
     """
     shown = [visible(name) for name in names]
     if width < 5 or max(map(cell_len, shown), default=0) <= width:

@@ -1,4 +1,4 @@
-"""A result as one self-contained page: no network, light and dark, everything escaped."""
+"""The self-contained page of a result: no network, light and dark, everything escaped."""
 
 import io
 from collections.abc import Mapping
@@ -18,16 +18,16 @@ _MAKER = "gradscope stats"
 
 
 def write_html(result: Displayable, path: str | Path) -> None:
-    """Write the page; it has pictures when matplotlib is installed, curves in any case.
+    """Write the page. Pictures need matplotlib; curves do not.
 
     Raises:
-        OutputError: The file cannot be written, or is another one.
+        OutputError: The file cannot be written, or exists and is not such a page.
     """
     write_page(Path(path), _page(result.overview()), _MAKER)
 
 
 def _page(found: Overview) -> str:
-    """Return the page: samples stand before pictures, and these before numbers."""
+    """Return the page: first samples, then pictures, then numbers."""
     first, *others = html.shown(found.sections)
     samples = [section for section in others if section.cards]
     numbers = [section for section in others if not section.cards]
@@ -57,7 +57,7 @@ def _page(found: Overview) -> str:
 
 
 def _named(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what belongs to each name, its unprintable characters made visible."""
+    """Return the table with visible names: unprintable characters are replaced."""
     return {visible(name): value for name, value in table.items()}
 
 

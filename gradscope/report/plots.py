@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 SUFFIXES = (".png", ".svg", ".pdf")
 _WIDTH = 5.4  # inches of a picture
 _BLUE, _ORANGE = "#3d85c6", "#d9772b"  # readable on white and on black
-_NAMED = 5  # points with a label
-_NAME = 32  # letters of a name
-_RASTER = 400  # more points than this are one picture in an SVG
+_NAMED = 5  # the most points with a label
+_NAME = 32  # the most letters of a name
+_RASTER = 400  # with more points an SVG contains them as a bitmap
 
 
 def available() -> bool:
@@ -39,10 +39,10 @@ def available() -> bool:
 
 
 def plot(result: Any, ink: str = "black") -> "Figure":
-    """Draw a result: a file (its path, or opened), scores, statistics, a comparison of two files.
+    """Draw a result: a file (a path or an open file), scores, statistics, or a comparison of files.
 
     Args:
-        result: `gradscope.open(...)`, a path, `Scores`, or whatever `gradscope.stats` returns.
+        result: A path, `gradscope.open(...)`, `Scores`, or the result of `gradscope.stats`.
         ink: The colour of text and axes.
 
     Returns:
@@ -69,7 +69,7 @@ def plot(result: Any, ink: str = "black") -> "Figure":
 
 
 def plot_stats(result: Displayable, path: str | Path) -> None:
-    """Write all pictures of a result as one, in the format that the suffix of `path` says.
+    """Write all pictures of a result as one, in the format given by the suffix of `path`.
 
     Raises:
         SpecError: The suffix is unknown, or matplotlib is not installed.
@@ -90,7 +90,7 @@ def plot_stats(result: Displayable, path: str | Path) -> None:
 
 
 def figure(pictures: Sequence[Picture], ink: str = "black") -> "Figure":
-    """Draw pictures, two a row, with text and axes in the colour `ink`."""
+    """Draw pictures, two in each row, with text and axes in the colour `ink`."""
     if not available():
         raise SpecError(
             "pictures need matplotlib, which is not installed",
@@ -149,7 +149,7 @@ def _draw(picture: Picture, axes: "Axes") -> None:
 
 @_draw.register(BarPicture)
 def _bars(picture: BarPicture, axes: "Axes") -> None:
-    """Draw a bar a name; a name is no formula."""
+    """Draw a bar for each name. Names are not parsed as formulas."""
     names, values = picture.names, picture.values
     axes.set_yticks(range(len(names)), fit_names(names, _NAME), fontsize=8)
     axes.set_ylim(len(names) - 0.5, -0.5)
@@ -161,7 +161,7 @@ def _bars(picture: BarPicture, axes: "Axes") -> None:
     if positive and not any(value and value < 0 for value in values):
         _log_when_wide(axes.set_xscale, positive)
     else:
-        axes.locator_params(axis="x", nbins=6)  # numbers of scores are long
+        axes.locator_params(axis="x", nbins=6)  # scores have many digits
     if axes.get_xscale() == "log":
         axes.set_xlim(left=min(positive) / 2)
     for k, value in enumerate(values):
@@ -236,7 +236,7 @@ def _curves(picture: CurvePicture, axes: "Axes") -> None:
             text.set_parse_math(False)
     ends = [high for band in picture.bands.values() for _, _, high in band if high is not None]
     top = 2 * max(ends, default=axes.get_ylim()[1])
-    for name, band in picture.bands.items():  # up to the top where there is no upper end
+    for name, band in picture.bands.items():  # a band without upper end is drawn up to the top
         axes.set_yscale("log")
         x, low, high = zip(*band, strict=True)
         filled = [top if h is None else h for h in high]

@@ -1,6 +1,6 @@
-"""Progress of a command on stderr, and a history while it grows.
+"""Progress of a command on stderr, and the display of a growing history.
 
-Progress is a wrapper around the iterator of batches, so no computation knows of it.
+Progress wraps the iterator of batches, so computations do not depend on it.
 """
 
 import io
@@ -29,7 +29,7 @@ from gradscope.stats.sections import duration, percent, short
 from gradscope.training.history import CURVES, History, HistoryReader, Step
 
 T = TypeVar("T")
-Report = Callable[[int], None]  # how many more are done
+Report = Callable[[int], None]  # called with the number of further units that are done
 
 _EVERY = 5.0  # seconds between plain lines
 
@@ -44,11 +44,11 @@ def track(
     console: Console | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[T]:
-    """Yield the batches and show how far it has come: a bar on a terminal, else plain lines.
+    """Yield the batches and show progress: a bar on a terminal, else plain lines.
 
-    A batch counts as done when the next one is asked for. Loop over the result without giving it
-    a name: then the bar is gone as soon as an exception leaves the loop. A batch has `size` units
-    (its length) of `total`, where that is known.
+    A batch is done when the next batch is requested. It has `size` units (by default its length)
+    of `total`, if that is known. Loop over the result without naming it, so that the bar disappears
+    as soon as an exception leaves the loop.
     """
     target = console or make_console(stderr=True)
     shown: AbstractContextManager[Report]
@@ -68,7 +68,7 @@ def track(
 @contextmanager
 def _bar(console: Console, total: int | None, unit: str) -> Iterator[Report]:
     columns = (BarColumn(None), MofNCompleteColumn(), _Rate(unit), TimeRemainingColumn())
-    # expand: the bar takes what is left; transient: the result follows on a clean screen
+    # expand: the bar fills the line; transient: it is removed at the end
     with Progress(*columns, console=console, expand=True, transient=True) as progress:
         task = progress.add_task("", total=total)
         yield lambda n: progress.advance(task, n)
@@ -114,18 +114,18 @@ def _lines(
     say(f"{count(seen, noun)} in {duration(seconds)}{rate}")
 
 
-_POLL = 0.5  # seconds between looks at the file
+_POLL = 0.5  # seconds between reads of the file
 
-OnSteps = Callable[[History | None, Sequence[Step]], None]  # all there is, and what of it is new
+OnSteps = Callable[[History | None, Sequence[Step]], None]  # the history so far, its new steps
 
 
 def follow(reader: HistoryReader, console: Console, on_steps: OnSteps | None = None) -> History:
-    """Show a history as it grows, until its training has ended, and return it then.
+    """Show a growing history until its training ends, and return the history.
 
     Args:
-        reader: Of the file; it may be empty as yet.
-        console: A terminal shows one screen, anything else gets a line a step.
-        on_steps: Called with what is new instead.
+        reader: The reader of the file, which may still be empty.
+        console: A terminal shows one screen; other outputs get a line for each step.
+        on_steps: Called with new steps instead of showing them.
     """
     with _display(console, on_steps) as show:
         while True:
@@ -169,9 +169,9 @@ def _print(found: History | None, new: Sequence[Step], console: Console) -> None
 
 
 def _screen(found: History | None, console: Console) -> Text:
-    """Return what fits the terminal, with a last line that says how to leave."""
+    """Return the history cut to the terminal's height, with a last line on how to leave."""
     width, height = console.size
-    lines = [Text("no step is measured yet", style="yellow")]
+    lines = [Text("no step has been measured yet", style="yellow")]
     if found is not None:
         file = io.TextIOWrapper(io.BytesIO(), console.encoding, "replace")
         inner = Console(
@@ -187,6 +187,6 @@ def _screen(found: History | None, console: Console) -> Text:
         render(found, inner, full=False)
         file.seek(0)
         lines = list(Text.from_ansi(file.read()).split(allow_blank=True))
-    last = Text("Ctrl-C leaves; the training goes on", style="dim", end="")
+    last = Text("Ctrl-C closes; the training continues", style="dim", end="")
     last.truncate(width)
     return Text("\n", no_wrap=True, end="").join([*lines[: max(0, height - 1)], last])

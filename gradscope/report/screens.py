@@ -1,4 +1,4 @@
-"""What the commands say when they are done: compare, compute, its plan, check, merge, export."""
+"""Output of commands when they are done: compare, compute, its plan, check, merge, export."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from gradscope.storage import ExportedFile
 
 
-_ROWS = 20  # parameters that disagree, unless all are asked for
+_ROWS = 20  # the most parameters in a list of disagreements, without --verbose
 
 
 def render_comparison(comparison: "Comparison", console: Console, verbose: bool = False) -> None:
-    """Print a row a backend, with `verbose` the kernels, then what disagrees, then refusals."""
+    """Print a row for each backend, the kernels (`verbose`), disagreements, and refusals."""
     rows = comparison.rows
     print_table(console, comparison.table())
     plain = f"{duration(comparison.baseline_seconds)}, {size(comparison.baseline_bytes)}"
@@ -95,14 +95,14 @@ def _print_wrapped(text: str, console: Console) -> None:
 
 
 def _render_kernels(choices: Sequence["ChosenVariant"], console: Console) -> None:
-    """Print a row a request: the kernel that was chosen, its time, and those of the others."""
+    """Print a row for each request: the chosen kernel, its time, the times of other kernels."""
     if not choices:
         return
     others = [
         ", ".join(f"{name} {duration(s)}" for name, s in one.seconds.items() if name != one.variant)
         for one in choices
     ]
-    heading(console, "Kernels, and the time they took")
+    heading(console, "Kernels and their times")
     columns = [
         Column("kernel", [one.variant for one in choices], justify="left"),
         Column("time", [duration(one.seconds.get(one.variant)) for one in choices]),
@@ -113,12 +113,12 @@ def _render_kernels(choices: Sequence["ChosenVariant"], console: Console) -> Non
 
 
 def render_run(result: "RunReport", console: Console) -> None:
-    """Print what was computed, what of it was proved, and what was written where."""
+    """Print the parameters, the proof, the written file and the time of a run."""
     shown = largest_shares(result.parameters)
     print_table(console, parameter_table(shown))
     left = len(result.parameters) - len(shown)
     if left:
-        more = f"{count(left, 'parameter')} of a smaller share: gradscope stats --full"
+        more = f"{count(left, 'parameter')} with a smaller share: gradscope stats --full"
         console.print(Text(more, style="dim"), overflow="fold")
     heading(console, "Run")
     speed = f", {short(result.samples / result.seconds)} {result.noun}s/s" if result.seconds else ""
@@ -132,7 +132,7 @@ def render_run(result: "RunReport", console: Console) -> None:
 
 
 def _outcome(result: "RunReport | MergeReport", audits: str | None = None) -> list[Fact]:
-    """Return what was proved, what is not finite, what was written where, and the chains."""
+    """Return the proof, non-finite numbers, the written file, and the chains."""
     rows = certificate_facts(result.certificate, result.noun, audits) + _nonfinite(result)
     if result.path is not None:
         rows.append(("written", f"{result.path} ({size(result.bytes)})"))
@@ -140,23 +140,23 @@ def _outcome(result: "RunReport | MergeReport", audits: str | None = None) -> li
 
 
 def _nonfinite(result: "RunReport | MergeReport") -> list[Fact]:
-    """Return what is not finite: samples, and numbers that chains have made so."""
+    """Return the counts of non-finite samples, and of non-finite numbers in each chain."""
     lines = []
     if result.nonfinite:
         samples = count(result.samples, result.noun)
-        lines.append(f"{result.nonfinite:,} of {samples}: they are flagged in the file")
+        lines.append(f"{result.nonfinite:,} of {samples}, flagged in the file")
     for chain, numbers in zip(result.chains, result.chains_nonfinite, strict=False):
         if numbers:
-            lines.append(f"{count(numbers, 'number')} of {chain}")
+            lines.append(f"{count(numbers, 'number')} in the result of {chain}")
     return facts_under("not finite", [Styled(line, "bold red") for line in lines])
 
 
 def render_merge(result: "MergeReport", console: Console) -> None:
-    """Print what was merged, what of it was proved, and what was written where."""
+    """Print the merged samples, their proof, and the written file."""
     merged = f"{count(result.samples, result.noun)} of {count(result.files, 'file')}"
     rows: list[Fact] = [*_outcome(result), ("merged", f"{merged} in {duration(result.seconds)}")]
     if result.recomputed:
-        again = f"{count(result.recomputed, result.noun)} one by one: the same losses and norms"
+        again = f"{count(result.recomputed, result.noun)} one by one, with equal losses and norms"
         rows.append(("recomputed", again))
     rows += facts_under("note", result.notes)
     if result.virtual:
@@ -165,7 +165,7 @@ def render_merge(result: "MergeReport", console: Console) -> None:
 
 
 def render_export(found: Sequence["ExportedFile"], console: Console) -> None:
-    """Print each file with its size and what is in it."""
+    """Print each file with its content and its size."""
     for one in found:
         if one.shape is None:
             what = count(len(one.names), "parameter")
@@ -177,9 +177,9 @@ def render_export(found: Sequence["ExportedFile"], console: Console) -> None:
 
 
 def render_plan(plan: "Estimate", console: Console, verbose: bool = False) -> None:
-    """Print what a run would choose and cost, and with `verbose` which kernels it would take."""
+    """Print the choices and the cost of a planned run, with `verbose` also its kernels."""
     known = plan.memory is not None
-    memory = f"about {size(plan.memory)} beside model and data" if known else "not known"
+    memory = f"about {size(plan.memory)} in addition to model and data" if known else "not known"
     samples = f"{count(plan.samples, plan.noun)}, {plan.batch_size:,} at a time"
     rows: list[Fact] = [
         (f"{plan.noun}s", samples),
@@ -197,16 +197,16 @@ def render_plan(plan: "Estimate", console: Console, verbose: bool = False) -> No
 
 
 def render_disk_space(room: "DiskSpace", console: Console) -> None:
-    """Print, before a large run, what it will write and how long it will take."""
+    """Print the disk space and the time of a large run before it starts."""
     print_facts(console, [*_space(room), _time(room)])
 
 
 def _time(room: "DiskSpace") -> Fact:
-    return "time", f"about {duration(room.seconds)}, and what the disk takes"
+    return "time", f"about {duration(room.seconds)}, without the time to write"
 
 
 def _space(room: "DiskSpace") -> list[Fact]:
-    """Return what is said about the file: its bytes, those free, what other layouts take."""
+    """Return the size of the file, the free space, and the sizes in other layouts."""
     most = "before compression " if room.compressed else ""
     takes = f"{size(room.bytes)} {most}in the {room.layout} layout"
     rows: list[Fact] = [("file", f"{takes}, {size(room.free)} free")]
@@ -221,13 +221,13 @@ def _space(room: "DiskSpace") -> list[Fact]:
 
 
 def render_inspection(found: "Inspection", console: Console, verbose: bool = False) -> None:
-    """Print what was loaded, what the first batch gave, its proof, and the plan."""
+    """Print the inputs, the results of the first batch, its proof, and the plan."""
     model, checkpoint, data, loss = found.model, found.checkpoint, found.dataset, found.loss
     arrays = data["arrays"]
     sizes = f"{count(model['parameters'], 'parameter')} of {count(model['numbers'], 'number')}"
     placed = f"{model['dtype']} on {model['device']}"
     options = [f"{key}={value}" for key, value in loss.items() if key != "name"]
-    heading(console, "What is read")
+    heading(console, "Inputs")
     rows: list[Fact] = [
         ("model", f"{model['class']}, {model['mode']}, {sizes}, {placed}"),
         ("weights", checkpoint["path"]),
@@ -258,7 +258,7 @@ def render_inspection(found: "Inspection", console: Console, verbose: bool = Fal
 
 
 def _described(array: Mapping[str, Any], computed: str) -> str:
-    """Return the dtype of an array, and the one that a model casts it to, and a sample's shape."""
+    """Return an array's dtype, the dtype that the model casts it to, and a sample's shape."""
     dtype: str = array["dtype"]
     cast = "float" in dtype and "float" in computed and dtype != computed
     shape = f"{_sizes(array['sample'])} a sample" if "sample" in array else ""
@@ -271,9 +271,9 @@ def _sizes(shape: Sequence[int]) -> str:
 
 
 def _wrong(share: float) -> Line:
-    """Return how many are predicted as another class; and what to look at where most are."""
-    text = f"{percent(share)} predicted as another class"
-    hint = "; are the inputs scaled and the classes in order as in training?"
+    """Return the share of wrong predictions; if it is large, also what to check."""
+    text = f"{percent(share)} predicted wrongly"
+    hint = "; check that inputs are scaled and classes are ordered as in training"
     return Styled(f"{text}{hint}", "yellow") if share > 0.5 else text
 
 

@@ -1,4 +1,4 @@
-"""Sections on a terminal: tables that fit the width there is, bars of text."""
+"""Results on a terminal: tables that fit its width, and bars of text."""
 
 import math
 from collections.abc import Sequence
@@ -35,18 +35,18 @@ from gradscope.stats.sections import (
 _GAP = 2
 _NARROW = 40
 _NARROWEST_NAME = 16
-_NAME_SHARE = 0.4  # the share of the width, before numbers are hidden for long names
+_NAME_SHARE = 0.4  # names may take this share of the width before numbers are hidden
 _WIDEST_BAR = 100
 _EIGHTHS = " ▏▎▍▌▋▊▉"
-_CARD = 14  # cells of a sample's picture and its captions
-_LINES = 3  # lines of a sample's text
+_CARD = 14  # the width of a sample's picture and captions, in characters
+_LINES = 3  # the most lines of a sample's text
 _HALVES, _HALF = " ▄▀█", 127
 
 
 def render(result: Displayable, console: Console, full: bool = True) -> None:
-    """Print what a result is about, what is wrong with it, and its sections.
+    """Print the facts, warnings and sections of a result.
 
-    Not `full`: what fits one screen, and how to see the rest, where there is such a choice.
+    Without `full`, print the brief form, which fits one screen, if the result has it.
     """
     found = result.overview()
     brief = None if full else found.brief
@@ -78,7 +78,7 @@ def heading(console: Console, title: str) -> None:
 
 
 def print_facts(console: Console, rows: Sequence[Fact]) -> None:
-    """Print labels with their values, which wrap; all is made visible."""
+    """Print labels with their values, which wrap."""
     grid = Grid.grid(padding=(0, _GAP, 0, 0))
     grid.add_column(no_wrap=console.width >= _NARROW, overflow="fold", style="dim")
     grid.add_column(overflow="fold")
@@ -94,7 +94,7 @@ def print_facts(console: Console, rows: Sequence[Fact]) -> None:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table; columns that do not fit are hidden, names never cut so that two look alike."""
+    """Print a table. Columns that do not fit are hidden; shortened names stay distinct."""
     columns = [_SafeColumn.of(column) for column in table.columns]
     if table.names is None:
         kept = _fitting(columns, console.width + _GAP)
@@ -114,12 +114,13 @@ def print_table(console: Console, table: Table) -> None:
             return
     hidden = [c.title for c in columns if c not in kept]
     if hidden:
-        console.print(Text(f"(hidden for want of width: {', '.join(hidden)})", style="dim"))
+        text = f"(hidden, terminal too narrow: {', '.join(hidden)})"
+        console.print(Text(text, style="dim"))
 
 
 @dataclass(frozen=True, eq=False)
 class _SafeColumn:
-    """A column that is safe to show, and the cells it needs."""
+    """A column whose texts are safe to show, with its width in characters."""
 
     title: str
     cells: Sequence[Text]
@@ -138,7 +139,7 @@ class _SafeColumn:
 
 
 def _fitting(columns: Sequence[_SafeColumn], width: int) -> list[_SafeColumn]:
-    """Hide columns of the highest rank until the rest fits, each with its gap."""
+    """Return the columns that fit, without the columns of the highest ranks."""
     kept = list(columns)
     while sum(c.width + _GAP for c in kept) > width:
         last = max(kept, key=lambda c: c.rank, default=None)
@@ -183,7 +184,7 @@ def printable(console: Console, cards: Sequence[Card]) -> bool:
 
 
 def print_cards(console: Console, cards: Sequence[Card]) -> None:
-    """Print samples side by side with their pictures, or one below the other with their texts."""
+    """Print samples with pictures side by side, or samples with texts one below the other."""
     if all(isinstance(card.content, str) for card in cards):
         for card in cards:
             about = ", ".join([card.title, *card.captions()])
@@ -211,7 +212,7 @@ def _card(card: Card, coloured: bool) -> Text:
 
 
 def _blocks(values: Any, coloured: bool) -> list[Text]:
-    """Draw a picture (h, w) or (h, w, 3) uint8 in half blocks, two rows of it a line."""
+    """Draw a picture (h, w) or (h, w, 3) uint8 in half blocks, two rows in each line."""
     step = max(1, -(-max(values.shape[:2]) // _CARD))
     h, w = (size // step * step for size in values.shape[:2])
     parts = values[:h, :w].reshape(h // step, step, w // step, step, -1)
@@ -236,7 +237,7 @@ def _rgb(pixel: Any) -> Color:
 
 
 def _print_histogram(histogram: Histogram, console: Console) -> None:
-    """Print one line a bin: its edges, its count, a bar. A count above zero has a visible bar."""
+    """Print a line for each bin: edges, count, bar. A count above zero has a visible bar."""
     rows = bins(histogram)
     left = max((len(label) for label, _ in rows), default=0)
     right = max((len(f"{n:,}") for _, n in rows), default=0)

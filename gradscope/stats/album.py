@@ -1,4 +1,4 @@
-"""Samples on cards: a picture or a text with its label and the prediction."""
+"""Cards of samples: a picture or a text with its label and the prediction."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ class NamedSample(Protocol):
     """A row about a sample."""
 
     index: int  # its position in the data set
-    id: int | str | None  # its own name
+    id: int | str | None  # its name in the data
 
 
 class PredictedSample(NamedSample, Protocol):
@@ -27,7 +27,7 @@ class PredictedSample(NamedSample, Protocol):
 
 
 def sample_name(row: NamedSample) -> str:
-    """Return what a sample is called: its own name, else its position in the data set."""
+    """Return the name of a sample: its id, else its position in the data set."""
     return str(row.index if row.id is None else row.id)
 
 
@@ -38,17 +38,17 @@ def is_wrong(row: PredictedSample) -> bool:
 
 
 def target_text(opened: ShownData, target: Any) -> str:
-    """Return a target, with the name that the data have for its class."""
+    """Return a target, with the name of its class if the data have one."""
     name = opened.class_name(target)
     return value_text(target) if name is None else f"{name} ({target})"
 
 
 class Album:
-    """The contents of samples, opened in their data sets.
+    """The inputs of samples, read from their data sets.
 
     Attributes:
         datasets: The data sets, by name.
-        contents: A picture, a text or a row of numbers, by data set and index, where known.
+        contents: Pictures, texts or rows of numbers by (data set, index), if known.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Album:
     def card(
         self, dataset: str, row: PredictedSample, lines: Sequence[str] = (), kind: str = "sample"
     ) -> Card:
-        """Return a sample with its label, the model's prediction, and more `lines` about it."""
+        """Return the card of a sample: label, prediction, and further `lines`."""
         opened, known = self.datasets[dataset], list[str]()
         kind = "token" if kind == "sample" and opened.of_row else kind
         if row.target is not None:
@@ -81,7 +81,7 @@ class Album:
 
 
 def scaled(contents: Sequence[Content | None]) -> list[Content | None]:
-    """Return samples with pictures as bytes. Pictures of one shape share one scale, 0 to 255."""
+    """Return samples with pictures as bytes; pictures of one shape share a scale, 0 to 255."""
     pictures = [content for content in contents if isinstance(content, np.ndarray)]
     ranges = {}
     for shape in {picture.shape for picture in pictures}:
@@ -102,7 +102,7 @@ def scaled(contents: Sequence[Content | None]) -> list[Content | None]:
 def with_samples(result: Displayable, opened: ShownData) -> Overview:
     """Return the overview of a result with a card for each sample that it lists.
 
-    Rows of numbers are left out: they are no easier to see than the file.
+    Samples that are rows of numbers get no card.
     """
     found = result.overview()
     every = [*found.sections, *(found.brief.sections if found.brief else ())]

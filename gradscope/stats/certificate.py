@@ -1,6 +1,6 @@
-"""What is recorded of a run: the facts of a file, and how far its numbers are proved.
+"""Facts of a result file: its run, and the proof of its numbers.
 
-Also whether the numbers of a few samples, drawn by seed, belong together.
+Also a check that the numbers of a few random samples are consistent.
 """
 
 import math
@@ -23,11 +23,11 @@ from gradscope.stats.source import Source, finite_samples, labels_of, noun_of, r
 Span = tuple[int, int]  # first and last position in the data set
 
 _AUDIT = ("batches", "proved", "audited", "error", "parameter")
-_LISTED = 4  # ranges of samples, and parameters
+_LISTED = 4  # the most ranges of samples, and the most parameters, in a line
 
 
 class MergedFiles(Record):
-    """The files that one was merged from."""
+    """The files that were merged into a file."""
 
     count: int
     verified: int
@@ -36,7 +36,7 @@ class MergedFiles(Record):
 
 
 class Proof(Record):
-    """What was proved of a file's numbers, and of which batches."""
+    """The proof of a file's numbers: its batches, errors and gaps."""
 
     verified: bool | None = None
     verify: Literal["audit", "first", "always", "never", "mixed"] | None = None
@@ -52,7 +52,7 @@ class Proof(Record):
 
     @classmethod
     def of(cls, certificate: Mapping[str, Any]) -> "Proof":
-        """Read it from a certificate; a malformed one counts as not recorded."""
+        """Return the proof in a certificate; a malformed certificate counts as not recorded."""
         audit = certificate.get("audit")
         audit = audit if isinstance(audit, Mapping) else {}
         verified = certificate.get("verified")
@@ -79,11 +79,11 @@ class ChainFacts(Record):
 
 
 class FileFacts(Record):
-    """What the file is; `docs/statistics.md` explains the keys."""
+    """Facts of a file; `docs/statistics.md` explains the keys."""
 
     path: str
     bytes: int | None
-    noun: str  # what has a row: sample or token
+    noun: str  # the kind of row: sample or token
     samples: int
     parameters: int
     entries: int
@@ -96,7 +96,7 @@ class FileFacts(Record):
 
     @classmethod
     def of(cls, file: Source) -> "FileFacts":
-        """Return what `file` is; the backend is the one proved, else the one asked for."""
+        """Return the facts of `file`; the backend is the proved one, else the requested one."""
         path, run = Path(file.path), dict(file.run)
         sizes = [prod(map(int, shape)) for shape in file.parameters.values()]
         records = (dict(file.certificate), run, run.get("compute") or {})
@@ -117,11 +117,11 @@ class FileFacts(Record):
         )
 
     def label(self, row: Any) -> str:
-        """Return what a row is called in a picture: its index, or a token's SAMPLE:POSITION."""
+        """Return the name of a row in a picture: its index, or SAMPLE:POSITION of a token."""
         return str(row.id if self.noun == "token" else row.index)
 
     def in_short(self) -> list[Fact]:
-        """Return what has to be known of any file: what it is about, and whether it is proved."""
+        """Return the main facts: size, certificate, unused parameters, labels, chains."""
         sizes = f"{count(self.parameters, 'parameter')} ({self.entries:,} entries)"
         return [
             (f"{self.noun}s", f"{self.samples:,}, {sizes}, {size(self.bytes)}"),
@@ -132,7 +132,7 @@ class FileFacts(Record):
         ]
 
     def shown(self) -> list[Fact]:
-        """Return them as labels with their values."""
+        """Return all facts as labels with their values."""
         return [
             (f"{self.noun}s", f"{self.samples:,}"),
             ("parameters", f"{self.parameters:,} ({self.entries:,} entries)"),
@@ -147,18 +147,18 @@ class FileFacts(Record):
 def certificate_facts(
     certificate: Mapping[str, Any], noun: str, audits: str | None = None
 ) -> list[Fact]:
-    """Return what was proved; `audits` is what the run itself says of those not recorded too."""
+    """Return what was proved. `audits` replaces the recorded line on audited batches."""
     proof = Proof.of(certificate)
     rows = facts_under("certificate", _verdicts(certificate, proof, noun))
     rows += facts_under("audits", _audits(proof, audits, noun))
     if proof.unproved:
         names = texts.listed(proof.unproved, _LISTED)
-        rows.append(("not proved", f"{names}: too small to tell from rounding"))
+        rows.append(("not proved", f"{names}: as small as rounding errors"))
     return rows + unused_facts(certificate)
 
 
 def verdict(certificate: Mapping[str, Any]) -> Styled:
-    """Return what the proof of one batch came to."""
+    """Return the result of the proof of one batch."""
     verified = certificate.get("verified")
     if verified is None:
         return Styled("not recorded", "yellow")
@@ -170,14 +170,14 @@ def verdict(certificate: Mapping[str, Any]) -> Styled:
 
 
 def unused_facts(certificate: Mapping[str, Any]) -> list[Fact]:
-    """Return the parameters that no sample's loss reached, if there are any."""
+    """Return the parameters that no sample's loss depends on, if there are any."""
     names = certificate.get("unused")
     known = isinstance(names, list | tuple) and names
     return [("unused", ", ".join(map(str, known)))] if known else []
 
 
 def spans(found: Sequence[Span], noun: str) -> str:
-    """Return "samples 0 to 13, 1288 to 1301", of many the first and the last."""
+    """Return "samples 0 to 13, 1288 to 1301"; a long list is shortened in the middle."""
     words = [str(a) if a == b else f"{a} to {b}" for a, b in found]
     if len(words) > _LISTED:
         words = [*words[:2], f"... ({len(words) - 3:,} more)", words[-1]]
@@ -186,7 +186,7 @@ def spans(found: Sequence[Span], noun: str) -> str:
 
 
 def _verdicts(certificate: Mapping[str, Any], proof: Proof, noun: str) -> list[Styled]:
-    """Return what is not verified, then the verdict with the batches that it is about."""
+    """Return the samples that are not verified, then the verdict with its batches."""
     merged, lost, which = proof.merged, [], "the first batch"
     if merged is not None and merged.verified:
         files = count(merged.count, "file")
@@ -196,7 +196,7 @@ def _verdicts(certificate: Mapping[str, Any], proof: Proof, noun: str) -> list[S
             said = f"NOT VERIFIED: {spans(merged.unverified, noun)} (verify = never)"
             lost = [Styled(said, "bold yellow")]
     elif proof.positions and proof.audited and proof.positions[0] != proof.audited[0][0]:
-        which = spans([proof.positions], noun)  # those before have no gradient but zero
+        which = spans([proof.positions], noun)  # earlier gradients are all zero
     text, style = verdict(certificate)
     if text.startswith("passed") and (proof.verified or merged is not None):
         text = f"{which} {text}"
@@ -204,7 +204,7 @@ def _verdicts(certificate: Mapping[str, Any], proof: Proof, noun: str) -> list[S
 
 
 def _audits(proof: Proof, audits: str | None, noun: str) -> list[Line]:
-    """Return which batches were audited, and what was found."""
+    """Return which batches were audited, and the largest error."""
     if not proof.batches or not proof.proved:
         return []
     batches = count(proof.batches, "batch")
@@ -212,7 +212,7 @@ def _audits(proof: Proof, audits: str | None, noun: str) -> list[Line]:
     if audits is not None:
         lines.append(audits)
     elif proof.verify == "first" and proof.batches > 1:
-        which = ", the first" if proof.proved == 1 else ""  # of merged files, that of each
+        which = ", the first" if proof.proved == 1 else ""  # merged files have one each
         said = f"{proof.proved:,} of {batches} proved{which} (verify = first)"
         lines.append(Styled(said, "yellow"))
     elif proof.batches == proof.proved:
@@ -224,23 +224,23 @@ def _audits(proof: Proof, audits: str | None, noun: str) -> list[Line]:
         lines.append(f"largest error {proof.error:.0e}{where}")
     if proof.merged is not None and proof.verify != "first" and proof.merged.first_only:
         which = spans(proof.merged.first_only, noun)
-        lines.append(Styled(f"of {which} the first batch alone (verify = first)", "bold yellow"))
+        lines.append(Styled(f"{which}: only the first batch (verify = first)", "bold yellow"))
     return lines
 
 
 RowPositions = NDArray[np.intp]
 
-_FEW = 4  # samples of a file
-_MOST = 64  # parameters whose rows are read: of a file with thousands, that takes its time
-# by the run's dtype, relative to a norm, and to that of the sample's whole gradient: where terms
-# cancel, norms lose half their digits
+_FEW = 4  # samples checked in a file
+_MOST = 64  # the most parameters whose rows are read
+# tolerances by the run's dtype: relative to the parameter's norm and to the norm of the sample's
+# whole gradient; norms lose half their digits where terms cancel
 _HALF, _SINGLE, _DOUBLE = (0.02, 0.05), (1e-3, 0.02), (1e-6, 1e-5)
 _PRECISIONS = {"float16": _HALF, "bfloat16": _HALF, "float64": _DOUBLE, "complex128": _DOUBLE}
-_PIECE = 2**20  # entries that are squared at a time
+_PIECE = 2**20  # entries squared at a time
 
 
 def spot_check_rows(file: Source, seed: int) -> RowPositions:
-    """Return the rows of up to four finite samples: the last, and others drawn by seed."""
+    """Return the rows of up to four finite samples: the last one and random ones."""
     finite = np.flatnonzero(finite_samples(file))
     draw = np.random.default_rng(seed)
     others = finite[:-1]
@@ -249,20 +249,20 @@ def spot_check_rows(file: Source, seed: int) -> RowPositions:
 
 
 def tolerances(dtype: str) -> tuple[float, float]:
-    """Return how far norms may differ: a share of the norm, and of that of the whole gradient."""
+    """Return the tolerances relative to the norm, and to the norm of the whole gradient."""
     return _PRECISIONS.get(dtype, _SINGLE)
 
 
 def require_consistent(file: Source, seed: int = 0) -> None:
-    """Check a few samples: their parameters' norms make up their norm, and are those of the rows.
+    """Check the norms of a few samples against their parameters' norms and stored rows.
 
-    Rows of a chain `identity` are read where there is one: of thousands of parameters, of some.
+    Rows of the chain `identity` are read if stored, for up to 64 parameters.
 
     Raises:
-        ResultFileError: They do not.
+        ResultFileError: A norm differs.
     """
     rows = spot_check_rows(file, seed)
-    if labels_of(file) == "exact" or not len(rows):  # expectations over labels do not add up so
+    if labels_of(file) == "exact" or not len(rows):  # expectations do not add up
         return
     index = [int(i) for i in np.asarray(file.samples["index"])[rows]]
     whole, squares = wide(file.samples["norm"])[rows], np.zeros(len(rows))
@@ -275,10 +275,10 @@ def require_consistent(file: Source, seed: int = 0) -> None:
             if not abs(a - b) <= most:
                 norm, other = texts.unequal(a, b)
                 raise ResultFileError(
-                    f"the gradient of sample {i} {by}is recorded with the norm {norm}, "
-                    f"and {source} {other}",
+                    f"the numbers of sample {i} contradict each other: the recorded norm of its "
+                    f"gradient {by}is {norm}, but {source} {other}",
                     where=str(file.path),
-                    remedy="Its numbers do not belong together: compute it again.",
+                    remedy="Compute the file again.",
                 )
 
     for name in file.norms:
@@ -287,9 +287,9 @@ def require_consistent(file: Source, seed: int = 0) -> None:
         if name in read and not getattr(stored[name], "overflowed", 0):
             found = np.array([_norm(stored[name][int(row)]) for row in rows])
             slack = limit * norms + share * whole
-            require(norms, found, slack, f"by {name!r} ", "its stored row has")
+            require(norms, found, slack, f"for {name!r} ", "the norm of its stored row is")
     slack = limit * whole + np.finfo(np.float32).tiny
-    require(whole, np.sqrt(squares), slack, "", "those of its parameters make")
+    require(whole, np.sqrt(squares), slack, "", "the norms of its parameters give")
 
 
 def _norm(row: np.ndarray) -> float:

@@ -1,4 +1,4 @@
-"""Two files: the changes from the first to the second."""
+"""Comparison of two files: the changes from the first to the second."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -55,8 +55,8 @@ from gradscope.stats.source import (
     rows_unusable,
 )
 
-_DRAWN = 40  # parameters in a picture
-_COMPARED = ("mean_norm", "mean_gradient_norm", "signal_to_noise")  # of a parameter
+_DRAWN = 40  # the most parameters in a picture
+_COMPARED = ("mean_norm", "mean_gradient_norm", "signal_to_noise")  # compared for each parameter
 
 T = TypeVar("T")
 Two = tuple[T, T]
@@ -71,7 +71,7 @@ class NumberPair(Record):
 
     @classmethod
     def of(cls, numbers: Iterable[float | None]) -> "NumberPair":
-        """Return the two numbers with their ratio; numbers that are not finite are None."""
+        """Return the two numbers with their ratio. A non-finite number becomes None."""
         first, second = map(number, numbers)
         return cls(first=first, second=second, ratio=ratio(second, first))
 
@@ -95,7 +95,7 @@ class SampleChange(SampleRecord):
 
 
 class Difference(Record, Displayable):
-    """What changed."""
+    """The changes from the first file to the second."""
 
     schema_: Literal["gradscope.stats.difference"] = "gradscope.stats.difference"
     version: Literal[1] = 1
@@ -118,7 +118,7 @@ class Difference(Record, Displayable):
     norms: tuple[tuple[float, float], ...] = Field(default=(), exclude=True, repr=False)
 
     def overview(self) -> Overview:
-        """Return all that is shown of it."""
+        """Return the facts, sections and pictures to show."""
         facts: list[Fact] = []
         records = {}
         for word, file in zip(("first", "second"), self.files, strict=True):
@@ -141,13 +141,13 @@ def difference(first: Source, second: Source, top: int = 10, rows: bool = True) 
     """Compare two open result files of the same model, at two checkpoints or on two data sets.
 
     Args:
-        first: Before.
-        second: After.
-        top: How many samples to list.
+        first: The file before the change.
+        second: The file after the change.
+        top: The number of samples to list.
         rows: Whether to read stored gradients.
 
     Raises:
-        SpecError: They have no parameter in common.
+        SpecError: The files have no parameter in common.
     """
     names = [k for k, shape in first.parameters.items() if second.parameters.get(k) == shape]
     if not names:
@@ -201,7 +201,7 @@ def difference(first: Source, second: Source, top: int = 10, rows: bool = True) 
 
 
 def _common(both: Sequence[tuple[Source, Samples]]) -> Two[Positions]:
-    """Return where in the two tables the samples are that both have (m,), as in the first."""
+    """Return the places (m,) in both tables of their common samples, in the first file's order."""
     first, second = (keys_of(file.samples)[table.rows] for file, table in both)
     _, *matched = np.intersect1d(first, second, return_indices=True)
     order = np.argsort(matched[0])
@@ -209,7 +209,7 @@ def _common(both: Sequence[tuple[Source, Samples]]) -> Two[Positions]:
 
 
 def _moved(tables: Two[Samples], before: int, after: int, by: float) -> SampleChange:
-    """Return a sample that is at one place before and at another after, side by side."""
+    """Return the change of a sample from place `before` of the first file to `after`."""
     a, b = tables
     return SampleChange(
         **a.described(int(before)),
@@ -220,7 +220,7 @@ def _moved(tables: Two[Samples], before: int, after: int, by: float) -> SampleCh
 
 
 def _changed(name: str, cosine: float | None, rows: Sequence[Mapping[str, Any]]) -> ParameterChange:
-    """Return one parameter's row of both files, side by side."""
+    """Return the change of one parameter."""
     both = {k: NumberPair.of(getattr(of_file[name], k) for of_file in rows) for k in _COMPARED}
     return ParameterChange(name=name, cosine=cosine, **both)
 
@@ -228,7 +228,7 @@ def _changed(name: str, cosine: float | None, rows: Sequence[Mapping[str, Any]])
 def _products(
     files: Two[Source], tables: Two[Samples], names: Sequence[str], rows: bool
 ) -> dict[str, float] | None:
-    """Return ⟨G, G′⟩ by parameter; None if a mean is neither stored nor computable from rows."""
+    """Return ⟨G, G′⟩ by parameter, or None if a mean is not stored and cannot be computed."""
     means = []
     for file, table in zip(files, tables, strict=True):
         mean, arrays = mean_of(file), rows_of(file)
@@ -255,7 +255,7 @@ def _cosine(
 def _distances(
     files: Two[Source], tables: Two[Samples], at: Two[Positions], names: Sequence[str]
 ) -> Floats | None:
-    """Return ‖gᵢ′ − gᵢ‖ (m,) of the samples of both; None unless both files have rows."""
+    """Return ‖gᵢ′ − gᵢ‖ (m,) of the common samples, or None if a file has no usable rows."""
     arrays = [rows_of(file) for file in files]
     if arrays[0] is None or arrays[1] is None or any(map(rows_unusable, files)):
         return None
@@ -357,7 +357,7 @@ def _pictures(found: Difference) -> Iterator[Picture]:
     if found.samples:
         label = found.files[0].label
         named = [(r.norm.first or 0.0, r.norm.second or 0.0, label(r)) for r in found.samples]
-        pairs = found.norms or [(x, y) for x, y, _ in named]  # read back from JSON it has no others
+        pairs = found.norms or [(x, y) for x, y, _ in named]  # after `from_json`
         yield ScatterPicture(
             label=f"Norms of the {found.files[0].noun}s in both files",
             title="Norms, second against first",

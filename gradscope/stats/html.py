@@ -1,4 +1,4 @@
-"""HTML of an overview: a page and a notebook show the same facts, tables and cards."""
+"""HTML of an overview, for pages and notebooks: facts, tables and cards."""
 
 import json
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from gradscope.stats.sections import (
     text_of,
 )
 
-_LARGEST = 112  # pixels of a sample's side
+_LARGEST = 112  # the largest side of a sample's picture, in pixels
 
 
 def facts(rows: Sequence[Fact], label: str = "") -> str:
@@ -50,12 +50,12 @@ def table(found: Table, label: str = "") -> str:
 
 
 def title(found: Overview) -> str:
-    """Return the names of the files that a page is about."""
+    """Return the names of the result files."""
     return " and ".join(Path(path).name for path in found.paths)
 
 
 def header(found: Overview) -> str:
-    """Return the first lines of a page: the names of the files, and what is wrong with them."""
+    """Return the first lines of a page: the names of the files, and warnings."""
     return f"<h1>{markup.safe(title(found))}</h1>\n{warnings(found)}"
 
 
@@ -78,7 +78,7 @@ def about(found: Overview, label: str) -> str:
 
 
 def shown(sections: Sequence[Section]) -> list[Section]:
-    """Return the sections of a page: those that replace cards only if there are no cards."""
+    """Return the sections of a page. Sections with `instead` are left out if there are cards."""
     cards = any(section.cards for section in sections)
     return [section for section in sections if not (cards and section.instead)]
 
@@ -86,7 +86,7 @@ def shown(sections: Sequence[Section]) -> list[Section]:
 def section(found: Section, noun: str) -> str:
     """Return the content of a section without its title. A click opens its formulas.
 
-    Cards come before the table of the same samples, which a click opens.
+    If there are cards, they come first, and a click opens the table of the same samples.
     """
     parts = []
     if found.facts:
@@ -109,7 +109,7 @@ def section(found: Section, noun: str) -> str:
 
 
 def _groups(groups: Sequence[tuple[str, Sequence[Card]]]) -> str:
-    """Return samples on cards, several groups side by side."""
+    """Return cards of samples, several groups side by side."""
     parts = []
     for heading, cards in groups:
         above = f"<h3>{markup.safe(heading)}</h3>" if heading else ""
@@ -125,7 +125,7 @@ def _range(histogram: Histogram) -> str:
 
 
 def _card(card: Card) -> str:
-    """Return a sample; a text of it can be scrolled by the keyboard."""
+    """Return the card of a sample. A long text can be scrolled with the keyboard."""
     kinds, content = "card", ""
     if card.wrong is not None:
         kinds += " wrong"
@@ -142,7 +142,7 @@ def _card(card: Card) -> str:
 
 
 def _source(pixels: Pixels) -> str:
-    """Return a picture as a data URI, large ones made smaller."""
+    """Return a picture as a data URI; a large picture is made smaller."""
     from PIL import Image
 
     picture = Image.fromarray(pixels.values)

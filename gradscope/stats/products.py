@@ -1,7 +1,7 @@
 """Products of gradients with each other and with their mean, from the chains of a file.
 
-From stored rows, a chain `gram`, or a chain `cosine:to=mean`, in this order; projections serve the
-neighbours of a sample and the spectrum, approximately.
+The first that the file has is used: stored rows, a chain `gram`, a chain `cosine:to=mean`.
+Projections give the neighbours of a sample and the spectrum, approximately.
 """
 
 from collections.abc import Iterable
@@ -28,26 +28,26 @@ from gradscope.stats.source import (
     rows_unusable,
 )
 
-_CLASSES = 100  # more distinct targets than these are not taken for classes
-_PAIRED = 2000  # samples compared pairwise
-_WORK = 4e10  # multiplications for it: m² P
-_HELD = 2**25  # numbers of a parameter that are held for it: m p
-_GROUP_BYTES = 2**28  # for the sums of all classes in one parameter
-_COMPARED = 2**21  # numbers of an array whose rows are compared, in work at a time
+_CLASSES = 100  # targets with more distinct values are not classes
+_PAIRED = 2000  # the most samples compared pairwise
+_WORK = 4e10  # the most multiplications for pairs, m² P
+_HELD = 2**25  # the most numbers of one parameter in memory for pairs, m p
+_GROUP_BYTES = 2**28  # the most bytes for the sums of all classes in one parameter
+_COMPARED = 2**21  # numbers of rows compared at a time
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Which class each sample is of: the k classes, sorted, and positions in them (n,)."""
+    """The classes of the samples."""
 
-    targets: NDArray[Any]
-    of: Positions
+    targets: NDArray[Any]  # the k classes, sorted
+    of: Positions  # the class of each sample, as a position in `targets` (n,)
 
 
 def groups(samples: Samples) -> Groups | None:
-    """Return the classes if the targets are some: whole numbers or text, few, each more than once.
+    """Return the classes, or None if the targets are not classes.
 
-    At most 100 distinct ones, and on average at least two samples of each.
+    Classes are whole numbers or texts: 2 to 100 values, with two samples each on average.
     """
     target = samples.target
     if target is None or target.ndim != 1 or target.dtype.kind not in "biuSUO" or not samples.n:
@@ -59,24 +59,24 @@ def groups(samples: Samples) -> Groups | None:
 
 @dataclass(frozen=True)
 class Products:
-    """What a file's chains give; None where they do not."""
+    """Products of gradients, each None if the file's chains do not give it."""
 
-    source: str = ""  # where `dots` are from: rows, gram or cosine:to=mean
+    source: str = ""  # the source of `dots`: rows, gram or cosine:to=mean
     dots: Floats | None = None  # ⟨gᵢ, G⟩ (n,)
-    pairs: str = ""  # where `gram` and `probed` are from: rows, gram or a chain `project`
+    pairs: str = ""  # the source of `gram` and `probed`: rows, gram or a chain `project`
     gram: Floats | None = None  # ⟨gᵢ, gⱼ⟩ of some samples, evenly spread (m, m)
-    among: Mask | None = None  # which samples these are (n,)
+    among: Mask | None = None  # which samples `gram` has (n,)
     whole: Floats | None = None  # ⟨gᵢ, gⱼ⟩ of all samples (n, n), from a chain `gram`
-    probed: Floats | None = None  # ⟨gᵢ, g⟩ with the sample asked for (n,)
+    probed: Floats | None = None  # ⟨gᵢ, g⟩ with the sample of `--nearest` (n,)
     group_squares: Floats | None = None  # ‖G_c‖² of each class's mean gradient (k,)
     squares: Floats = field(default_factory=lambda: np.empty(0))  # ‖gᵢ‖² (n,), from rows
     # a random projection of each gradient (n, SKETCH), from rows, to find duplicates
     sketch: Floats = field(default_factory=lambda: np.empty((0, SKETCH)))
-    # what rows gave of each parameter; empty without them
+    # totals of each parameter from rows; empty without rows
     totals: dict[str, Totals] = field(default_factory=dict)
-    # whether they are more exact than the recorded norms, as all but half precision is
+    # whether rows are more exact than the recorded norms: unless they are in half precision
     exact: bool = False
-    unusable: str | None = None  # why stored rows gave nothing
+    unusable: str | None = None  # why stored rows cannot be used
 
     @property
     def mean_squared(self) -> float:
@@ -92,10 +92,9 @@ def products(
     place: int | None,
     limits: Limits | None,
 ) -> Products:
-    """Take products from the best that `file` has; without `limits` rows are left alone.
+    """Return products from the best source in `file`; without `limits` rows are not read.
 
-    `big` is ‖G‖², `members` are the samples' classes, `place` is that of the sample whose products
-    with all others are wanted.
+    `big` is ‖G‖². `members` are the samples' classes. `place` selects the sample of `probed`.
     """
     if not samples.n:
         return Products()
@@ -104,11 +103,8 @@ def products(
     if limits and arrays is not None and unusable is None:
         found = _from_rows(file, arrays, samples, members, place, limits)
         if np.isfinite(found.squares).all():
-            return found  # in half precision they may overflow where their norms do not
-        unusable = (
-            "stored rows are not finite where their norms are; use gradscope compute --dtype "
-            "float32"
-        )
+            return found  # rows in half precision may overflow although their norms are finite
+        unusable = "stored rows overflowed in half precision; use gradscope compute --dtype float32"
     gram = gram_of(file, samples.n)
     if gram is not None:
         squares, among = None, picked(samples, 1)
@@ -142,10 +138,10 @@ def products(
 
 
 def picked(samples: Samples, entries: int, widest: int = 1) -> Mask:
-    """Choose the samples to compare pairwise (n,): all, or as many as is affordable, evenly spread.
+    """Return which samples to compare pairwise (n,): all, or m evenly spread ones.
 
-    At most 2,000, and so that m² P is at most 4·10¹⁰ for P entries, and m p at most 2²⁵ for the
-    p entries of the largest parameter.
+    m is at most 2,000. With P entries in all and p in the largest parameter, m² P is at most
+    4·10¹⁰ and m p at most 2²⁵.
     """
     affordable = min(int(np.sqrt(_WORK / max(1, entries))), _HELD // max(1, widest))
     m = max(min(samples.n, _PAIRED, affordable), min(samples.n, 2))
@@ -157,7 +153,7 @@ def picked(samples: Samples, entries: int, widest: int = 1) -> Mask:
 def distances(pairs: Iterable[tuple[Any, Any]], first: Positions, second: Positions) -> Floats:
     """Return ‖aᵢ − bᵢ‖ (m,) over all pairs of arrays (N, *shape), a few rows at a time.
 
-    aᵢ and bᵢ are the rows `first` (m,) of one array and `second` (m,) of the other.
+    aᵢ is row first[i] of the first array of a pair, bᵢ is row second[i] of the second array.
     """
     squares = np.zeros(len(first))
     for pair in pairs:
@@ -178,7 +174,7 @@ def _from_rows(
     place: int | None,
     limits: Limits,
 ) -> Products:
-    """Walk through {name: (N, *shape)}, all rows of a parameter after those of another."""
+    """Return the products from rows {name: (N, *shape)}, read parameter by parameter."""
     sizes = [prod(shape) for shape in file.parameters.values()]
     width = max(sizes, default=0)
     if members is not None and len(members.targets) * width * 8 > _GROUP_BYTES:

@@ -22,11 +22,11 @@ def _without_nan(value: Any) -> Any:
 
 
 Json = Annotated[dict[str, JsonValue], BeforeValidator(_without_nan)]
-Plain = bool | int | float | str | None  # a target, as JSON has it
+Plain = bool | int | float | str | None  # a target as a JSON value
 
 
 class Record(BaseModel):
-    """A frozen part of a result. An undefined number is None, and null in JSON."""
+    """A frozen part of a result. None (null in JSON) stands for an undefined number."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -48,15 +48,15 @@ class Record(BaseModel):
 
 
 class SampleRecord(Record):
-    """A record about one sample, which begins with its index and name."""
+    """A record about one sample, with its index and id."""
 
     index: int  # its position in the data set
-    id: int | str | None = None  # its own name
+    id: int | str | None = None  # its name in the data
     target: Plain
 
 
 class Interval(Record):
-    """A confidence interval; an unbounded end is None."""
+    """A confidence interval; for an unbounded end the value is missing (None)."""
 
     low: float | None
     high: float | None
@@ -72,17 +72,17 @@ class Histogram(Record):
 
 
 def wide(values: Any) -> Floats:
-    """Return `values` as float64, in which all statistics are computed."""
+    """Return `values` as float64, the dtype of all statistics."""
     return np.asarray(values, dtype=np.float64)
 
 
 def number(value: Any) -> float | None:
-    """Return `value` as a float, or None where it is unknown or not finite."""
+    """Return `value` as a float, or None if it is unknown or not finite."""
     return None if value is None or not math.isfinite(value) else float(value)
 
 
 def ratio(above: Any, below: Any) -> float | None:
-    """Return above / below, or None where one is unknown, `below` not positive or it not finite."""
+    """Return above / below, or None if unknown or not finite, or if `below` is not positive."""
     if above is None or below is None or not below > 0:
         return None
     return number(float(above) / float(below))
@@ -106,13 +106,13 @@ def spread(n: int, most: int) -> Positions:
 
 
 def rounding(values: Any) -> float:
-    """Return the relative error of squares of `values` as stored: smaller differences are noise."""
+    """Return the relative rounding error of squares of `values`, by their dtype."""
     dtype = np.asarray(values).dtype
     return 4 * float(np.finfo(dtype).eps) if dtype.kind == "f" else 1e-12
 
 
 def plain(value: Any) -> Plain:
-    """Return a target or a name as JSON has it; None for an array or what is not finite."""
+    """Return a target or an id as a JSON value, or None for arrays and non-finite numbers."""
     if np.ndim(value):
         return None
     value = value.item() if hasattr(value, "item") else value

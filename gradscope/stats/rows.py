@@ -1,4 +1,4 @@
-"""Sums over the stored rows of a file, one parameter after the other, in float64."""
+"""Sums over the stored rows of a file, parameter by parameter, in float64."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,20 +18,20 @@ from gradscope.process.memory import slices
 from gradscope.stats.records import Floats, Mask, Positions, number
 from gradscope.storage import stored_gradients
 
-SKETCH = 16  # numbers a sample by which near duplicates are found
-_PIECE = 2**24  # bytes of rows that are multiplied at a time
-_NOISELESS = 1e-12  # of E[g²]: a variance below it is a rounding error
+SKETCH = 16  # numbers for each sample, to find near duplicates
+_PIECE = 2**24  # bytes of rows multiplied at a time
+_NOISELESS = 1e-12  # a variance below this share of E[g²] is a rounding error
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much of a parameter's rows is in memory at a time."""
+    """The bytes of a parameter's rows in memory at a time."""
 
-    tile: int = 2**20  # bytes, which stay near the caches
-    # bytes of all rows from which on they are summed as stored, not in float64: the errors of many
-    # short sums, added in float64, average out
+    tile: int = 2**20  # bytes, small enough for caches
+    # rows with more bytes in all are summed in their own precision, in short sums that are added
+    # in float64, so that rounding errors average out
     long: int = 2**28
-    long_tile: int = 2**25  # bytes of these in memory: many rows, so that sums are written seldom
+    long_tile: int = 2**25  # bytes of these rows: many rows for each addition in float64
 
     def as_stored(self, array: Any) -> bool:
         """Whether the rows of an array (N, *shape) are summed in their own precision."""
@@ -40,10 +40,10 @@ class Limits:
 
 
 def row_blocks(array: Any, rows: Positions, limits: Limits) -> Iterator[tuple[slice, Block]]:
-    """Yield some rows (n,) of an array (N, *shape): their places among the n, and a block.
+    """Yield the rows `rows` (n,) of an array (N, *shape) in blocks, with their places in `rows`.
 
-    The parts of complex numbers are entries of their own: (*shape, 2). The block is in float64,
-    unless the rows are so long that they are summed as stored.
+    A complex number becomes two entries: (*shape, 2). A block is in float64, unless the array is so
+    large that its rows are summed in their own precision.
     """
     as_stored, at = limits.as_stored(array), 0
     size = limits.long_tile if as_stored else limits.tile
@@ -69,11 +69,11 @@ def mean_row(array: Any, rows: Positions) -> Floats:
 
 @dataclass(frozen=True)
 class Entries:
-    """How many entries of a parameter vary, how many do not, and Σⱼ Gⱼ² / Varⱼ over the former."""
+    """Signal and noise of the entries of a parameter."""
 
-    noisy: int
-    noiseless: int
-    signal: float
+    noisy: int  # the number of entries that vary
+    noiseless: int  # the number of entries that do not vary
+    signal: float  # Σⱼ Gⱼ² / Varⱼ over the entries that vary
 
     @classmethod
     def of(cls, mean: Floats, second: Floats) -> "Entries":
@@ -92,26 +92,23 @@ class Entries:
 
 @dataclass(frozen=True)
 class Totals:
-    """What the rows of one parameter give.
+    """Statistics of one parameter from its rows."""
 
-    They are mean‖gᵢ‖², ‖G‖², the share of ⟨gᵢ, G⟩ < 0, and signal and noise of its entries.
-    """
-
-    mean_square: float
-    mean_squared: float
-    opposing: float
+    mean_square: float  # mean‖gᵢ‖²
+    mean_squared: float  # ‖G‖²
+    opposing: float  # the share of samples with ⟨gᵢ, G⟩ < 0
     entries: Entries
 
 
 class RowSums:
-    """Numbers of n samples, to which the rows of one parameter after the other are added.
+    """Sums over parameters for n samples; `add` adds the rows of one parameter.
 
     Args:
         rows: The samples' rows in the file (n,).
         among: Which of the samples are compared pairwise (n,).
-        classes: The class of each sample (n,), if sums by class are wanted.
-        place: The sample whose products with all others are wanted, if any.
-        limits: Of memory.
+        classes: The class of each sample (n,), for sums by class.
+        place: The sample whose products with each sample are computed, if any.
+        limits: Memory limits.
     """
 
     def __init__(
@@ -130,25 +127,25 @@ class RowSums:
         self.squares = torch.zeros(n, dtype=torch.float64)  # ‖gᵢ‖²
         self.dots = torch.zeros_like(self.squares)  # ⟨gᵢ, G⟩
         self.probed = torch.zeros_like(self.squares)  # ⟨gᵢ, g⟩ with the sample at `place`
-        self.gram = torch.zeros(m, m, dtype=torch.float64)  # ⟨gᵢ, gⱼ⟩ of those in `among`
+        self.gram = torch.zeros(m, m, dtype=torch.float64)  # ⟨gᵢ, gⱼ⟩ of the samples in `among`
         self.group_squares = torch.zeros(self._count, dtype=torch.float64)  # ‖G_c‖² of each class
         self.sketch = torch.zeros(n, SKETCH, dtype=torch.float64)  # a random projection
 
     def add(self, name: str, array: Any, mean: NDArray[Any] | None) -> Totals:
-        """Add the rows (N, *shape) of a parameter, whose mean (*shape) may be known about."""
+        """Add the rows (N, *shape) of a parameter. `mean` (*shape) need not be exact."""
         walk = partial(row_blocks, array, limits=self._limits)
         probe = known = None
         if self._place is not None:
             _, block = next(walk(self._rows[self._place : self._place + 1]))
             probe = block.dense()[0]
-        if mean is not None and self._limits.as_stored(array):  # a less exact one will do
+        if mean is not None and self._limits.as_stored(array):  # its rounding error does not matter
             known = _real(torch.as_tensor(mean))
         sketch, dots = _Sketch(name), torch.zeros_like(self.dots)
         sums: Tensor | None = None
         squares, picked = torch.zeros((), dtype=torch.float64), list[Block]()
         for places, block in walk(self._rows):
             if not block.sums_squares and block.dense_if_formed is None:
-                block = DenseBlock(block.dense())  # which is needed for the squares
+                block = DenseBlock(block.dense())  # the squares need dense rows
             if sums is None:
                 sums = torch.zeros(self._count, *block.shape, dtype=torch.float64)
             self.squares[places] += block.squared_norms()
@@ -196,14 +193,14 @@ def _gram(blocks: list[Block]) -> Tensor:
     found: Any = 0.0
     for part in slices(rows[0].shape[1], 8 * sum(map(len, rows)), _PIECE):
         piece = torch.cat([values[:, part].double() for values in rows]).numpy()
-        found = found + piece @ piece.T  # numpy knows that it is symmetric
+        found = found + piece @ piece.T  # NumPy computes one half only
     return torch.as_tensor(found)
 
 
 class _Sketch:
     """A random projection of rows of one parameter to `SKETCH` numbers.
 
-    Entries have random signs, and neighbouring ones are summed into one of the numbers.
+    Each number is a sum of neighbouring entries with random signs.
     """
 
     def __init__(self, name: str) -> None:

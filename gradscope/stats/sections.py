@@ -1,6 +1,6 @@
-"""How results are shown: sections of text, numbers, columns and pictures.
+"""The parts of a shown result: sections of text, numbers, columns and pictures.
 
-Nothing here is made safe to show: the renderer escapes every string, names from files above all.
+Strings are not escaped here. The renderer escapes every string, because names come from files.
 """
 
 import math
@@ -13,31 +13,31 @@ from gradscope import markup
 from gradscope.stats.records import Histogram, Interval, Plain
 
 NONE = "-"
-WRONG = " (wrong)"  # behind a prediction
-POINTS = 4000  # samples in a picture
+WRONG = " (wrong)"  # follows a wrong prediction
+POINTS = 4000  # the most samples in a picture
 _LEVELS, _ASCII_LEVELS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
-BARS = 40  # at most in a sparkline
-_NAME = 24  # cells of a target or of a sample's own name
+BARS = 40  # the most bars of a sparkline
+_NAME = 24  # the widest target or sample name, in characters
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 class Styled(NamedTuple):
-    """Text with a style, such as "yellow" or "bold red"; without one it stands out from notes."""
+    """Text with a style, such as "yellow" or "bold red"; without a style it is not dimmed."""
 
     text: str
     style: str = ""
 
 
 class Sparkline(NamedTuple):
-    """Numbers shown as a line of small bars, one letter a number."""
+    """Numbers shown as a line of small bars, one character for each number."""
 
     values: Sequence[float | None]
     label: str = ""  # shown after the bars
 
     def bars(self, width: int, ascii_only: bool = False) -> str:
-        """Return a bar a number, from the least to the largest; evenly thinned to `width`.
+        """Return a bar for each number, scaled from the least to the largest number.
 
-        An unknown number is a space.
+        More than `width` numbers are thinned evenly. An unknown number is a space.
         """
         levels, values = _ASCII_LEVELS if ascii_only else _LEVELS, self.thinned(width)
         known = [value for value in values if value is not None]
@@ -46,7 +46,7 @@ class Sparkline(NamedTuple):
         return "".join(" " if v is None else levels[round((v - low) / step)] for v in values)
 
     def thinned(self, most: int) -> Sequence[float | None]:
-        """Return at most so many of the numbers, evenly spread."""
+        """Return at most `most` of the numbers, evenly spread."""
         values = self.values
         if len(values) > most > 1:
             values = [values[round(k * (len(values) - 1) / (most - 1))] for k in range(most)]
@@ -67,42 +67,42 @@ class Column:
     """One column of a table."""
 
     title: str  # it may break at spaces
-    cells: Sequence[Line]  # one a row
-    rank: int = 0  # 0 always stays; the others are hidden highest first where the width is short
-    justify: Literal["left", "right"] = "right"  # numbers go right
-    # the numbers behind the cells, to sort by; None where they are words
+    cells: Sequence[Line]  # one for each row
+    rank: int = 0  # if the width is short, the highest ranks are hidden first; rank 0 stays
+    justify: Literal["left", "right"] = "right"  # numbers are on the right
+    # the numbers of the cells, to sort by, unless the cells are words
     values: Sequence[float | None] | None = None
-    # the cells above which texts are cut in the middle; None where they wrap
+    # longer texts are shortened in the middle to this width; by default they wrap
     widest: int | None = None
-    from_data: bool = False  # whether the title comes from the user's data: it is no term of ours
+    from_data: bool = False  # whether the title comes from the user's data, not from gradscope
 
 
 @dataclass(frozen=True)
 class Table:
-    """Columns of equal length; `names`, if not None, is one before them, headed `title`."""
+    """Columns of equal length; `names`, if given, is the first column, with the header `title`."""
 
     columns: Sequence[Column]
     title: str = ""
     names: Sequence[str] | None = None
-    wraps: bool = False  # columns that do not fit continue below the others, and are not hidden
+    wraps: bool = False  # columns that do not fit are shown below, instead of hidden
 
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
     """A picture with two axes."""
 
-    label: str  # what it shows, for readers who cannot see it
+    label: str  # a description for screen readers
     title: str  # printed above
     across: str = ""  # the label of the horizontal axis
     up: str = ""  # the label of the vertical axis
-    empty: str = ""  # what to say where there is nothing to draw
-    place: int = 100  # where it comes among the pictures
+    empty: str = ""  # the text to show if there is nothing to draw
+    place: int = 100  # the position among the pictures
     height: float = 3.4  # in inches
 
 
 @dataclass(frozen=True, kw_only=True)
 class BarPicture(Picture):
-    """A bar a name; `mark` is a dashed line across them, `second` says which colour."""
+    """A bar for each name; `mark` is a dashed line, `second` selects the second colour."""
 
     names: Sequence[str]
     values: Sequence[float | None]
@@ -115,7 +115,7 @@ class BarPicture(Picture):
 
 @dataclass(frozen=True, kw_only=True)
 class HistogramPicture(Picture):
-    """Counts between edges; `mark` is a value with its name, `split` colours either half."""
+    """Counts between edges; `mark` is a value with its name, `split` colours both halves."""
 
     histogram: Histogram
     mark: tuple[float, str] | None = None
@@ -124,7 +124,7 @@ class HistogramPicture(Picture):
 
 @dataclass(frozen=True, kw_only=True)
 class ScatterPicture(Picture):
-    """Points; some (x, y, name) are named; `diagonal` draws the line of equal values."""
+    """Points; `named` are labelled points (x, y, name); `diagonal` draws the line x = y."""
 
     x: Sequence[float]
     y: Sequence[float]
@@ -134,9 +134,10 @@ class ScatterPicture(Picture):
 
 @dataclass(frozen=True, kw_only=True)
 class CurvePicture(Picture):
-    """Curves {name: [(x, y), ...]}; bands {name: [(x, low, high or None for no upper end), ...]}.
+    """Curves {name: [(x, y), ...]} with bands {name: [(x, low, high), ...]}.
 
-    A page draws it in the browser if it is `interactive`.
+    An upper end `high` of None means unbounded. A page draws an `interactive` picture in the
+    browser.
     """
 
     curves: Mapping[str, Sequence[tuple[float, float]]]
@@ -159,12 +160,12 @@ class Pixels(NamedTuple):
 
 @dataclass(frozen=True)
 class Card:
-    """A sample itself: its picture or text, and lines about it."""
+    """The input of a sample, as a picture or text, and lines about the sample."""
 
     title: str
     lines: Sequence[str]  # its label, prediction, loss, ...
-    content: Pixels | str | None  # what it is, None where that is not known
-    wrong: int | None = None  # which of the lines is a wrong prediction: the card stands out
+    content: Pixels | str | None  # the input, if known
+    wrong: int | None = None  # the line with a wrong prediction, which marks the card
 
     def captions(self, mark: str = WRONG) -> list[str]:
         """Return the lines, with a mark after a wrong prediction."""
@@ -173,18 +174,18 @@ class Card:
 
 @dataclass(frozen=True)
 class Section:
-    """One question and its answer. A section of the same title as the one before continues it."""
+    """A question and its answer. Neighbouring sections of the same title are joined."""
 
     title: str  # the question, in short
     facts: Sequence[Fact] = ()  # labels with their values
     histogram: Histogram | None = None  # shown as bars on a terminal
-    table: Table | None = None  # one row a parameter, class, sample or step
-    samples: Sequence[Any] = ()  # the rows of the table where it lists samples
-    cards: Sequence[tuple[str, Sequence[Card]]] = ()  # samples in rows, each with a heading
+    table: Table | None = None  # one row for each parameter, class, sample or step
+    samples: Sequence[Any] = ()  # the rows of the table, if they are samples
+    cards: Sequence[tuple[str, Sequence[Card]]] = ()  # (heading, samples) for each row of cards
     notes: Sequence[Line] = ()  # lines that follow
-    # the formulas behind it; docs/statistics.md has them all, with units
+    # the formulas of the numbers; docs/statistics.md has all formulas, with units
     formulas: Sequence[str] = ()
-    instead: bool = False  # whether it replaces the cards of the result, where none can be shown
+    instead: bool = False  # whether it is shown only if the result has no cards
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ class Brief:
 
     facts: Sequence[Fact]
     sections: Sequence[Section]
-    more: str  # how to see the rest
+    more: str  # a line on how to see the rest
 
 
 class Displayable(ABC):
@@ -201,10 +202,10 @@ class Displayable(ABC):
 
     @abstractmethod
     def overview(self) -> "Overview":
-        """Return all that is shown of it."""
+        """Return the facts, sections and pictures to show."""
 
     def _repr_html_(self) -> str:
-        """Return what fits one screen, else all: facts, what is wrong, sections."""
+        """Return facts, warnings and sections, in the brief form if known."""
         from gradscope.stats import html
 
         found = self.overview()
@@ -218,15 +219,15 @@ class Displayable(ABC):
 
 @dataclass(frozen=True)
 class Overview(Displayable):
-    """All that is shown of a result."""
+    """The content to show of a result."""
 
-    paths: Sequence[str]  # the files it is about
+    paths: Sequence[str]  # the paths of the result files
     facts: Sequence[Fact]  # facts about the files
-    sections: Sequence[Section]  # the rest
-    pictures: Sequence[Picture]  # in their order
+    sections: Sequence[Section]
+    pictures: Sequence[Picture]  # sorted
     warnings: Sequence[str] = ()  # problems of the files
     records: Mapping[str, Any] | None = None  # recorded documents, by title
-    brief: Brief | None = None  # what a terminal shows unless all is asked for
+    brief: Brief | None = None  # the part that a terminal shows by default
     noun: str = "sample"  # the kind of row
 
     def overview(self) -> "Overview":
@@ -235,12 +236,12 @@ class Overview(Displayable):
 
 
 def symbols(noun: str) -> str:
-    """Return what the letters in formulas stand for."""
+    """Return the meaning of the letters in formulas."""
     return f"gᵢ: gradient of {noun} i's own loss. G = (1/N) Σᵢ gᵢ over the N finite {noun}s."
 
 
 def plain_lines(table: Table) -> list[str]:
-    """Return a table as lines of plain text: titles, then a line a row."""
+    """Return a table as lines of plain text: titles, then one line for each row."""
     columns = [] if table.names is None else [[table.title, *table.names]]
     columns += [[c.title, *map(text_of, c.cells)] for c in table.columns]
     left = {0} | {k for k, c in enumerate(table.columns) if c.justify == "left"}
@@ -269,7 +270,7 @@ def bins(histogram: Histogram) -> list[tuple[str, int]]:
 
 
 def join_sections(sections: Iterable[Section]) -> list[Section]:
-    """Return the sections, neighbours of one title as one."""
+    """Return the sections; neighbours with the same title are joined."""
     found: list[Section] = []
     for new in sections:
         if found and found[-1].title == new.title:
@@ -303,7 +304,7 @@ def short(value: float | None) -> str:
 
 
 def value_text(value: Plain) -> str:
-    """Return a target or a prediction: a class or a text unchanged, other numbers in short."""
+    """Return a target or a prediction: classes and texts unchanged, floats by `short`."""
     return short(value) if value is None or isinstance(value, float) else str(value)
 
 
@@ -315,7 +316,7 @@ def percent(share: float | None) -> str:
 
 
 def index_and_name(index: int, own: int | str | None) -> str:
-    """Return the index of a sample, without separators, and its own name if it has one."""
+    """Return the index of a sample, without separators, and its id if it has one."""
     return str(index) if own is None else f"{index} ({own})"
 
 
@@ -385,7 +386,7 @@ def target_columns(rows: Sequence[Any]) -> list[Column]:
 
 
 def _value_column(rows: Sequence[Any], name: str) -> list[Column]:
-    """Return a column of words or numbers, with numbers to sort by, if anything is known."""
+    """Return a column of words or numbers; an empty list if all values are unknown."""
     found = [getattr(row, name, None) for row in rows]
     if not any(value is not None for value in found):
         return []

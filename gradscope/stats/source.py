@@ -15,7 +15,7 @@ Arrays = Mapping[str, Any]
 
 
 class Source(Protocol):
-    """What statistics need of a result file; `gradscope.storage.GradientFile` has it.
+    """The parts of a result file that statistics use; see `gradscope.storage.GradientFile`.
 
     `samples` holds index, loss, norm and finite, each (N,), and target and id where stored;
     `norms` maps a parameter's name to ‖gᵢ‖ of that parameter, (N,); `norm_attributes` maps it
@@ -47,14 +47,14 @@ class Samples:
     index: Positions  # their positions in the data set (n,)
     loss: Floats  # lᵢ (n,)
     norm: Floats  # ‖gᵢ‖ (n,)
-    target: NDArray[Any] | None  # (n, ...), or None where none is stored
-    id: NDArray[Any] | None = None  # their own names (n,), likewise
-    prediction: NDArray[Any] | None = None  # the model's (n,), likewise
-    margin: Floats | None = None  # log p - log(1 - p) of their own classes (n,), likewise
+    target: NDArray[Any] | None  # (n, ...), if stored
+    id: NDArray[Any] | None = None  # the samples' names (n,), if stored
+    prediction: NDArray[Any] | None = None  # the model's predictions (n,), if stored
+    margin: Floats | None = None  # log p - log(1 - p) of the target class (n,), if stored
 
     @classmethod
     def of(cls, file: Source) -> "Samples":
-        """Read those of `file`."""
+        """Return the finite samples of `file`."""
         rows = np.flatnonzero(finite_samples(file))
         names = ("target", "id", "prediction", "margin")
         target, own, prediction, margin = map(file.samples.get, names)
@@ -77,7 +77,7 @@ class Samples:
         return int(self.rows.size)
 
     def described(self, place: int) -> dict[str, Any]:
-        """Return the index, own name and target of the sample at `place`."""
+        """Return the index, id and target of the sample at `place`."""
         return {
             "index": int(self.index[place]),
             "id": None if self.id is None else plain(self.id[place]),
@@ -85,18 +85,18 @@ class Samples:
         }
 
     def place(self, index: int) -> int:
-        """Return where in the table the row with this `index` is."""
+        """Return the place in the table of the row with this `index`."""
         found = np.flatnonzero(self.index == index)
         if not found.size:
             raise SpecError(
                 f"no finite row of the file has the index {index}",
-                remedy="It is the column index of what `stats` and `export` show.",
+                remedy="Give a number from the column `index` of gradscope stats or export.",
             )
         return int(found[0])
 
 
 def token_names(table: Mapping[str, Any]) -> NDArray[Any]:
-    """Return "SAMPLE:POSITION" of rows of tokens (n,), by the own names of samples with any."""
+    """Return "SAMPLE:POSITION" of rows of tokens (n,); SAMPLE is the sample's id, if known."""
     names = np.atleast_1d(table["id" if "id" in table else "sample"]).tolist()
     pairs = zip(names, np.atleast_1d(table["position"]).tolist(), strict=True)
     texts = ((k.decode() if isinstance(k, bytes) else k, t) for k, t in pairs)
@@ -104,9 +104,9 @@ def token_names(table: Mapping[str, Any]) -> NDArray[Any]:
 
 
 def keys_of(table: Mapping[str, Any]) -> Positions:
-    """Return what rows (n,) are of, the same in every run: positions in the data set.
+    """Return a key for each row (n,) that is the same in every run: its position in the data set.
 
-    Of tokens, which each run counts anew, it is (sample + 1) · 2³² + position, and of no sample.
+    The key of a token is (sample + 1) · 2³² + position, which differs from every sample's key.
     """
     if "position" not in table:
         return np.asarray(table["index"], np.int64)
@@ -145,7 +145,7 @@ def labels_of(file: Source) -> str:
 
 
 def noun_of(file: Source) -> str:
-    """Return what has a row: sample or token."""
+    """Return the kind of row: sample or token."""
     return "token" if "tokens" in dict(file.run) else "sample"
 
 
@@ -155,24 +155,24 @@ def stages_of(file: Source, chain: Any) -> tuple[Stage, ...]:
         return parse(chain.text)
     except SpecError as error:
         raise ResultFileError(
-            f"it holds an invalid chain: {error.what}",
+            f"the file holds an invalid chain: {error.what}",
             where=str(file.path),
-            remedy=f"{error.remedy}\nIt was changed, or something else wrote it: compute it again.",
+            remedy=f"{error.remedy}\nCompute the file again: it has been changed.",
         ) from error
 
 
 def chain_of(file: Source, text: str) -> Arrays | None:
-    """Return the chain `text`, {name: array}, or None where it is not stored."""
+    """Return the chain `text`, {name: array}, or None if it is not stored."""
     return next((chain for chain in file.chains if chain.text == text), None)
 
 
 def rows_of(file: Source) -> Arrays | None:
-    """Return {name: (N, *shape)}, every sample's own gradient, or None where not stored."""
+    """Return {name: (N, *shape)}, the gradient of each sample, or None if not stored."""
     return chain_of(file, "identity")
 
 
 def rows_unusable(file: Source) -> str | None:
-    """Say why the stored rows cannot be summed, or return None."""
+    """Return why the stored rows cannot be summed, or None."""
     for name, array in (rows_of(file) or {}).items():
         if getattr(array, "overflowed", 0):
             return f"stored rows of {name!r} overflowed; use gradscope compute --dtype float32"
@@ -180,7 +180,7 @@ def rows_unusable(file: Source) -> str | None:
 
 
 def in_half(file: Source) -> bool:
-    """Return whether rows are in half precision: then the recorded norms are more exact."""
+    """Whether rows are in half precision. The recorded norms are then more exact."""
     return dict(file.run).get("dtype") in ("float16", "bfloat16")
 
 
@@ -190,7 +190,7 @@ def gram_of(file: Source, n: int) -> Floats | None:
     if found is None or tuple(found["gram"].shape) != (n, n):
         return None
     index = np.asarray(file.samples["index"])[np.asarray(file.samples["finite"], dtype=bool)]
-    back = np.argsort(np.argsort(index, kind="stable"), kind="stable")  # it is sorted by index
+    back = np.argsort(np.argsort(index, kind="stable"), kind="stable")  # `gram` is sorted by index
     return wide(np.real(found["gram"][...]))[np.ix_(back, back)]
 
 
@@ -205,13 +205,13 @@ def projections_of(file: Source) -> tuple[str, Floats] | None:
 
 
 def aggregate_of(file: Source, text: str) -> dict[str, Floats] | None:
-    """Return {name: (*shape)} of the reduced chain `text`, or None where it is not stored."""
+    """Return {name: (*shape)} of the reduced chain `text`, or None if it is not stored."""
     found = chain_of(file, text)
     return None if found is None else {k: np.asarray(v[...]) for k, v in found.items()}
 
 
 def mean_of(file: Source) -> dict[str, Floats] | None:
-    """Return G, {name: (*shape)}, from a chain `mean`, or from the sums that small files keep."""
+    """Return G, {name: (*shape)}, from a chain `mean`, or from the sums stored in small files."""
     found = aggregate_of(file, "mean")
     kept = getattr(file, "states", {}).get("mean_gradient", {})
     if found is None and all(k in kept for k in ("n", *(f"sum:{p}" for p in file.parameters))):

@@ -1,8 +1,8 @@
-"""`summarize`: what a result file says, one statistic after the other.
+"""`summarize`: the statistics of a result file.
 
-A statistic is one function of `Data`, registered by `statistic` together with how it is shown; the
-module `gradscope.stats.builtin` has one file each. JSON, terminal, page and pictures all follow
-the registry.
+A statistic is a function of `Data`. The decorator `statistic` registers it together with its tables
+and pictures. JSON, terminal, page and pictures all follow the registry. The module
+`gradscope.stats.builtin` holds the statistics of the package.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ from gradscope.stats.source import (
     rows_of,
 )
 
-# what "In short" answers, in this order; other questions follow
+# the questions in "In short", in this order; questions of plug-ins follow
 QUESTIONS = (
     "largest gradient",
     "clipping norm",
@@ -48,19 +48,19 @@ SCHEMA = {"schema": "gradscope.stats", "version": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is asked for of a file."""
+    """The options of `summarize`."""
 
-    top: int = TOP  # how many samples to list in each list
+    top: int = TOP  # the number of samples in each list
     learning_rate: float | None = None  # for the batch size of CABS
-    clip: Sequence[float] = ()  # clipping norms whose share is wanted
-    # a sample, by its position in the data set, whose neighbours are wanted
-    nearest: int | None = None
-    rows: bool = True  # whether to read stored gradients, once or twice over
-    limits: Limits = field(default_factory=Limits)  # of memory while they are read
+    clip: Sequence[float] = ()  # clipping norms, to compute which share they clip
+    nearest: int | None = None  # list the neighbours of the sample with this position in the data
+    rows: bool = True  # whether to read stored gradients (once or twice)
+    limits: Limits = field(default_factory=Limits)  # memory limits for reading rows
 
     def __post_init__(self) -> None:
         if self.top < 0:
-            raise SpecError(f"the number of samples to list must not be negative, not {self.top}")
+            remedy = "Give a number of at least 0."
+            raise SpecError(f"the number of samples to list is {self.top}", remedy=remedy)
         rate = () if self.learning_rate is None else (("learning rate", self.learning_rate),)
         for what, value in (*rate, *(("clipping norm", norm) for norm in self.clip)):
             if not 0 < value < float("inf"):
@@ -69,19 +69,19 @@ class Options:
 
 
 class Data:
-    """What statistics are computed from; all over the n finite samples of a file.
+    """The input of statistics, over the n finite samples of a file.
 
     Attributes:
         file: The open result file.
-        options: What is asked for.
+        options: The options of `summarize`.
         noun: The kind of row: sample or token.
         recorded: The samples as recorded.
-        recorded_squared: ‖G‖² as recorded, or None where it is not finite.
-        groups: The samples' classes, or None where the targets are none.
-        place: The sample whose neighbours are wanted, as a place among the samples.
-        products: What the file's chains give.
-        samples: The samples, with norms from the rows where these are more exact.
-        mean_squared: ‖G‖², likewise.
+        recorded_squared: ‖G‖² as recorded, or None if it is not finite.
+        groups: The samples' classes, or None if the targets are not classes.
+        place: The place among the samples of the sample whose neighbours are listed.
+        products: Products of gradients, from the file's chains.
+        samples: The samples; their norms are computed from rows if rows are more exact.
+        mean_squared: ‖G‖², from rows if rows are more exact.
         rounding: The relative error of the squared norms.
     """
 
@@ -103,7 +103,7 @@ class Data:
 
     @cached_property
     def cosines(self) -> Floats | None:
-        """⟨gᵢ, G⟩ / (‖gᵢ‖ ‖G‖) (n,), NaN where one of them is zero; None if unknown."""
+        """⟨gᵢ, G⟩ / (‖gᵢ‖ ‖G‖) (n,), or None if unknown; NaN where gᵢ or G is zero."""
         dots, big = self.products.dots, self.mean_squared
         length = np.sqrt(np.nan if big is None else big)
         return None if dots is None else cosines_of(dots, self.samples.norm * length)
@@ -112,7 +112,7 @@ class Data:
     def entries(self) -> dict[str, Entries] | None:
         """Signal and noise by entry, from rows, or from chains `mean` and `second_moment`.
 
-        Complex parameters have |gⱼ|² in the second moment: their parts cannot be told apart.
+        The chains do not serve complex parameters: |gⱼ|² mixes real and imaginary parts.
         """
         if self.products.totals:
             return {name: one.entries for name, one in self.products.totals.items()}
@@ -122,10 +122,10 @@ class Data:
         return {name: Entries.of(g, second[name]) for name, g in mean.items()}
 
     def rows(self) -> Iterator[tuple[str, Positions, Floats]]:
-        """Stream the stored rows: (parameter, places (b,) among the samples, gradients (b, w)).
+        """Yield the stored rows: (parameter, places (b,) among the samples, gradients (b, w)).
 
-        Nothing comes where none are stored or `--no-rows` is given. Real and imaginary parts
-        are separate entries. Each walk reads the rows once more.
+        Yields nothing if the file has no rows or `--no-rows` is given. Real and imaginary parts
+        are separate entries. Each iteration reads the rows once more.
         """
         if self.options.rows:
             for name, array in (rows_of(self.file) or {}).items():
@@ -135,7 +135,7 @@ class Data:
                     yield name, np.arange(places.start, places.stop), rows.numpy()
 
     def result(self, name: str) -> Any:
-        """Return what the statistic `name` found, computed if it is not yet."""
+        """Return the result of the statistic `name`; it is computed once."""
         if name not in self._results:
             self._results[name] = statistics.get(name).compute(self)
         return self._results[name]
@@ -143,15 +143,16 @@ class Data:
 
 @dataclass(frozen=True)
 class Statistic:
-    """One statistic. `docs/statistics.md` says what each of those here means."""
+    """A statistic and how it is shown. `docs/statistics.md` explains the package's statistics."""
 
-    # from the data of a file to a `Record`, a tuple of them, or None where there is nothing to
-    # say. Its return annotation is how JSON is read back
+    # from the data of a file to a `Record`, a tuple of records, or None if nothing applies; its
+    # return annotation is used to read JSON
     compute: Callable[[Data], Any]
-    place: int = 900  # where it comes in what is shown; those of the package are at 10, 20, ... 140
-    # (result, summary) -> sections; like the next four, only for a result not None
+    place: int = 900  # the position in the output; the package uses 10, 20, ... 140
+    # (result, summary) -> sections. This and the next four are called only if the result is not
+    # None
     sections: "Callable[[Any, Summary], Iterable[Section]] | None" = None
-    # likewise, of what is shown where only one screen is
+    # (result, summary) -> sections, for the output of one screen
     brief: "Callable[[Any, Summary], Iterable[Section]] | None" = None
     # (result, summary) -> pairs of a question and its answer, for "In short"
     answers: "Callable[[Any, Summary], Iterable[tuple[str, str]]] | None" = None
@@ -159,15 +160,15 @@ class Statistic:
     warnings: "Callable[[Any, Summary], Iterable[str]] | None" = None
     # (result, summary) -> pictures
     pictures: "Callable[[Any, Summary], Iterable[Picture]] | None" = None
-    in_json: bool = True  # whether it is part of the JSON form
+    in_json: bool = True  # whether the JSON document contains the result
 
     def __call__(self, data: Data) -> Any:
-        """Return what it finds."""
+        """Return the result."""
         return self.compute(data)
 
     @cached_property
     def form(self) -> TypeAdapter[Any]:
-        """How the result is written to JSON and read back."""
+        """The type of the result, for writing and reading JSON."""
         return TypeAdapter(get_type_hints(self.compute)["return"])
 
 
@@ -175,14 +176,14 @@ statistics: Registry[Statistic] = Registry("statistic")
 
 
 def statistic(name: str, **how: Any) -> Callable[[Callable[[Data], Any]], Statistic]:
-    """Register a function of `Data` as the statistic `name`: its key in JSON and in a `Summary`.
+    """Register a function of `Data` as a statistic.
 
     Args:
-        name: Its key.
-        **how: As of `Statistic`: place, sections, brief, answers, warnings, pictures, in_json.
+        name: The key of its result in JSON and in a `Summary`.
+        **how: Fields of `Statistic`: place, sections, brief, answers, warnings, pictures, in_json.
 
     Raises:
-        SpecError: The name is taken.
+        SpecError: A statistic of this name is registered already.
     """
 
     def add(compute: Callable[[Data], Any]) -> Statistic:
@@ -199,15 +200,15 @@ def ordered_statistics() -> list[tuple[str, Statistic]]:
 
 @dataclass(frozen=True)
 class Summary(Displayable):
-    """The statistics of one result file; each is an attribute: `summary.noise_scale.simple`.
+    """The statistics of one result file, as attributes: `summary.noise_scale.simple`.
 
-    Statistics that need products of gradients are None without them, and `missing` lists them.
-    `docs/statistics.md` has every key and formula.
+    A statistic that the file lacks gradients for has the value None. `missing` lists these
+    statistics. `docs/statistics.md` has every key and formula.
     """
 
     file: FileFacts  # facts of the file
-    results: Mapping[str, Any]  # by the name of the statistic
-    asked: Sequence[str] = ()  # statistics that options are about
+    results: Mapping[str, Any]  # results by the name of the statistic
+    asked: Sequence[str] = ()  # the statistics requested by options
 
     def __getattr__(self, name: str) -> Any:
         results = self.__dict__.get("results", {})
@@ -236,7 +237,7 @@ class Summary(Displayable):
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> "Summary":
-        """Return the summary whose `to_json` is `document`, without what is only for pictures."""
+        """Return the summary whose `to_json` is `document`, without data that only pictures use."""
         found = {
             name: one.form.validate_python(document[name]) if one.in_json else None
             for name, one in ordered_statistics()
@@ -245,7 +246,7 @@ class Summary(Displayable):
         return cls(FileFacts.from_json(document["file"]), found)
 
     def overview(self) -> Overview:
-        """Return all that is shown of it."""
+        """Return the facts, sections and pictures to show."""
 
         def collect(how: str) -> Iterator[Any]:
             for name, one in ordered_statistics():
@@ -288,7 +289,7 @@ def summarize(
 
     Raises:
         SpecError: An argument is out of its range.
-        ResultFileError: The file lacks something it must have, or is damaged.
+        ResultFileError: The file is incomplete or damaged.
     """
     most = TOP if top is None else top
     options = Options(top=most, learning_rate=learning_rate, clip=clip, nearest=nearest, rows=rows)
@@ -304,7 +305,7 @@ def summarize(
 
 
 def summary_of(data: Data, asked: Sequence[str] = ()) -> Summary:
-    """Return all statistics of a file's data; options were about those that are `asked` for."""
+    """Return all statistics of a file's data; `asked` names those requested by options."""
     with np.errstate(all="ignore"):
         found = {name: data.result(name) for name, _ in ordered_statistics()}
     return Summary(FileFacts.of(data.file), found, asked)

@@ -1,4 +1,4 @@
-"""`gradscope view`: the samples of a result file on one page that answers."""
+"""`gradscope view`: an interactive page of the samples of a result file."""
 
 from gradscope.view.document import View
 from gradscope.view.page import page, serve, write_page

@@ -1,9 +1,9 @@
 """The data of the page: columns of all samples of a result file, and the details of some.
 
-Numbers are those of the file, in float64. Details take room: a picture or a text, norms by
-parameter, nearest and most opposed samples, training samples that helped and harmed. The page has
-the details of a limited number of samples, first those with the largest norms and losses. A server
-has the details of all samples.
+The numbers come from the file, in float64. The details of a sample are large: a picture or a text,
+norms by parameter, nearest and most opposed samples, training samples that helped and harmed. The
+page has the details of a limited number of samples, mainly samples with large norms and losses. A
+server has the details of all samples.
 """
 
 from base64 import b64encode
@@ -40,30 +40,30 @@ from gradscope.stats.summary import Data, summary_of
 from gradscope.storage import GradientFile
 
 VERSION = 1
-_MOST = 5000  # samples with details on a page
-_LAYERED = 500_000  # norms by parameter on a page
-_TOP = 5  # training samples that helped, and as many that harmed
-_BESIDE = 6  # neighbours of a sample
-_ROWS = 2**30  # bytes of rows that are held
-_TILE = 2**25  # products that are held
-_CLASSES = 100  # more are not classes to choose from
+_MOST = 5000  # the most samples with details on a page
+_LAYERED = 500_000  # the most norms by parameter on a page
+_TOP = 5  # the number of training samples that helped, and that harmed
+_BESIDE = 6  # the number of neighbours of a sample
+_ROWS = 2**30  # the most bytes of rows in memory
+_TILE = 2**25  # the most products in memory
+_CLASSES = 100  # the most classes in the list of classes
 
 Places = NDArray[np.int64]
 Contents = Sequence[Content | None]  # pictures, texts or numbers of samples
 
 
 def packed(values: Any) -> dict[str, str]:
-    """Return numbers (n, ...) as base64 of little-endian float64, or of int32 for whole ones."""
+    """Return numbers (n, ...) as base64 of little-endian int32, float32 or float64, by dtype."""
     array = np.asarray(values)
     kind = "i4" if array.dtype.kind in "iub" else "f4" if array.dtype == np.float32 else "f8"
     return {kind: b64encode(np.ascontiguousarray(array, f"<{kind}").tobytes()).decode()}
 
 
 class View:
-    """An open result file to be looked at, with a second one and scores where they are given.
+    """The data of the page for a result file, with an optional second file and optional scores.
 
     Raises:
-        SpecError: They are about other data.
+        SpecError: The second file or the scores were computed from different data.
     """
 
     def __init__(
@@ -96,17 +96,17 @@ class View:
 
     @cached_property
     def data(self) -> Data:
-        """The finite samples (n,) and what statistics know of them."""
+        """The finite samples (n,), as input of statistics."""
         return Data(self.file, Options())
 
     @cached_property
     def _keys(self) -> Places:
-        """What the finite samples or tokens are (n,)."""
+        """The keys of the finite samples or tokens (n,); see `keys_of`."""
         return keys_of(self.file.samples)[self.data.samples.rows]
 
     @cached_property
     def _rows(self) -> dict[str, Floats] | None:
-        """The stored gradients {name: (n, w)} where they are few enough to be held."""
+        """The stored gradients {name: (n, w)}, or None if they are too large for memory."""
         rows = None if rows_unusable(self.file) else rows_of(self.file)
         if not rows or sum(8 * prod(array.shape) for array in rows.values()) > _ROWS:
             return None
@@ -114,12 +114,12 @@ class View:
         for name, places, values in self.data.rows():
             if name not in found:
                 found[name] = np.empty((self.data.samples.n, values.shape[1]))
-            found[name][places[0] : places[-1] + 1] = values  # they follow each other
+            found[name][places[0] : places[-1] + 1] = values  # consecutive places
         return found
 
     @cached_property
     def neighbours(self) -> "Neighbours | str":
-        """The nearest samples of any, as exactly as the file's chains give them; else why not."""
+        """The nearest samples, from the most exact chain; or a text that says what is missing."""
         samples = self.data.samples
         gram = gram_of(self.file, samples.n)
         if gram is not None:
@@ -132,16 +132,16 @@ class View:
         return "compute with -t identity, -t gram or -t project:dim=256"
 
     def overview(self) -> Overview:
-        """Return the statistics of the file, without lists of samples: the page has them all."""
+        """Return the statistics of the file without lists of samples, which the page has."""
         found = summary_of(self.data).overview()
         others = [] if self.other is None else [str(self.other.path)]
         sections = [section for section in found.sections if not section.samples]
         return replace(found, paths=[*found.paths, *others], sections=sections)
 
     def document(self, most: int | None = _MOST) -> dict[str, Any]:
-        """Return all that the page knows, as plain JSON values.
+        """Return all data of the page, as plain JSON values.
 
-        `most` samples have details. With None no sample has details: the page asks a server.
+        `most` samples have details. With None the page gets all details from a server.
         """
         samples, places = self.data.samples, _chosen(self.data, most or 0)
         contents = self._contents(places)
@@ -198,7 +198,7 @@ class View:
         return found | (self._second() if self.other is not None else {})
 
     def _second(self) -> dict[str, NDArray[Any]]:
-        """Return the same samples' columns in the second file; NaN where it has none of them."""
+        """Return the columns of the second file for the same samples, NaN for missing samples."""
         assert self.other is not None
         table = self.other.samples
         at = {key: k for k, key in enumerate(keys_of(table).tolist())}
@@ -211,7 +211,7 @@ class View:
         return found
 
     def _classes(self) -> dict[str, str] | None:
-        """Return {class: its name} where targets are a few classes."""
+        """Return {class: its name}, or None if the targets are not at most 100 classes."""
         target = self.data.samples.target
         if target is None or target.ndim != 1 or target.dtype.kind not in "iub":
             return None
@@ -221,7 +221,7 @@ class View:
         return {str(c): visible(self.opened.class_name(c) or str(c)) for c in known}
 
     def _heat(self) -> dict[str, Any] | None:
-        """Return numbers (c, p) of each class in each parameter, None where there are no classes.
+        """Return numbers (c, p) of each class in each parameter, or None without classes.
 
         The numbers are mean ‖gᵢ‖ and, with rows, ‖G_c‖² / tr Σ_c. Undefined numbers are null.
         """
@@ -254,7 +254,7 @@ class View:
         }
 
     def _why(self, contents: Contents) -> dict[str, str]:
-        """Say what the page cannot show, and what to do."""
+        """Return what the page cannot show, with what to do."""
         found = {"samples": self.opened.why or _missing_package(contents)}
         if isinstance(self.neighbours, str):
             found["neighbours"] = self.neighbours
@@ -296,16 +296,16 @@ def _table(values: Floats) -> list[list[float | None]]:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Which of the n finite samples are nearest to any, and which the most opposed."""
+    """Finds the nearest and the most opposed of n samples, from vectors or a Gram matrix."""
 
     lengths: Floats  # (n,)
-    vectors: Sequence[Floats] = ()  # of them: parts (n, w) that lie side by side; or
-    gram: Floats | None = None  # their products (n, n)
+    vectors: Sequence[Floats] = ()  # the vectors, in parts (n, w)
+    gram: Floats | None = None  # products (n, n)
 
     def of(self, places: Places) -> NDArray[np.float64]:
-        """Return places and cosines (2, 2, k, b) of the b nearest of k samples, and most opposed.
+        """Return places and cosines (2, 2, k, b) of the b nearest and b most opposed, of k samples.
 
-        A place is -1, and its cosine NaN, where there is no further neighbour.
+        If there are fewer neighbours, the remaining places are -1 and their cosines NaN.
         """
         n = len(self.lengths)
         found = np.empty((2, 2, len(places), min(_BESIDE, max(n - 1, 0))))
@@ -315,7 +315,7 @@ class Neighbours:
             for part in self.vectors:
                 dots += part[some] @ part.T
             cosines = cosines_of(dots, np.outer(self.lengths[some], self.lengths))
-            cosines[np.arange(len(some)), some] = np.nan  # not oneself
+            cosines[np.arange(len(some)), some] = np.nan  # a sample is not its own neighbour
             for ranked, sign in zip(found[:, :, rows], (-1.0, 1.0), strict=True):
                 keys = np.where(np.isnan(cosines), np.inf, sign * cosines)
                 order = np.argsort(keys, axis=1, kind="stable")[:, : found.shape[-1]]
@@ -332,7 +332,7 @@ def _digests(record: GradientFile | Scores) -> set[str]:
 
 
 def _chosen(data: Data, most: int) -> Places:
-    """Return at most so many places: half the largest norms, a quarter losses, the rest even."""
+    """Return `most` places: 1/2 largest norms, 1/4 largest losses, the rest evenly spread."""
     n = data.samples.n
     if n <= most:
         return np.arange(n)
@@ -344,20 +344,20 @@ def _chosen(data: Data, most: int) -> Places:
     return np.array([*dict.fromkeys([*first, *even.tolist()])][:most], np.int64)
 
 
-_LARGEST = 96  # pixels of a picture's side
-_PIXELS = 6_000_000  # on a sheet
-_LETTERS = 2_000_000  # in all texts together
+_LARGEST = 96  # the largest side of a picture, in pixels
+_PIXELS = 6_000_000  # the most pixels of a sheet
+_LETTERS = 2_000_000  # the most letters in all texts
 
 
 def _missing_package(contents: Contents) -> str:
-    """Return what has to be installed before pictures can be shown, if anything."""
+    """Return how to install the package that pictures need, or "" if nothing is missing."""
     drawn = any(isinstance(content, np.ndarray) for content in contents)
     lacks = drawn and find_spec("PIL") is None
     return "pictures need Pillow: pip install 'torch-gradscope[data]'" if lacks else ""
 
 
 def _album(contents: Contents) -> dict[str, Any]:
-    """Return the sheet, the texts and the numbers of samples, one entry each or None."""
+    """Return the sheet, the texts and the numbers of samples, or None for a missing kind."""
     rows = [c for c in contents if isinstance(c, dict)]
     names = list(dict.fromkeys(name for row in rows for name in row))
     longest = max(80, _LETTERS // max(1, len(contents)))
@@ -370,15 +370,15 @@ def _album(contents: Contents) -> dict[str, Any]:
 
 
 def _of_kind(contents: Contents, kind: type, shown: Any) -> list[Any] | None:
-    """Return `shown` of the contents of one kind and None for the rest, or None without any."""
+    """Return `shown(c)` for contents of the kind and None for other contents, if any."""
     found = [shown(c) if isinstance(c, kind) else None for c in contents]
     return found if any(one is not None for one in found) else None
 
 
 def _sheet(contents: Contents) -> dict[str, Any] | None:
-    """Return pictures side by side in one PNG: its cells, and which samples they are of.
+    """Return all pictures in one PNG, the size of its cells, and the sample of each picture.
 
-    Pictures of one shape share their scale: black is the least number of all, white the largest.
+    Pictures of one shape share a scale: the least number is black, the largest is white.
     """
     known = [k for k, content in enumerate(contents) if isinstance(content, np.ndarray)]
     if not known or find_spec("PIL") is None:

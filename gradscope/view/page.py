@@ -1,7 +1,7 @@
-"""One self-contained page: the data as JSON, the script, the charts; nothing from a network.
+"""The self-contained page of `gradscope view`: data as JSON, scripts, charts; no network.
 
-The script sets all data as text, never as markup, and the page's policy allows its own scripts
-alone. `serve` answers on localhost: the page then asks for the details of samples as needed.
+The script inserts all data as text, never as markup. The page's policy allows only its own
+scripts. `serve` runs a server on localhost, from which the page loads details of samples.
 """
 
 import json
@@ -25,8 +25,8 @@ _MAKER = "gradscope view"
 
 
 def page(document: dict[str, Any], found: Overview) -> str:
-    """Return the page that shows a document of `View.document`, and what statistics found."""
-    about = "What this file is"
+    """Return the page for a document of `View.document` and its statistics `found`."""
+    about = "About this file"
     filled = {
         "HEADER": html.header(found) + markup.details(about, html.about(found, about)),
         "NOUN": found.noun,
@@ -49,10 +49,10 @@ def page(document: dict[str, Any], found: Overview) -> str:
 
 
 def write_page(document: dict[str, Any], found: Overview, path: str | Path) -> int:
-    """Write the page, and return its bytes.
+    """Write the page, and return the number of bytes.
 
     Raises:
-        OutputError: The file cannot be written, or is another one.
+        OutputError: The file cannot be written, or exists and is not such a page.
     """
     return storage.write_page(Path(path), page(document, found), _MAKER)
 
@@ -66,16 +66,16 @@ _TOGETHER = 256  # samples of one answer
 
 
 def serve(view: View, port: int = 0, ready: Callable[[str], None] = lambda _: None) -> None:
-    """Answer on localhost until it is interrupted; `ready` is called with the page's address.
+    """Serve the page on localhost until interrupted; `ready` is called with its address.
 
     Raises:
-        OutputError: The port is taken.
+        OutputError: The port cannot be used.
     """
     text, lock, n = page(view.document(None), view.overview()).encode(), Lock(), view.data.samples.n
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.headers.get("Host") not in names:  # another name that leads here
+            if self.headers.get("Host") not in names:  # DNS rebinding
                 return self._answer(403, b"", "text/plain")
             asked = urlsplit(self.path)
             if asked.path == "/":
@@ -84,7 +84,7 @@ def serve(view: View, port: int = 0, ready: Callable[[str], None] = lambda _: No
             sound = asked.path == "/details" and len(words) <= _TOGETHER
             if not sound or not all(w.isdecimal() and int(w) < n for w in words):
                 return self._answer(404, b"", "text/plain")
-            with lock:  # HDF5 answers one at a time
+            with lock:  # one HDF5 read at a time
                 found = view.details(np.array([int(word) for word in words], np.int64))
             return self._answer(200, json.dumps(found).encode(), "application/json")
 

@@ -175,18 +175,18 @@ def test_what_does_not_fit_is_refused() -> None:
     ones = Gradients({"w": DenseBlock(torch.ones(3, 2, 4)), "v": DenseBlock(torch.ones(3, 2))})
     factors = {"w.A": torch.eye(4), "w.B": torch.eye(2)}
     for alpha in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(SpecError, match="damping must be finite"):
+        with pytest.raises(SpecError, match="negative or not finite"):
             kfac_curvature(factors, alpha)
-    with pytest.raises(SpecError, match="nothing for 'v'"):
+    with pytest.raises(SpecError, match="lacks the parameters 'v'"):
         kfac_curvature(factors, ALPHA).apply(ones, None)
     with pytest.raises(SpecError, match="does not fit"):
         kfac_curvature({"w.A": torch.eye(3), "w.B": torch.eye(2)}, ALPHA).apply(ones, None)
     with pytest.raises(SpecError, match="shape"):
         diagonal_curvature({"v": torch.ones(3), "w": torch.ones(2, 4)}, ALPHA).apply(ones, None)
-    with pytest.raises(InputError, match="no eigenvalues of 'w'"):
+    with pytest.raises(InputError, match="the eigenvalues of 'w' are missing"):
         ekfac_curvature(factors, ALPHA)
     with pytest.raises(InputError, match="no Kronecker factors"):
         kfac_curvature({"v": torch.ones(2)}, ALPHA)
     for bad in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(InputError, match="'v' are not all finite"):
+        with pytest.raises(InputError, match="'v' contain negative or non-finite"):
             diagonal_curvature({"v": torch.tensor([1.0, bad])}, ALPHA)

@@ -101,9 +101,9 @@ def test_numbers_that_are_not_finite_are_refused(part: int) -> None:
 
 def test_arrays_that_do_not_fit_are_refused() -> None:
     scores, subsets, losses = drawn()
-    with pytest.raises(ValueError, match=r"\(M, N\), \(S, N\)"):
+    with pytest.raises(ValueError, match=r"\(M, N\) and \(S, N\)"):
         lds(scores[:, :-1], subsets, losses)
-    with pytest.raises(ValueError, match=r"are to be \(S, M\)"):
+    with pytest.raises(ValueError, match=r"not \(S, M\) and \(M, S\)"):
         lds(scores, subsets, losses.T)
     with pytest.raises(ValueError, match="at least 3"):
         lds(scores, subsets[:2], losses[:2])

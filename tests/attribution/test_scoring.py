@@ -373,12 +373,12 @@ def wrong() -> Iterator[Any]:
         gradscope.attribute(train, query, "identity", output=p.folder / "s.h5").close()
         return p.folder / "s.h5", query
 
-    yield pytest.param(other_checkpoint, SpecError, "checkpoint is another", id="checkpoint")
+    yield pytest.param(other_checkpoint, SpecError, "checkpoint differs", id="checkpoint")
     yield pytest.param(other_chain, SpecError, "no chain 'identity'", id="chain")
     yield pytest.param(no_rows, SpecError, "no chain with rows", id="no rows")
-    yield pytest.param(other_model, SpecError, "model is another", id="model")
+    yield pytest.param(other_model, SpecError, "model differs", id="model")
     yield pytest.param(no_file, ResultFileError, "no such file", id="file")
-    yield pytest.param(scores, SpecError, "are scores", id="scores")
+    yield pytest.param(scores, SpecError, "holds scores, not gradients", id="scores")
 
 
 @pytest.mark.parametrize(("made", "error", "text"), [*wrong()])
@@ -417,7 +417,7 @@ def test_factors_from_another_file(place: Place) -> None:
     found = gradscope.attribute(train, query, "ekfac", LAMBDA, factors=factors)
     close(found.values, gradscope.attribute(train, query, "ekfac", LAMBDA).values)
     other = place.result("train", "ekfac", name="other", weights="w1")
-    with pytest.raises(SpecError, match="checkpoint is another"):
+    with pytest.raises(SpecError, match="checkpoint of the factors differs"):
         gradscope.attribute(train, query, "ekfac", factors=other)
     with pytest.raises(SpecError, match="no chain 'ekfac'"):
         gradscope.attribute(train, query, "ekfac", factors=query)
@@ -425,7 +425,7 @@ def test_factors_from_another_file(place: Place) -> None:
 
 def test_a_curvature_of_parameters_wants_gradients_as_they_are(place: Place) -> None:
     train = place.result("train", "project:dim=6")
-    with pytest.raises(SpecError, match="curvature of parameters"):
+    with pytest.raises(SpecError, match="curvature ekfac needs full gradients"):
         gradscope.attribute(train, place.folder / "query.npz", "ekfac")
 
 

@@ -61,11 +61,11 @@ def test_more_checkpoints_are_words_behind_their_option(
     [
         (["--curvature", "fischer"], 2, "Did you mean 'fisher'"),
         (["--damping", "much"], 2, "auto, or a number"),
-        (["--damping", "-1"], 2, "not negative"),
+        (["--damping", "-1"], 2, "negative or not finite"),
         (["--weights", "1,2"], 2, "2 weights"),
         (["--weights", "inf"], 2, "numbers separated by commas"),
         (["--chain", "7"], 2, "no chain '7'"),
-        (["third.h5"], 2, "one file too many"),
+        (["third.h5"], 2, "unexpected argument third.h5"),
         (["-o", "no/such/folder/s.h5"], 6, "does not exist"),
         (["-o", "never.h5", "--factors", "absent.h5"], 3, "absent.h5: there is no such file"),
         (["-o", "never.h5", "--factors", "."], 3, ".: this is a directory"),

@@ -46,7 +46,7 @@ def test_what_is_mostly_predicted_wrongly_is_told(gradscope: Gradscope, tmp_path
         words += ["--model", f"{tmp_path}/model.py:build"]
         assert json.loads(gradscope(*words, "--json").out)["first_batch"]["wrong"] == wrong / 20
         out = gradscope(*words).out
-        assert f"{100 * wrong / 20}% predicted as another class" in out
+        assert f"{100 * wrong / 20}% predicted wrongly" in out
         assert ("scaled" in out) == (wrong == 15)
 
 

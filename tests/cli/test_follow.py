@@ -58,7 +58,7 @@ def test_a_history_that_has_ended_is_printed_in_lines(gradscope: Gradscope, tmp_
 @pytest.mark.parametrize(
     ("name", "more", "code", "word"),
     [
-        ("out.h5", [], 2, "--follow is for a history"),
+        ("out.h5", [], 2, "--follow applies to a history"),
         ("absent.jsonl", [], 3, "cannot be read"),
         ("run.jsonl", ["--clip", "1"], 2, "--clip"),
     ],
@@ -111,7 +111,7 @@ def _frames(fd: int) -> Iterator[list[str]]:
     while time.monotonic() < end:
         if select.select([fd], [], [], 0.1)[0]:
             seen += os.read(fd, 65536).decode(errors="replace")
-        *whole, seen = re.split(r"(?<=the training goes on)", seen)
+        *whole, seen = re.split(r"(?<=the training continues)", seen)
         for frame in whole:
             text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", frame.split("\x1b[H")[-1])
             yield text.replace("\r", "").split("\n")
@@ -131,7 +131,7 @@ def test_a_terminal_is_drawn_anew_until_ctrl_c(tmp_path: Path) -> None:
         try:
             os.close(inner)
             frames = _frames(fd)
-            assert any("no step is measured yet" in line for line in next(frames))
+            assert any("no step has been measured yet" in line for line in next(frames))
             for step in range(5, 100, 5):
                 record(path, step, summary_of(HOSTILE))
             next(lines for lines in frames if any("5 to 95" in line for line in lines))
@@ -143,9 +143,13 @@ def test_a_terminal_is_drawn_anew_until_ctrl_c(tmp_path: Path) -> None:
                 assert any("noise scale" in line for line in lines)
                 assert any("[red]x[/red]" in line for line in lines)
             path.write_text("")
-            next(lines for lines in frames if any("no step is measured" in line for line in lines))
+            next(
+                lines
+                for lines in frames
+                if any("no step has been measured" in line for line in lines)
+            )
             process.send_signal(signal.SIGINT)
-            next(lines for lines in frames if any("followed no more" in line for line in lines))
+            next(lines for lines in frames if any("stopped following" in line for line in lines))
             assert process.wait(60) == 130
         finally:
             process.kill()
@@ -162,8 +166,8 @@ def test_several_histories_on_the_command_line(gradscope: Gradscope, tmp_path: P
     assert document["schema"] == "gradscope.histories"
     assert [[s["step"] for s in h["steps"]] for h in document["histories"]] == [[1, 4], [1, 4]]
     done = gradscope("stats", *paths, "--follow")
-    assert (done.code, "--follow is for one history" in done.err) == (2, True)
+    assert (done.code, "--follow takes a single history" in done.err) == (2, True)
     done = gradscope("stats", paths[0], tmp_path / "out.h5")
-    assert (done.code, "out.h5 is no history" in done.err) == (2, True)
+    assert (done.code, "out.h5 is not a history" in done.err) == (2, True)
     done = gradscope("stats", paths[0], tmp_path / "absent.jsonl")
     assert (done.code, "absent.jsonl" in done.err) == (3, True)

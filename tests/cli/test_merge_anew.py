@@ -58,7 +58,7 @@ def test_samples_are_computed_anew(
     given = ("merge", *files, "-o", tmp_path / "o.h5", "--config", home / "half.toml")
     done = gradscope(*given)
     assert done.code == 0, done.err
-    assert "recomputed   12 samples one by one: the same losses and norms" in done.out
+    assert "recomputed   12 samples one by one, with equal losses and norms" in done.out
     document = json.loads(gradscope(*given, "--overwrite", "--json").out)
     assert (document["recomputed"], document["notes"]) == (12, [])
     with open_file(tmp_path / "o.h5") as file:
@@ -76,8 +76,8 @@ def test_samples_are_computed_anew(
             ["samples/norm", *(f"norms/{name}" for name in NAMES)],
             "gradient norm of sample ",
         ),
-        (None, ["samples/norm"], "and those of its parameters make"),
-        (None, ["norms/first.bias"], "by 'first.bias' is recorded"),
+        (None, ["samples/norm"], "the norms of its parameters give"),
+        (None, ["norms/first.bias"], "norm of its gradient for 'first.bias'"),
     ],
 )
 def test_other_numbers_are_refused_and_nothing_is_written(

@@ -107,7 +107,7 @@ def test_a_stopped_run_goes_on(forked: Forked, folder: Path) -> None:
     done = forked.run(*run, cwd=folder)
     assert done.code == 130, done.err
     assert not (folder / "out.h5").exists()
-    assert "samples; go on with\n  gradscope compute" in done.err and "--resume" in done.err
+    assert "samples; continue with\n  gradscope compute" in done.err and "--resume" in done.err
     assert "Traceback" not in done.err
     assert forked.run(*run, "-q", "--resume", cwd=folder).code == 0
     assert forked.run(*run, "-q", "-o", "whole.h5", cwd=folder).code == 0

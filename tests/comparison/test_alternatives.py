@@ -113,7 +113,7 @@ def field(n=N):
         (pairs((0, -1)), "Only the last was kept (the backward pass of the loss)"),
         (pairs((0, 0)), "Only the first was kept (derivative 1 inside the loss)"),
         (pairs((0, 1)), "Only the second was kept (derivative 2 inside the loss)"),
-        (pairs(), "The gradients of all of them were summed"),
+        (pairs(), "The gradients of all times were summed"),
     ],
 )
 def test_hooks_that_fire_several_times_in_a_laplacian(combine, words):
@@ -307,7 +307,7 @@ def test_dropout_that_only_they_apply():
     mine = in_mode(lambda model: model.drop.train(), in_batch)
     found, row = diagnosed(normed(), LOSS, *classes(8), mine)
     text = found["a.weight"][1]
-    assert "in training mode for Dropout alone" in text, found
+    assert "in training mode for Dropout only" in text, found
     assert "layer 'drop' (Dropout) in training mode" in row.remedy
     assert "random numbers" in row.remedy
 
@@ -439,7 +439,7 @@ FORMULAS = [
     ("norm.weight", Sequence, lambda m, a, g, y: (g * a).sum(1), "by the layer's input"),
     ("norm.weight", Sequence, lambda m, a, g, y: g.sum(1), "the bias's formula"),
     ("emb.weight", Sequence, embedded(added), "the padding token 0 has a gradient"),
-    ("emb.weight", Sequence, embedded(last), "only the last occurrence was counted"),
+    ("emb.weight", Sequence, embedded(last), "only the last occurrence of a repeated"),
     ("conv.weight", partial(Images, stride=2, padding=1), kernel_with(stride=1),
      "stride (2, 2) was ignored"),
     ("conv.weight", partial(Images, dilation=2), kernel_with(dilation=1),
@@ -497,7 +497,7 @@ def test_a_hook_behind_the_activation():
 
     found, _ = diagnosed(seeded(Net), LOSS, *classes(), mine)
     assert "at the output of layer 'act' (Sigmoid) instead of" in found["a.weight"][1], found
-    assert "the output of layer 'a' (Linear) was taken for the input" in found["b.weight"][1]
+    assert "the output of layer 'a' (Linear) was used instead of the input" in found["b.weight"][1]
 
 
 # relations of the numbers alone, in whole implementations
@@ -531,19 +531,19 @@ def weighted(of):
 
 RELATIONS = {
     "weight decay": (each(lambda g, p: g + 0.01 * p), "0.01 times the parameter added: weight"),
-    "mean and decay": (each(lambda g, p: g / 9 + 0.01 * p), "Besides, c = 1/n with n = 9"),
+    "mean and decay": (each(lambda g, p: g / 9 + 0.01 * p), "In addition, c = 1/n with n = 9"),
     "batch gradient": (each(lambda g, p: g.sum(0)), "the numbers are the sum of all samples'"),
     "mean gradient": (each(lambda g, p: g.mean(0)[None]), "the numbers are the mean of all"),
     "repeated": (each(lambda g, p: g.mean(0).expand_as(g)), "every row is the mean of all"),
-    "stale": (each(lambda g, p: g + g.sum(0)), "the gradient of the whole batch added: a stale"),
+    "stale": (each(lambda g, p: g + g.sum(0)), "the gradient of the whole batch added: a .grad"),
     "accumulated": (each(lambda g, p: g.cumsum(0)), "row i is the sum of the gradients of samples"),
     "stale, accumulated": (each(lambda g, p: g.cumsum(0) + p.sin()), "a stale .grad"),
     "accumulated by four": (
         each(lambda g, p: torch.cat([c.cumsum(0) for c in g.split(4)])),
-        "begun anew at samples 0, 4, 8",
+        "restarted at samples 0, 4, 8",
     ),
     "centred": (each(lambda g, p: g - g.mean(0)), "the mean gradient of the batch was subtracted"),
-    "no copy": (each(lambda g, p: g[-1].expand_as(g)), "every row holds the gradient of sample 8"),
+    "no copy": (each(lambda g, p: g[-1].expand_as(g)), "every row is the gradient of sample 8"),
     "clipped": (of_rows(clipped), "rows are clipped: the norm of the whole gradient"),
     "normalised": (
         each(lambda g, p: g / g.flatten(1).norm(dim=1).reshape(-1, *[1] * p.dim())),
@@ -551,10 +551,10 @@ RELATIONS = {
     ),
     "class weights": (weighted(lambda loss, y: 1 + 2.0 * y), "class (0: 1, 1: 3)"),
     "squared loss": (weighted(lambda loss, y: 2 * loss), "2 times its loss"),
-    "focal": (weighted(lambda loss, y: (1 - (-loss).exp()) ** 2), "times its own factor"),
+    "focal": (weighted(lambda loss, y: (1 - (-loss).exp()) ** 2), "times a different factor"),
     "half": (each(lambda g, p: g.half().double()), "every number is a float16 number"),
     "square": (each(lambda g, p: g.square()), "every number is the square"),
-    "shapes": (each(lambda g, p: g.mT if g.dim() == 3 else g), "right once that is undone"),
+    "shapes": (each(lambda g, p: g.mT if g.dim() == 3 else g), "in the right shape, the"),
     "shapes and a mean": (each(lambda g, p: g.movedim(0, -1) / 9), "c = 1/n with n = 9"),
 }  # fmt: skip
 

@@ -92,7 +92,7 @@ NONSENSE = {
         "layer '0' (Linear): RuntimeError",
     ),
     "list": (lambda *args: [1], "it returned list, not a dict"),
-    "text": (lambda *args: {"0.bias": "text"}, "a value is no array of numbers"),
+    "text": (lambda *args: {"0.bias": "text"}, "a value is not an array of numbers"),
 }
 RIGHT = {dtype: with_mistake(lambda g, dtype=dtype: g.to(dtype)) for dtype in LIMITS}
 
@@ -230,7 +230,7 @@ def test_what_a_backend_keeps_of_the_first_answer_has_to_fit_the_second(scaled):
     result = compare(*problem_of("cross_entropy"), ["loop", "stale"])
     row = result.rows[1]
     assert (result.agrees, row.status) == (False, "disagrees")
-    assert row.reason.startswith("the same samples in another order: all parameters")
+    assert row.reason.startswith("with the samples in another order: all parameters")
     assert {p.factor for p in row.parameters} != {1.0}
 
 
@@ -244,7 +244,7 @@ def test_each_sample_counts_in_the_models_own_dtype(scaled, sample):
     result = compare(*problem_of("cross_entropy", torch.float32), ["loop", "narrow"])
     row = result.rows[1]
     assert (result.agrees, row.status) == (False, "disagrees")
-    assert row.reason.startswith("in float32 alone: ")
+    assert row.reason.startswith("only in float32: ")
 
 
 def test_a_hook_that_a_copy_does_not_have():
@@ -337,7 +337,7 @@ def test_a_model_that_cannot_run_on_one_sample():
 def test_words_are_checked_before_anything_runs():
     model, inputs, targets = problem()
     for options, words in (
-        ({"backends": ["loop"]}, "nothing to hold against the loop"),
+        ({"backends": ["loop"]}, "nothing to compare with the loop"),
         ({"backends": ["lop"]}, "unknown backend 'lop'"),
         ({"backends": ["loop"], "against": {"loop": right}}, "name of a backend"),
         ({"backends": ["loop"], "against": {"mine": 3}}, "'mine' is neither"),

@@ -91,7 +91,7 @@ def test_all_columns_and_whole_names_when_there_is_room():
     assert "hidden" not in text
     for title in ("shape", "entries", "share", "SNR", "largest"):
         assert title in text
-    assert "hidden for want of width: shape" in screen(render, summary_of(LAYERS), 40)
+    assert "terminal too narrow: shape" in screen(render, summary_of(LAYERS), 40)
 
 
 @pytest.mark.parametrize("width", [80, 40])
@@ -151,7 +151,7 @@ def test_a_section_for_each_question():
 
 def test_what_is_wrong_is_loud():
     wrong = {"norms": {"scale": fake(20).norms["scale"] * 2 + 9}}
-    assert "does not hold" in screen(render, summarize(fake(20, wrong=wrong)), 80)
+    assert "a check failed" in screen(render, summarize(fake(20, wrong=wrong)), 80)
     many = summarize(fake(30, broken=tuple(range(20))), top=2)
     told = "20 samples not finite and left out below: 100, 103, ..."
     assert told in screen(render, many, 80)
@@ -165,7 +165,7 @@ def test_a_run_of_many_parameters_prints_those_with_the_largest_share():
     rows = [r.model_copy(update={"share": k / 100}) for k, r in enumerate(result.parameters)]
     text = screen(render_run, result.model_copy(update={"parameters": tuple(rows)}), 80)
     assert [word for word in text.split() if re.fullmatch(r"w\d+", word)] == names[50:]
-    assert "50 parameters of a smaller share" in text
+    assert "50 parameters with a smaller share" in text
 
 
 def test_a_run_says_what_was_written():
@@ -214,7 +214,7 @@ def test_an_audited_run() -> None:
         ("certificate", f"the first batch {CERTIFICATE['verdict']}"),
         ("audits", "3 of 50 batches audited: samples 0 to 6, 203 to 209, 343 to 349"),
         ("", "largest error 2e-07, in a"),
-        ("not proved", "c, b: too small to tell from rounding"),
+        ("not proved", "c, b: as small as rounding errors"),
         ("unused", "head.bias"),
     ]
     assert ("audits", "9 of 50, it says") in told(PASSED, "9 of 50, it says")
@@ -264,7 +264,7 @@ def test_merged_files() -> None:
     said = [value for _, value in told(mixed)]
     assert said[0] == "NOT VERIFIED: samples 20 to 39 (verify = never)"
     assert said[1].startswith("the first batch of 2 of 3 files passed: ")
-    assert "of samples 40 to 59 the first batch alone (verify = first)" in said
+    assert "samples 40 to 59: only the first batch (verify = first)" in said
     whole = merged | {"verified": 3, "unverified": [], "first_only": []}
     found = told(PASSED | {"merged": whole})
     assert found[0][1].startswith("the first batch of each of 3 files passed: ")

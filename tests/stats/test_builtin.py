@@ -229,7 +229,7 @@ def test_a_noise_scale_beyond_its_samples_is_a_guess_where_it_has_no_interval():
     known, bare = noise_of(opposed), noise_scale(np.linalg.norm(opposed, axis=1), 4 * 0.65**2)
     assert known.simple == pytest.approx(bare.simple) and bare.simple > 8
     assert (
-        bare.flag == "a guess: more than the 8 samples of the file, and no interval"
+        bare.flag == "uncertain: larger than the 8 samples of the file, without an interval"
         and "guess" not in str(known.flag)
     )
     together = noise_scale(np.ones(8), 0.5)  # trΣ = 4/7, |G|² = 3/7

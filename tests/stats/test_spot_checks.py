@@ -39,7 +39,7 @@ def test_samples_are_drawn_by_seed() -> None:
 def test_norms_of_parameters_that_do_not_make_up_the_norm() -> None:
     file = replace(fake(30), rows=False)
     norm = file.samples["norm"]
-    with pytest.raises(ResultFileError, match=r"fake\.h5: the gradient of sample 1\d+ is recorded"):
+    with pytest.raises(ResultFileError, match=r"fake\.h5: the numbers of sample 1\d+ contradict"):
         require_consistent(spoilt(file, norm=1.01 * norm))
     require_consistent(spoilt(file, norm=(1 + 1e-6) * norm))
 
@@ -50,7 +50,9 @@ def test_rows_that_do_not_have_the_recorded_norms() -> None:
     wrong = 1.5 * file.norms[name]
     others = sum(np.square(norms) for key, norms in file.norms.items() if key != name)
     consistent = spoilt(file, norms={name: wrong}, norm=np.sqrt(others + np.square(wrong)))
-    with pytest.raises(ResultFileError, match=re.escape(f"by '{name}'") + ".*stored row has"):
+    with pytest.raises(
+        ResultFileError, match=re.escape(f"for '{name}'") + ".*norm of its stored row"
+    ):
         require_consistent(consistent)
     require_consistent(replace(consistent, rows=False))  # there is nothing to compare with
 

@@ -79,7 +79,7 @@ def test_rows_that_overflowed_are_not_used():
     file = plain(g, rows=False, more=(half,), attributes={"dataset_sha256": "a"})
     summary = summarize(file)
     assert summary.directions is summary.spectrum is None
-    assert "not finite" in summary.missing[0].needs
+    assert "overflowed" in summary.missing[0].needs
     assert summary.noise_scale.trace_covariance == pytest.approx(g.var(0, ddof=1).sum(), rel=1e-9)
     found = difference(file, file)
     assert (found.exact, found.cosine) == (False, None)

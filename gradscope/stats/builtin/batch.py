@@ -18,15 +18,16 @@ from gradscope.stats.summary import Data, Summary, statistic
 
 _TITLE = "Useful batch size"
 _Z = 1.959963984540054  # the 97.5th percentile of the normal distribution
-_ASYMPTOTIC = 200  # degrees of freedom from which on the expansion is exact to 10⁻⁹
+_ASYMPTOTIC = 200  # with more degrees of freedom the expansion is exact to 10⁻⁹
 _SMALLEST, _LARGEST = 16, 2048  # batch sizes of CABS, as published
 
 
 class NoiseScale(Record):
     """The noise scale B_simple = trΣ / |G|².
 
-    Intervals are of 95%, and None where they are not known. `simple_interval.high` is None if
-    the interval has no upper end, because |G|² may be zero. An end that overflows float64 is None.
+    Intervals are 95% intervals, or None if unknown. `simple_interval` may have no upper end
+    (`high` = None), because |G|² may be zero. The end of an interval that overflows float64 becomes
+    None.
     """
 
     trace_covariance: float | None = None
@@ -41,14 +42,17 @@ class NoiseScale(Record):
 def noise_scale(
     norms: Floats, big: float | None, dots: Floats | None = None, noun: str = "sample"
 ) -> NoiseScale:
-    """Estimate the noise scale; the ratio of averages, never the average of ratios.
+    """Estimate the noise scale, a ratio of averages (not an average of ratios).
 
-    From norms ‖gᵢ‖ (n,), finite, ‖G‖² of their mean gradient, and ⟨gᵢ, G⟩ (n,) for the intervals.
-    `noun` is what has a gradient: sample or token.
+    Args:
+        norms: ‖gᵢ‖ (n,), finite.
+        big: ‖G‖² of the mean gradient.
+        dots: ⟨gᵢ, G⟩ (n,), for the intervals.
+        noun: The kind of row: sample or token.
     """
     n = norms.size
     if n < 2:
-        return NoiseScale(flag=f"it needs at least two finite {noun}s")
+        return NoiseScale(flag=f"the noise scale needs at least two finite {noun}s")
     if big is None:
         return NoiseScale(flag="the file has no finite mean gradient")
     with np.errstate(over="ignore"):  # squares of huge norms: reported as undefined
@@ -65,7 +69,7 @@ def noise_scale(
     elif around is not None and around.high is None:
         flag = f"{n:,} {noun}s are too few for an upper bound"
     elif around is None and simple > n:
-        flag = f"a guess: more than the {n:,} {noun}s of the file, and no interval"
+        flag = f"uncertain: larger than the {n:,} {noun}s of the file, without an interval"
     return NoiseScale(
         trace_covariance=trace, gradient_norm_squared=signal, simple=simple, flag=flag, **intervals
     )
@@ -78,16 +82,16 @@ def estimates(n: int, small: float, big: float) -> tuple[float | None, float | N
 
 
 def signal_to_noise(n: int, small: float, big: float, rounding: float) -> float | None:
-    """Return ‖G‖² / (mean‖gᵢ‖² − ‖G‖²), or None where the noise is no more than rounding."""
+    """Return ‖G‖² / (mean‖gᵢ‖² − ‖G‖²), or None if the noise is at most rounding."""
     return ratio(big, small - big) if n > 1 and small - big > rounding * small else None
 
 
 def _intervals(
     squares: Floats, big: float, dots: Any, above: float, below: float
 ) -> dict[str, Interval | None]:
-    """Return the intervals of trΣ, `above`, of |G|², `below`, and of their ratio.
+    """Return the intervals of trΣ (`above`), of |G|² (`below`), and of their ratio.
 
-    The jackknife takes each sample out once:
+    The jackknife leaves out each sample once:
     ‖G₋ᵢ‖² = (n²‖G‖² − 2n⟨gᵢ, G⟩ + ‖gᵢ‖²) / (n − 1)². The interval of the ratio is Fieller's: all B
     with |above − B·below| within t standard errors of 0.
     """
@@ -108,8 +112,8 @@ def _intervals(
     b = above * below - t**2 * both
     c = above**2 - t**2 * trace
     root = sqrt(max(b * b - a * c, 0.0))
-    simple = None  # where no positive B is in it
-    if a <= 0:  # unbounded: all B from the positive root on, or all of them
+    simple = None  # if the interval has no positive B
+    if a <= 0:  # unbounded: all B above the positive root, or all B
         simple = Interval(low=number((b - root) / a) if a < 0 < c else 0.0, high=None)
     elif below > 0:
         simple = Interval(low=number(max((b - root) / a, 0.0)), high=number((b + root) / a))
@@ -131,7 +135,7 @@ def student(freedom: int) -> float:
             + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
         )
 
-    def inside(t: float) -> float:  # the probability that |t| is no larger
+    def inside(t: float) -> float:  # the probability of a smaller |t|
         angle, odd = atan2(t, sqrt(v)), v % 2
         term, total = cos(angle) if odd else 1.0, 0.0
         for k in range(2 + odd, v + 1, 2):
@@ -184,7 +188,7 @@ def _noise_scale(data: Data) -> NoiseScale:
 
 
 class BatchTests(Record):
-    """Variance of the mean gradient against its length; a batch passes with θ when it is ≤ θ²."""
+    """Variance of the mean gradient relative to its length; a batch passes a test if it is ≤ θ²."""
 
     norm: float | None = None
     inner_product: float | None = None
@@ -207,7 +211,7 @@ def _tests_section(tests: BatchTests, summary: Summary) -> Iterator[Section]:
 
 @statistic("batch_tests", place=31, sections=_tests_section)
 def batch_tests(data: Data) -> BatchTests:
-    """Test whether the n samples are a batch large enough."""
+    """Test whether n samples are a batch that is large enough."""
     n, big, dots = data.samples.n, data.mean_squared, data.products.dots
     if n < 2 or big is None:
         return BatchTests()
@@ -274,7 +278,7 @@ def cabs(data: Data) -> Cabs:
 
 
 class Signal(Record):
-    """How much of a gradient is signal, and whether any is left."""
+    """The share of signal in the gradient, and whether any signal is left."""
 
     signal_to_noise: float | None
     mean_entry: float | None

@@ -36,7 +36,7 @@ def _answer_nonfinite(found: NonFinite, summary: Summary) -> Iterator[tuple[str,
 
 @statistic("nonfinite", place=100, warnings=_warn_nonfinite, answers=_answer_nonfinite)
 def nonfinite(data: Data) -> NonFinite:
-    """Count the samples that are left out, and name the first."""
+    """Count the samples without finite loss or gradient, and list the first."""
     rows = np.flatnonzero(~finite_samples(data.file))[: data.options.top]
     index = data.file.samples["index"]
     return NonFinite(
@@ -45,7 +45,7 @@ def nonfinite(data: Data) -> NonFinite:
 
 
 class Check(Record):
-    """Two ways to the same number."""
+    """A comparison of two ways to compute the same number."""
 
     name: str
     left: float
@@ -59,7 +59,7 @@ def _warn_checks(checks: Sequence[Check], summary: Summary) -> Iterator[str]:
     for one in checks:
         if not one.passed:
             sides = f"{short(one.left)} and {short(one.right)}"
-            yield f"does not hold to {one.tolerance:g}: {one.name} ({sides})"
+            yield f"a check failed at tolerance {one.tolerance:g}: {one.name} ({sides})"
 
 
 def _answer_checks(checks: Sequence[Check], summary: Summary) -> Iterator[tuple[str, str]]:
@@ -70,14 +70,14 @@ def _answer_checks(checks: Sequence[Check], summary: Summary) -> Iterator[tuple[
 
 @statistic("checks", place=140, warnings=_warn_checks, answers=_answer_checks)
 def checks(data: Data) -> tuple[Check, ...]:
-    """Compare what is known in two ways: the file and the arithmetic."""
+    """Compare numbers that can be computed in two ways, to check the file."""
     samples, big, products = data.recorded, data.recorded_squared, data.products
     if not samples.n or big is None:
         return ()
     tests, classes = data.result("batch_tests"), data.result("classes")
     limit = _HALF if in_half(data.file) else _TOLERANCE
     whole = float(np.square(samples.norm).sum())
-    # name, left and right side, what a difference is small against, tolerance
+    # name, left side, right side, scale of the error, tolerance
     found: list[tuple[str, float, float, float, float]] = []
     if labels_of(data.file) != "exact":  # norms are then expectations over labels
         norms = data.file.norms
@@ -88,7 +88,7 @@ def checks(data: Data) -> tuple[Check, ...]:
         name = "norm test = inner-product + orthogonality test"
         found.append((name, tests.norm, both, 0.0, _TOLERANCE))
     if products.dots is not None:
-        scale = float(np.sqrt(whole / samples.n * big))  # of ‖gᵢ‖ ‖G‖, which bounds each product
+        scale = float(np.sqrt(whole / samples.n * big))  # the RMS of ‖gᵢ‖ ‖G‖, the bound of ⟨gᵢ, G⟩
         found.append(("mean ⟨gᵢ, G⟩ = ‖G‖²", float(products.dots.mean()), big, scale, limit))
     if products.totals:
         squares, mean = float(products.squares.sum()), products.mean_squared
@@ -122,7 +122,7 @@ def _missing_section(found: Sequence[Missing], summary: Summary) -> Iterator[Sec
 
 @statistic("missing", place=90, sections=_missing_section)
 def missing(data: Data) -> tuple[Missing, ...]:
-    """Say what could not be computed, and what it needs."""
+    """Return the statistics that could not be computed, and what they need."""
     noun, found = data.noun, data.products
     every = f"statistics of the single {noun}s' gradients"
     if found.unusable is not None:

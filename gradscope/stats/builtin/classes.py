@@ -1,4 +1,4 @@
-"""A row a class, and how much of the noise lies between the classes."""
+"""Statistics of each class, and the share of the noise between classes."""
 
 from collections.abc import Iterator
 
@@ -59,7 +59,7 @@ def _sections(found: Classes, summary: Summary) -> Iterator[Section]:
 
 @statistic("classes", place=60, sections=_sections)
 def classes(data: Data) -> Classes | None:
-    """Summarise every class; None where the targets are no classes."""
+    """Summarise every class. Returns None if the targets are not classes."""
     members, samples, dots = data.groups, data.samples, data.products.dots
     if members is None:
         return None

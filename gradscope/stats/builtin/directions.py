@@ -21,12 +21,12 @@ from gradscope.stats.sections import (
 from gradscope.stats.summary import Data, Summary, statistic
 
 _BINS = 20
-_SHOWN = 100  # eigenvalues
-_DRAWN = 64  # samples in the picture of cosines
+_SHOWN = 100  # the most eigenvalues in a result
+_DRAWN = 64  # the most samples in the picture of cosines
 
 
 class Directions(Record):
-    """Cosines of the samples with the mean gradient; samples without a gradient have none."""
+    """Cosines of the samples with the mean gradient; samples with a zero gradient are left out."""
 
     source: str
     samples: int

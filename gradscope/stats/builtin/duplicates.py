@@ -11,10 +11,10 @@ from gradscope.stats.sections import Column, Line, Section, Styled, Table, index
 from gradscope.stats.source import Arrays, Samples, rows_of
 from gradscope.stats.summary import Data, Summary, statistic
 
-_SAME = 1e-4  # relative distance of what differs by rounding alone
-_NEAR = 0.02
-_MOST = 200  # pairs whose rows are compared
-_COMPARED = 5e7  # pairs of neighbours in the order of one number
+_SAME = 1e-4  # the largest relative distance that may be rounding
+_NEAR = 0.02  # the largest relative distance of nearly equal gradients
+_MOST = 200  # the most pairs whose rows are compared
+_COMPARED = 5e7  # the most pairs of neighbours in the order of one number
 _SHOWN = 10
 
 
@@ -60,7 +60,7 @@ def _sections(found: Duplicates, summary: Summary) -> Iterator[Section]:
         columns.append(Column("targets", words, justify="left"))
     notes: list[Line] = [counted]
     if len(pairs) > len(shown):
-        notes.append(f"{len(pairs) - len(shown):,} pairs more are not shown: --json has all.")
+        notes.append(f"{count(len(pairs) - len(shown), 'pair')} not shown; --json lists all.")
     if not found.complete:
         notes.append("There may be more: not all pairs were compared.")
     formulas = ["distance = ‖gᵢ − gⱼ‖ / max(‖gᵢ‖, ‖gⱼ‖)"]
@@ -102,7 +102,7 @@ def _by_rows(rows: Arrays, samples: Samples, sketch: Floats) -> Duplicates:
 
 
 def _by_gram(gram: Floats, samples: Samples) -> Duplicates:
-    """Take the distances from all inner products (n, n)."""
+    """Compute the distances from all inner products (n, n)."""
     squares = np.diag(gram)
     distances = np.sqrt(np.clip(squares[:, None] + squares - 2 * gram, 0, None))
     larger = np.sqrt(np.maximum(squares[:, None], squares))
@@ -112,7 +112,7 @@ def _by_gram(gram: Floats, samples: Samples) -> Duplicates:
 
 
 def _by_norms(data: Data) -> Duplicates:
-    """Find equal norms in every parameter, and equal losses, when nothing else is stored."""
+    """Find samples with equal losses and equal norms in every parameter."""
     samples, norms = data.samples, data.file.norms
     columns = [np.asarray(norms[name], np.float64)[samples.rows] for name in data.file.parameters]
     own = np.stack([*columns, samples.loss], 1)
@@ -125,8 +125,8 @@ def _by_norms(data: Data) -> Duplicates:
 def _close(points: Floats, sizes: Floats, limit: float) -> tuple[Positions, bool]:
     """Return pairs (k, 2) of points (n, d) nearer than limit · their larger size, closest first.
 
-    Neighbours in the order of one coordinate are compared, the nearest of them first. The second
-    result tells whether none can have been missed.
+    Points are sorted by one coordinate, and nearest neighbours are compared first. The second
+    result is True if no pair can have been missed.
     """
     places = np.flatnonzero(sizes > 0)
     along = points[places, np.argmax(points[places].std(0), axis=0)] if len(places) else np.empty(0)
@@ -154,7 +154,7 @@ def _close(points: Floats, sizes: Floats, limit: float) -> tuple[Positions, bool
 def _result(
     source: str, samples: Samples, pairs: Positions, distances: Floats, complete: bool
 ) -> Duplicates:
-    """Sort pairs (k, 2) with distances (k,), which norms alone do not tell, into equal and near."""
+    """Sort pairs (k, 2) by distance (k,) into equal and near; norms give no distance."""
     same: list[Pair] = []
     near: list[Pair] = []
     for k in np.argsort(distances, kind="stable"):

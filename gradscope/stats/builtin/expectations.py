@@ -1,4 +1,4 @@
-"""Expectations: the trace of the Fisher, and the Jensen gap between E[T(g)] and T(E[g])."""
+"""The trace of the Fisher, and the Jensen gap between E[T(g)] and T(E[g])."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -16,7 +16,7 @@ _KINDS: dict[str, Kind] = {"sampled": "sampled", "exact": "exact"}  # by labels;
 
 
 class Fisher(Record):
-    """tr (1/N) Σ gᵢ gᵢᵀ."""
+    """The trace of the Fisher, tr (1/N) Σ gᵢ gᵢᵀ."""
 
     kind: Kind
     trace: float | None
@@ -39,12 +39,12 @@ def _fisher_section(found: Fisher, summary: Summary) -> Iterator[Section]:
 
 @statistic("fisher", place=80, sections=_fisher_section)
 def fisher(data: Data) -> Fisher:
-    """Return the trace of the Fisher, by whose labels the run was made with."""
+    """Return the trace of the Fisher for the labels of the run."""
     return fisher_of(data.file, data.samples)
 
 
 class Gap(Record):
-    """Two chains of the same stages, once before and once after the mean."""
+    """The gap between two chains with the same stages before and after the mean."""
 
     transform: str
     inside: float | None

@@ -1,4 +1,4 @@
-"""How losses and gradient norms are distributed, and what a clipping norm clips."""
+"""Distributions of losses and gradient norms, and the share that a clipping norm clips."""
 
 import math
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ _SHARES = (0.01, 0.05, 0.1, 0.5)  # shares of clipped samples
 
 
 class Moments(Record):
-    """Mean, spread and range of one number a sample."""
+    """Mean, spread and range of a number, over samples."""
 
     mean: float | None
     std: float | None
@@ -37,7 +37,7 @@ class Moments(Record):
 
 
 class Distribution(Moments):
-    """Moments, percentiles and histogram of one number a sample."""
+    """Moments, percentiles and histogram of a number, over samples."""
 
     percentiles: dict[str, float]
     histogram: Histogram
@@ -49,7 +49,7 @@ class Distribution(Moments):
 
 
 def moments(values: Floats) -> Moments | None:
-    """Summarise the finite ones of `values` (n,); None if no value is finite."""
+    """Summarise the finite `values` (n,). Returns None if no value is finite."""
     values = values[np.isfinite(values)]
     if not values.size:
         return None
@@ -62,15 +62,15 @@ def moments(values: Floats) -> Moments | None:
 
 
 def percentiles(values: Floats) -> dict[str, float]:
-    """Return the percentiles of `values` (n,), linear between the two nearest."""
+    """Return the percentiles of `values` (n,), with linear interpolation."""
     found = np.percentile(values, PERCENTS)
     return {str(p): float(v) for p, v in zip(PERCENTS, found, strict=True)}
 
 
 def histogram(values: Floats) -> Histogram:
-    """Count `values` (n,) in bins, spaced logarithmically when they span over two decades.
+    """Count `values` (n,) in bins, spaced logarithmically if they span over two decades.
 
-    The number of bins follows Rice's rule, 2 N^(1/3), up to a number that fits a screen.
+    The number of bins follows Rice's rule, 2 N^(1/3), up to 20.
     """
     positive = values[values > 0]
     zeros = int(values.size - positive.size)
@@ -79,7 +79,7 @@ def histogram(values: Floats) -> Histogram:
     low, high = float(positive.min()), float(positive.max())
     log = high / 10**_DECADES_FOR_LOG > low
     bins = min(_MOST_BINS, math.ceil(2 * positive.size ** (1 / 3)))
-    if high - low <= 1e-9 * high:  # equal up to rounding: there is nothing to resolve
+    if high - low <= 1e-9 * high:  # equal up to rounding
         edges = np.array([low, high])
     else:
         edges = (np.geomspace if log else np.linspace)(low, high, bins + 1)
@@ -147,14 +147,14 @@ def norm(data: Data) -> Distribution | None:
 
 
 class Clip(Record):
-    """One clipping norm: c of g · min(1, c / ‖g‖), and the share of samples with ‖gᵢ‖ > c."""
+    """A clipping norm c, as in g · min(1, c / ‖g‖), and the share of samples with ‖gᵢ‖ > c."""
 
     norm: float
     clipped: float
 
 
 class Clipping(Record):
-    """The clipping norms asked for, and those that clip 1, 5, 10 and 50% of the samples."""
+    """The clipping norms of `--clip`, and norms that clip 1, 5, 10 and 50% of the samples."""
 
     asked: tuple[Clip, ...]
     by_share: dict[str, Clip]

@@ -1,4 +1,4 @@
-"""One row a parameter: its signal and its noise."""
+"""Signal and noise of each parameter."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from gradscope.stats.sections import (
 from gradscope.stats.source import Source, finite_samples, mean_gradient_norm
 from gradscope.stats.summary import Data, Summary, statistic
 
-_DRAWN = 40  # parameters in a picture, or in what a run prints
+_DRAWN = 40  # the most parameters in a picture, or in the output of a run
 
 
 class ParameterRow(Record):
@@ -52,17 +52,17 @@ def parameter_rows(
 ) -> tuple[ParameterRow, ...]:
     """Summarise every parameter over the samples `finite` (N,), in the file's order.
 
-    `products` are from its rows, and `entries` tell signal and noise, where these are known.
+    `products` (from the file's rows) and `entries` (signal and noise) are used if given.
     """
     totals = {} if products is None else products.totals
     exact = products is not None and products.exact
-    with np.errstate(over="ignore", invalid="ignore"):  # what overflows becomes None
+    with np.errstate(over="ignore", invalid="ignore"):  # an overflow becomes None
         total = float(np.square(wide(file.samples["norm"])[finite]).sum())
         if exact:
             total = float(finite.sum()) * sum(one.mean_square for one in totals.values())
         rows = []
         for name, shape in file.parameters.items():
-            known, norms = totals.get(name), wide(file.norms[name])[finite]  # they may be many
+            known, norms = totals.get(name), wide(file.norms[name])[finite]
             n, length = norms.size, mean_gradient_norm(file, name)
             small, big = float(np.square(norms).mean()) if n else math.nan, length**2
             if known is not None and exact:
@@ -86,7 +86,7 @@ def parameter_rows(
 
 
 def parameter_table(rows: Sequence[ParameterRow]) -> Table:
-    """Return a row a parameter."""
+    """Return a table with one row for each parameter."""
     columns = [
         Column("shape", [shape_text(r.shape) for r in rows], rank=2),
         count_column("entries", [r.entries for r in rows], rank=6),
@@ -103,7 +103,7 @@ def parameter_table(rows: Sequence[ParameterRow]) -> Table:
 
 
 def largest_shares(rows: Sequence[ParameterRow]) -> list[ParameterRow]:
-    """Return as many as can be read, those with the largest share, in the model's order."""
+    """Return the 40 parameters with the largest share, in the model's order."""
     order = sorted(range(len(rows)), key=lambda k: -(rows[k].share or 0.0))
     return [rows[k] for k in sorted(order[:_DRAWN])]
 
@@ -117,12 +117,12 @@ def _sections(rows: Sequence[ParameterRow], summary: Summary) -> Iterator[Sectio
     ]
     notes = [f"Noise alone gives an SNR of about 1/N = {short(1 / n)}."] if n > 1 else []
     if n > 1 and any(row.noise_scale is None for row in rows):
-        notes.append("Parameters without a noise scale have no more signal than noise alone gives.")
+        notes.append("A parameter without a noise scale has no more signal than noise alone gives.")
     yield Section("Parameters", table=parameter_table(rows), notes=notes, formulas=formulas)
 
 
 def _answer(rows: Sequence[ParameterRow], summary: Summary) -> Iterator[tuple[str, str]]:
-    """Say which parameters have a mean gradient larger than noise alone gives."""
+    """Yield how many parameters have a mean gradient larger than noise alone gives."""
     known = [row for row in rows if row.noise_scale is not None]
     text = f"{len(known)} of {count(len(rows), 'parameter')} above the noise"
     if known:

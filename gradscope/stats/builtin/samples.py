@@ -1,4 +1,4 @@
-"""Which samples dominate, which are broken, and which are like one of them."""
+"""Lists of samples: largest losses and gradients, most opposed, nearest to a sample."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -30,9 +30,9 @@ from gradscope.stats.sections import (
 from gradscope.stats.summary import Data, Summary, statistic
 
 _FORMULAS = ("times median = ‖gᵢ‖ / median‖g‖", "most opposed: the most negative ⟨gᵢ, G⟩")
-_ANSWERED = 3  # samples with the largest losses
-_BRIEF = 5  # samples where only one screen is shown
-LARGEST = "{}s with the largest gradients"  # the noun of a row, in capitals
+_ANSWERED = 3  # the number of samples in the answer "check labels"
+_BRIEF = 5  # the most samples in the output of one screen
+LARGEST = "{}s with the largest gradients"  # {}: Sample or Token
 
 
 class SampleRow(Record):
@@ -49,7 +49,7 @@ class SampleRow(Record):
 
 
 def _descending(values: Floats) -> Positions:
-    """Return places by falling value; equal ones keep their order, NaN comes last."""
+    """Return places by falling value; equal values keep their order, NaN comes last."""
     return np.argsort(-values, kind="stable")
 
 
@@ -102,16 +102,16 @@ def _answer_losses(rows: Sequence[SampleRow], summary: Summary) -> Iterator[tupl
 
 
 class Predictions(Record):
-    """How often the predicted class is not the target, of the samples whose target is a class."""
+    """The share of wrong predictions."""
 
-    samples: int
-    wrong: float  # share of them
+    samples: int  # the number of samples whose target is a class
+    wrong: float  # the share of these whose predicted class is not the target
     median_margin: float | None
 
 
 @statistic("predictions", place=129)
 def predictions(data: Data) -> Predictions | None:
-    """Count wrong predictions; None where classes and predictions are not in the file."""
+    """Count wrong predictions. Returns None if the file has no classes or predictions."""
     samples = data.samples
     target, prediction, margin = samples.target, samples.prediction, samples.margin
     if target is None or prediction is None or margin is None:
@@ -141,7 +141,7 @@ def largest_losses(data: Data) -> tuple[SampleRow, ...]:
     sections=_sample_sections("{}s most opposed to the mean gradient"),
 )
 def most_opposed(data: Data) -> tuple[SampleRow, ...] | None:
-    """List the samples with the most negative ⟨gᵢ, G⟩: a step along G costs them most."""
+    """List the samples with the most negative ⟨gᵢ, G⟩. A step along −G raises their loss most."""
     dots = data.products.dots
     if dots is None:
         return None
@@ -175,7 +175,7 @@ def samples(data: Data) -> tuple[SampleRow, ...]:
 
 
 class Points(Record):
-    """Loss and norm (k,) of `of` samples; thinned evenly, the largest always among them."""
+    """Loss and norm (k,) of `of` samples, thinned evenly without losing the largest norms."""
 
     loss: tuple[float, ...]
     norm: tuple[float, ...]
@@ -186,7 +186,7 @@ def _picture(found: Points, summary: Summary) -> Iterator[Picture]:
     loss, norm, noun = found.loss, found.norm, summary.noun
     some = f" ({len(norm):,} of {found.of:,} {noun}s)" if len(norm) < found.of else ""
     yield ScatterPicture(
-        label=f"Gradient norm against loss, a point a {noun}, the largest labelled",
+        label=f"Gradient norm against loss, one point for each {noun}, the largest labelled",
         title=f"Norm against loss{some}",
         across="loss",
         up="norm",
@@ -214,7 +214,7 @@ def points(data: Data) -> Points:
 
 
 class Nearest(Record):
-    """The samples most and least aligned with one."""
+    """The samples most and least aligned with a given sample."""
 
     index: int
     id: int | str | None = None
@@ -236,7 +236,7 @@ def _nearest_sections(found: Nearest, summary: Summary) -> Iterator[Section]:
 
 @statistic("nearest", place=120, sections=_nearest_sections)
 def nearest(data: Data) -> Nearest | None:
-    """Rank all other samples by their cosine with the one asked for."""
+    """Rank the samples by the cosine of their gradient with the gradient of one sample."""
     place, dots, samples = data.place, data.products.probed, data.samples
     if place is None or dots is None:
         return None
