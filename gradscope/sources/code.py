@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import importlib.util
 import linecache
+import re
 import sys
 import threading
 import time
@@ -42,6 +43,8 @@ from gradscope.process.shortage import is_shortage
 from gradscope.process.stops import is_stop
 from gradscope.sources.training import without_training
 
+# messages of torch on a machine without CUDA
+_NO_CUDA = re.compile("not compiled with CUDA|no NVIDIA driver|No CUDA GPUs|device\\(\\) is False")
 _PRIVATE = "_gradscope_"  # prefix of the module names of imported files
 _IMPORTERS = {"import_module", "__import__"}
 _SLOW = 3.0  # least seconds in one line of a script for a note
@@ -177,6 +180,12 @@ def _users(error: BaseException) -> ModelError:
             f"Install {error.name.partition('.')[0]} for {sys.executable}, or put its folder on "
             f"PYTHONPATH.\n{shown}"
         )
+    if isinstance(error, AssertionError | RuntimeError) and _NO_CUDA.search(str(error)):
+        remedy = (
+            "This machine has no CUDA device. If an argument of the script selects the device, "
+            'give it under [model] in the run file: argv = ["--option"]. Or give the class of the '
+            f"model, --model FILE.py:CLASS.\n{shown}"
+        )
     return ModelError(f"your code {describe_raised(error)}", remedy=remedy)
 
 
@@ -256,8 +265,9 @@ def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
 def _package(path: Path, tree: ast.Module) -> tuple[str, list[Path]]:
     """Return the package of a file ("" if it has no package), and the folders to import from.
 
-    The folders are the working directory if the file is below it, the file's folder, and the folder
-    that contains the package. The last folder is searched first.
+    The folders are the working directory if the file is below it, the folders above it with
+    packages that it imports, the file's folder, and the folder that contains the package. The last
+    folder is searched first.
     """
     levels = [n.level for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
     depth = max(levels, default=0)
@@ -266,10 +276,26 @@ def _package(path: Path, tree: ast.Module) -> tuple[str, list[Path]]:
     depth = min(depth, len(path.parents) - 1)
     here = Path.cwd()
     folders = [here] if path.is_relative_to(here) else []
+    folders += _folders_above(path)
     folders += [path.parent, path.parents[depth]]
     return ".".join(path.parent.relative_to(path.parents[depth]).parts), list(
         reversed(dict.fromkeys(reversed(folders)))
     )
+
+
+def _folders_above(path: Path) -> list[Path]:
+    """Return the folders above a file with modules that it imports and that are found nowhere else.
+
+    Scripts append such a folder to sys.path, as "..", relative to where they are run.
+    """
+    tops = {name.partition(".")[0] for name, level in _imports(path.read_bytes()) if not level}
+    found = []
+    with suppress(ValueError):  # a loaded module without a spec
+        for top in sorted(tops - sys.modules.keys()):
+            holds = [p for p in path.parents if (p / top).is_dir() or (p / f"{top}.py").is_file()]
+            if holds and holds[0] != path.parent and importlib.util.find_spec(top) is None:
+                found.append(holds[0])
+    return found
 
 
 def _loaded(path: Path) -> str | None:

@@ -4,6 +4,7 @@ No user code is executed: Python files are parsed, not imported.
 """
 
 import ast
+import inspect
 import os
 import re
 from collections import Counter, deque
@@ -40,6 +41,7 @@ _KEYWORDS = {"input_ids", "attention_mask", "token_type_ids", "pixel_values", "p
 _PADDING = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}
 # losses that are chosen from the targets only
 _GENERAL = ("cross_entropy", "token_cross_entropy", "mse", "bce_with_logits")
+_REAL = {"mse", "l1", "huber", "bce", "bce_with_logits"}  # losses with floating-point targets
 # the least fit of a model, the largest difference of fits to show, and how many models to show
 _LIKELY, _DOUBT, _OTHERS = 0.5, 0.1, 3
 _DEPTH, _FOLDERS, _FILES = 3, 300, 500  # limits of the search for scripts
@@ -115,7 +117,7 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     near, below = _scripts((checkpoint.absolute().parent, data.absolute().parent, Path.cwd()))
     files = [*near, *below]
     called = losses_called(near) or losses_called(files)
-    model_lines, argument_lines = _model(result, model, checkpoint, folder, files, stored)
+    model_lines, argument_lines, forward = _model(result, model, checkpoint, folder, files, stored)
     found, why = "mse", "an example"
     described = data.suffix.lower() == ".toml"
     # the samples of a function are not read
@@ -128,9 +130,9 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
             result.missing += [] if loss else ["loss.name"]
     else:
         held = model == FROM_CHECKPOINT if model else _description(checkpoint) is not None
-        dataset_lines, found, why = _dataset(result, data, folder, keywords=held)
-        if found in _GENERAL and called:
-            found, why = _loss_of_script(called, found, why)
+        dataset_lines, found, why = _dataset(
+            result, data, folder, keywords=held, forward=forward, loss=loss, called=called
+        )
     if loss is None and "loss.name" not in result.missing:
         result.guessed["loss.name"] = f"{found}: {why}"
     loss_lines = [] if loss else [f"# guessed: {_comment(why)}"]
@@ -181,8 +183,8 @@ def _model(
     folder: Path,
     files: Sequence[Path],
     stored: _Stored,
-) -> tuple[list[str], list[str]]:
-    """Return the lines for the factory, and the lines for its arguments.
+) -> tuple[list[str], list[str], Sequence[str]]:
+    """Return the lines for the factory, the lines for its arguments, and forward's parameters.
 
     The factory is the given factory; the model that config.json describes; a class or function with
     parts named like the checkpoint's tensors; or a function with a common name.
@@ -191,7 +193,8 @@ def _model(
         file, _, name = (function_of(model) or "").rpartition(":")
         known = find_models([Path(file)], stored.shapes, stored.content) if file else []
         own = next((found for found in known if found.name == name), None)
-        return [f"factory = {quoted(_anchored(model, folder))}"], _arguments(result, own)
+        lines = [f"factory = {quoted(_anchored(model, folder))}"]
+        return lines, _arguments(result, own), own.inputs if own else _forward(stored.content)
     held = _description(checkpoint)
     if isinstance(stored.content, nn.Module):
         held = "pickled model"
@@ -216,14 +219,23 @@ def _model(
         result.missing.append("model.factory")
         line = f"factory = {quoted(_anchored('model.py:build', folder))}"
         what = "# AN EXAMPLE: no model was found in your scripts; write your own"
-        return [what, line], _arguments(result, None)
+        return [what, line], _arguments(result, None), ()
     result.guessed["model.factory"] = f"{value}: {why}"
     others = [
         f"# or {_comment(_anchored(each.reference, folder))}: {_comment(each.why)}"
         for each in likely[1:_OTHERS]
     ]
     lines = [f"# guessed: {_comment(why)}", *others, f"factory = {quoted(value)}"]
-    return lines, _arguments(result, likely[0] if likely and held is None else None)
+    if held is not None or not likely:
+        return lines, [], _forward(stored.content)
+    return lines, _arguments(result, likely[0]), likely[0].inputs
+
+
+def _forward(model: Any) -> Sequence[str]:
+    """Return the names of the parameters of a pickled model's forward, () of anything else."""
+    if not isinstance(model, nn.Module):
+        return ()
+    return list(inspect.signature(model.forward).parameters)
 
 
 def _arguments(result: Draft, found: FoundModel | None) -> list[str]:
@@ -353,11 +365,25 @@ class _DataArray:
 
 
 def _dataset(
-    result: Draft, data: Path, folder: Path, *, keywords: bool
+    result: Draft,
+    data: Path,
+    folder: Path,
+    *,
+    keywords: bool,
+    forward: Sequence[str],
+    loss: str | None,
+    called: Sequence[str],
 ) -> tuple[list[str], str, str]:
     """Return the lines for a data file, a loss for its targets, and why.
 
-    With `keywords`, the model takes each input by its name.
+    Args:
+        result: The draft. What is guessed is added to it.
+        data: The data file.
+        folder: The folder of the run file.
+        keywords: Whether the model takes each input by its name.
+        forward: The names of the parameters of the model's forward, as far as they are known.
+        loss: The loss that was given on the command line, if any.
+        called: The losses that scripts call.
     """
     kind, opened = open_arrays(data)
     arrays = {name: _DataArray.of(opened.load(name)) for name in opened.names}
@@ -368,7 +394,7 @@ def _dataset(
         result.guessed[f"dataset.{key}"] = f"{_value(value)}: {why}"
         lines.append(f"{key} = {_value(value)}  # guessed: {_comment(why)}")
 
-    inputs, targets, why = _columns(arrays, keywords=keywords)
+    inputs, targets, why = _columns(arrays, forward, keywords=keywords)
     graph = _graph(arrays, arrays[targets[0]].length) if targets else []
     graph = [] if isinstance(inputs, dict) else graph
     nodes = [k for k in inputs if graph and arrays[k].dtype == "bool" and arrays[k].sample == ()]
@@ -387,7 +413,7 @@ def _dataset(
         free = [k for k in known if k in padded and known[k] not in inputs]
         masks = {known[k]: f"{k}{MASK}" for k in free}
         guess("inputs", {**inputs, **masks}, why)
-    elif len(inputs) > 1 and all(arrays[k].sample == () for k in inputs):
+    elif len(inputs) > 1 and inputs != [*forward] and all(arrays[k].sample == () for k in inputs):
         guess("columns", {"table": inputs}, "columns with one number a sample")
         guess("inputs", ["table"], why)
     else:
@@ -400,17 +426,23 @@ def _dataset(
     if padded:
         of = "different lengths; NAME_mask marks the entries that are not padding"
         guess("pad", dict.fromkeys(padded, 0), of)
-    lines += _pixels(arrays, inputs, guess)
+    found = "mse"
+    if targets:
+        target = arrays[targets[0]]
+        alike = [arrays[k] for k in inputs if arrays[k].sample == target.sample]
+        of_tokens = len(alike) == len(inputs) == 1 and "int" in alike[0].dtype
+        found, why = _loss(target, inputs, of_tokens=of_tokens)
+        if found in _GENERAL and called:
+            found, why = _loss_of_script(called, found, why)
+    real = (loss or found).partition(":")[0] in _REAL
+    labels = [k for k in targets if real and "int" in arrays[k].dtype]
+    lines += _pixels(arrays, inputs, labels, guess)
     texts = opened.load(targets[0]) if targets else None
     if isinstance(texts, TextColumn):
         first = sorted(set(texts.read(0, min(texts.n, _READ))))
         guess("classes", {targets[0]: first}, f"the texts of the first {_READ:,} samples, sorted")
     if not targets:
         return lines, "mse", "there are no targets: write your own function, FILE.py:LOSS"
-    target = arrays[targets[0]]
-    alike = [arrays[k] for k in inputs if arrays[k].sample == target.sample]
-    of_tokens = len(alike) == len(inputs) == 1 and "int" in alike[0].dtype
-    found, why = _loss(target, inputs, of_tokens=of_tokens)
     masked = "attention_mask" in masks and found == "causal_lm"
     return lines, f"{found}:mask=input_ids{MASK}" if masked else found, why
 
@@ -473,16 +505,20 @@ def _require_inputs(
 def _pixels(
     arrays: Mapping[str, _DataArray],
     inputs: Iterable[str],
+    labels: Sequence[str],
     guess: Callable[[str, Any, str], None],
 ) -> list[str]:
-    """Guess the dtype float32 for pixels; return a comment with their scale."""
+    """Guess the dtype float32 for pixels and for `labels`; return a comment with the scale."""
     pixels = [k for k in inputs if arrays[k].dtype in ("uint8", "bool") and arrays[k].sample]
     if isinstance(inputs, dict):  # the mask of a keyword is not a picture
         pixels = [k for k in pixels if "mask" not in k]
+    kinds = listed(sorted({arrays[k].dtype for k in pixels}))
+    whys = [f"inputs are {kinds}"] if pixels else []
+    whys += ["the loss takes real numbers"] if labels else []
+    if whys:
+        guess("dtype", dict.fromkeys([*pixels, *labels], "float32"), "; ".join(whys))
     if not pixels:
         return []
-    kinds = listed(sorted({arrays[k].dtype for k in pixels}))
-    guess("dtype", dict.fromkeys(pixels, "float32"), f"inputs are {kinds}")
     scales = _value(dict.fromkeys(pixels, 1 / 255))
     return [f"# scale = {scales}  # the factor used in training, if any"]
 
@@ -509,11 +545,12 @@ def _loss(
 
 
 def _columns(
-    arrays: Mapping[str, _DataArray], *, keywords: bool
+    arrays: Mapping[str, _DataArray], forward: Sequence[str], *, keywords: bool
 ) -> tuple[list[str] | dict[str, str], list[str], str]:
     """Return the input arrays (a list or {keyword: name}), the target arrays, and why.
 
     Either all inputs have a keyword (the array's name) or no input has. No array is dropped.
+    If the parameters of the model's forward are names of arrays, these arrays are the inputs.
     """
     lengths = Counter(array.length for array in arrays.values())
     n = max(lengths, key=lambda length: (lengths[length], length), default=0)  # train, not test
@@ -526,6 +563,8 @@ def _columns(
     if "input_ids" in inputs and not targets:
         targets = ["input_ids"]
     known = not _KEYWORDS.isdisjoint(inputs)
+    if len(forward) > 1 and sorted(forward) == sorted(inputs) and not (known or keywords):
+        return [*forward], targets, "the parameters of the model's forward"
     if targets or known or len(rest) < 2:
         why = "by their names"
     elif all(arrays[k].sample == () or arrays[k].dtype == "text" for k in rest):

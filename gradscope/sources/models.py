@@ -171,7 +171,7 @@ def build(
     function = load_function(factory, "model factory")
     where = f"model factory {factory}"
     if isinstance(function, nn.Module):  # a variable of a script
-        made, function = function, lambda: deepcopy(made)
+        made, function = function, lambda: _copied(made)
     with suppress(TypeError, ValueError):  # a builtin without a signature: the call checks it
         signature = inspect.signature(function)
         try:
@@ -187,6 +187,17 @@ def build(
     with user_file(where):
         model.train(mode == "train")
     return model
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """Return a copy of a model; weights that are computed from parameters are copied as values."""
+    computed = {
+        id(value): value.detach().clone()
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, Tensor) and not value.is_leaf  # as of nn.utils.weight_norm
+    }
+    return deepcopy(model, computed)
 
 
 class Config(dict[str, Any]):

@@ -67,6 +67,7 @@ _PLAIN = re.compile(
 _MOVED = {"to", "cuda", "eval", "train", "double", "float", "prepare", "compile"}
 _MOVED |= {"DataParallel", "DistributedDataParallel"}
 _REGISTER = {"register_buffer", "register_parameter", "add_module"}
+_ADD = {"append", "add_module"}  # methods of Sequential and ModuleList
 _PRETRAINED = {"pretrained", "weights"}  # the checkpoint replaces these weights
 _ARGUMENTS = ("model_args", "hyper_parameters", "hparams", "model_config", "config", "cfg", "args")
 _LOSSES = {
@@ -104,6 +105,7 @@ class FoundModel:
     arguments: Mapping[str, Argument]  # known, by name; CONFIG.NAME within a config
     unknown: Sequence[str]  # names of arguments that must be given
     package: str = ""  # the installed module that defines it, if the file does not
+    inputs: Sequence[str] = ()  # the names of the parameters of its forward
 
     @property
     def reference(self) -> str:
@@ -470,13 +472,23 @@ class ModelClass:
         for target, value in self._assignments():
             if isinstance(target, ast.Attribute):
                 found.setdefault(target.attr, []).append(self.part(value))
+        added: dict[str, list[Part]] = {}  # to the list self.NAME, with any names
         for node in (inner for line in self._lines[0] for inner in ast.walk(line)):
-            if isinstance(node, ast.Call) and _tail(node.func) in _REGISTER and node.args:
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            called, owner = node.func.attr, node.func.value
+            if called in _ADD and node.args and _dotted(owner) == f"self.{_tail(owner)}":
+                added.setdefault(_tail(owner), []).append(self.part(node.args[-1]))
+            elif called in _REGISTER and node.args:
                 name = getattr(node.args[0], "value", None)
                 if isinstance(name, str):
                     made = self.part(node.args[-1])
-                    kind = made if _tail(node.func) == "add_module" else Part("parameter")
+                    kind = made if called == "add_module" else Part("parameter")
                     found.setdefault(name, []).append(kind)
+        for name, entries in added.items():
+            parts = found.get(name, [])
+            if any(part.kind == "indexed" and not (part.parts or part.repeated) for part in parts):
+                found[name] = [Part("indexed", repeated=entries)]
         return found
 
     def _assignments(self) -> Iterator[tuple[ast.Name | ast.Attribute, ast.expr]]:
@@ -530,6 +542,11 @@ class ModelClass:
             m for node in self._lines[0] for m in node.body if isinstance(m, ast.FunctionDef)
         )
         return next((method for method in methods if method.name == name), None)
+
+    def inputs(self) -> list[str]:
+        """Return the names of the parameters of forward."""
+        forward = self._method("forward")
+        return [] if forward is None else list(_parameters(forward.args, skip=1))
 
     def _made_by(self, method: ast.FunctionDef, call: ast.Call) -> Part:
         """Return the part of a method that appends modules to a list."""
@@ -775,7 +792,10 @@ def _examined(
         arguments, unknown = _of_function(sources, function, given)
     else:
         arguments, unknown = _arguments(sources, model, shapes, given)
-    return FoundModel(script.file, name, function is None, fit, why, arguments, unknown)
+    taken = model.inputs()
+    return FoundModel(
+        script.file, name, function is None, fit, why, arguments, unknown, inputs=taken
+    )
 
 
 def _entry(node: ast.expr, given: Mapping[str, ast.expr]) -> int | None:

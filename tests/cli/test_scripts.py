@@ -160,6 +160,21 @@ def OtherDeep6():
 criterion = nn.CrossEntropyLoss()
 """
 
+ADDED = """
+class Chain(nn.Module):
+    def __init__(self, wide):
+        super().__init__()
+        self.net = nn.Sequential()
+        self.net.add_module("first", nn.Linear(2, wide))
+        for k in range(2):
+            self.net.add_module("layer_%d" % k, nn.Linear(wide, wide))
+        self.heads = nn.ModuleList()
+        for k in range(3):
+            self.heads.append(nn.Linear(wide, 1))
+    def forward(self, x):
+        return torch.cat([head(self.net(x)) for head in self.heads], 1)
+"""
+
 SCRIPTS: dict[str, tuple[str, str, dict[str, Any]]] = {  # the text, what built it, its arguments
     "plain": (PLAIN, "Net", {}),
     "a factor of a size": (SIZES, "Upscale", {"factor": 3, "width": 6}),
@@ -174,6 +189,7 @@ SCRIPTS: dict[str, tuple[str, str, dict[str, Any]]] = {  # the text, what built 
         {"config": {"block": 9, "vocab": 11, "layers": 3, "width": 8, "bias": True}},
     ),
     "blocks": (BLOCKS, "Deep6", {}),
+    "parts added in a loop": (ADDED, "Chain", {"wide": 7}),
 }
 
 
@@ -271,6 +287,7 @@ DATA: dict[str, tuple[Any, Any, str]] = {  # inputs, targets, the loss that is w
         np.arange(10).reshape(2, 5) + 1,
         "token_cross_entropy",
     ),
+    "parts added in a loop": (np.ones((4, 2)) * [[1], [2], [3], [4]], np.zeros((4, 3)), "mse"),
     "blocks": (X((6, 1, 8, 8)), np.arange(6) % 3, "cross_entropy"),
 }
 
@@ -488,3 +505,53 @@ def test_a_pickled_model_of_a_checkpoint_that_is_trusted(
     assert gradscope("init", "w.pt", "d.pt", "--unsafe-pickle").code == 0
     assert 'factory = "checkpoint"' in Path("run.toml").read_text()
     assert gradscope("check", "--config", "run.toml").code == 0
+
+
+def test_inputs_named_as_the_parameters_of_forward_and_integer_labels(
+    gradscope: Gradscope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text(
+        "import torch\nfrom torch import nn\nclass Rank(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        self.users, self.items = nn.Embedding(5, 3), nn.Embedding(7, 3)\n"
+        "    def forward(self, user, item):\n"
+        "        return (self.users(user) * self.items(item)).sum(1)\n"
+        "loss = nn.BCEWithLogitsLoss()\n"
+    )
+    torch.manual_seed(0)
+    weights = {"users.weight": torch.randn(5, 3), "items.weight": torch.randn(7, 3)}
+    user, item = torch.arange(6) % 5, torch.arange(6)
+    label = torch.arange(6) % 2
+    torch.save(weights, "w.pt")
+    np.savez("d.npz", item=item.numpy(), user=user.numpy(), label=label.numpy())
+    assert gradscope("init", "w.pt", "d.npz").code == 0
+    text = Path("run.toml").read_text()
+    assert 'inputs = ["user", "item"]' in text and 'dtype = { "label" = "float32" }' in text
+    done = gradscope("compute", "--config", "run.toml", "-o", "o.h5")
+    assert done.code == 0, done.err
+    u, v = weights["users.weight"][user], weights["items.weight"][item]
+    error = torch.sigmoid((u * v).sum(1)) - label  # the gradients are error * v and error * u
+    norms = error.abs() * (u.square().sum(1) + v.square().sum(1)).sqrt()
+    with package.open("o.h5") as file:
+        np.testing.assert_allclose(file.samples["norm"][:], norms, rtol=1e-5)
+
+
+def test_a_variable_that_holds_a_model_with_weight_norm(
+    gradscope: Gradscope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("b.py").write_text(
+        "import torch, warnings\nwarnings.simplefilter('ignore')\n"
+        "layer = torch.nn.utils.weight_norm(torch.nn.Linear(4, 3, bias=False))\n"
+        "model = torch.nn.Sequential(layer)\n"
+    )
+    torch.save({"0.weight_g": torch.ones(3, 1), "0.weight_v": torch.eye(4)[:3]}, "w.pt")
+    torch.save((torch.ones(5, 4), torch.zeros(5, 3)), "d.pt")
+    done = gradscope("compute", "w.pt", "d.pt", "--model", "b.py:model", "--loss", "mse",
+                     "-o", "o.h5")  # fmt: skip
+    assert done.code == 0, done.err
+    with package.open("o.h5") as file:
+        # w = g v / |v| = v, outputs 1: of each row g's gradient is 2/3, v's is 2/3 (x - v)
+        expected = (3 * (2 / 3) ** 2 * (1 + 3)) ** 0.5
+        np.testing.assert_allclose(file.samples["norm"][:], expected, rtol=1e-5)

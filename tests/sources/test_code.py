@@ -87,6 +87,17 @@ def test_files_beside_it_can_be_imported_also_later_and_of_two_folders(tmp_path:
     del sys.path[len(path) :]
 
 
+def test_a_package_above_the_file_that_the_script_appends_to_sys_path(tmp_path: Path) -> None:
+    path = list(sys.path)
+    text = "import sys\nsys.path.append('../../')\nfrom gs_net.shared import SIZE\n"
+    write(tmp_path / "gs_net", "SIZE = 5\n", "shared.py")
+    (tmp_path / "gs_net" / "__init__.py").touch()
+    text += "def f(): return SIZE\n"
+    file = write(tmp_path / "gs_net" / "task", text)  # run elsewhere, "../../" is another folder
+    assert load_function(f"{file}:f", "x")() == 5
+    sys.path[:] = path
+
+
 def test_a_file_or_module_or_function_that_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +124,10 @@ def test_a_file_or_module_or_function_that_is_not_there(
         ("import gs_nowhere\n", ["ModuleNotFoundError", "gs_nowhere", "line 1"]),
         ("from .util import C\n", ["ModuleNotFoundError", ".util", "line 1"]),
         ("def f(): g()\ndef g(): 1 / 0\nf()\n", ["ZeroDivisionError", "in f", "in g"]),
+        (
+            "raise AssertionError('Torch not compiled with CUDA enabled')\n",
+            ["This machine has no CUDA device", 'argv = ["--option"]', "line 1"],
+        ),
         ("a = 1\0\n", ["your code raised", "null bytes"]),
         ("raise ExceptionGroup('many', [ValueError(1)])", ["ExceptionGroup"]),
     ],

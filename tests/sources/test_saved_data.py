@@ -27,6 +27,7 @@ KINDS: dict[str, tuple[Any, dict[str, Tensor]]] = {
         {"inputs": X, "targets": Y},
     ),
     "a list of tensors": ([*X], {"inputs": X}),
+    "a sparse matrix": ({"adj": (X > 0).float().to_sparse()}, {"adj": (X > 0).float()}),
     "a data set": (TensorDataset(X, Y), {"inputs": X, "targets": Y}),
 }
 

@@ -27,6 +27,8 @@ def open_saved(path: Path) -> StoredArrays:
 
     def load(name: str) -> StoredColumn:
         values = arrays[name]
+        if values.layout != torch.strided:  # a sparse adjacency matrix
+            values = values.to_dense()
         return NumberColumn(
             tuple(values.shape), values.dtype, lambda start, stop: values[start:stop].clone()
         )
