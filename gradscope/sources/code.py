@@ -169,7 +169,7 @@ def _users(error: BaseException) -> ModelError:
         return ModelError(
             f"your script parses command-line arguments and refuses {sys.argv[1:]}: {refused}",
             remedy="Write the arguments of the training under [model] in the run file: "
-            'argv = ["--option", "value"]. `gradscope init` writes a run file. Or call '
+            'argv = ["ARGUMENT", "VALUE"]. `gradscope init` writes a run file. Or call '
             'parse_args() only under if __name__ == "__main__".',
         )
     last = traceback.format_exception_only(error) if isinstance(error, SyntaxError) else []

@@ -435,7 +435,7 @@ MESSAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...], int, str, s
     "a stage with a space": (NOTHING, ("-t", "clip p=2"), 2, "'clip p=2'", "NAME:argument=value"),
     "text for a number": (NOTHING, ("-t", "clip:max_norm=big"), 2, "'big'", "clip:max_norm=VALUE"),
     "a stage without its argument": (NOTHING, ("-t", "clip"), 2, "needs max_norm", "Write clip:"),
-    "an empty stage": (NOTHING, ("-t", "mean |"), 2, "a stage is empty", "Write stages like"),
+    "an empty stage": (NOTHING, ("-t", "mean |"), 2, "a stage is empty", "Write stages as in"),
     "two reducers": (NOTHING, ("-t", "mean | sum"), 2, "one reducer only", "Remove one"),
     "a stage of a file that is not there": (
         NOTHING, ("-t", "my.py:T"), 3, "my.py: cannot be read", "Check the path",
@@ -480,8 +480,8 @@ MESSAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...], int, str, s
         data(targets=(np.arange(N) % 3).astype("f4")), (), 3, "float32", 'NAME = "int64"',
     ),
     "classes in a column": (data(targets=Y[:, None]), (), 3, "targets (12, 1)", f"{FITS}[] }}"),
-    "classes from 1": (data(targets=np.arange(N) % 3 + 1), (), 3, "Target 3", "go from 0"),
-    "negative classes": (data(targets=np.arange(N) % 3 - 1), (), 3, "Target -1", "go from 0"),
+    "classes from 1": (data(targets=np.arange(N) % 3 + 1), (), 3, "Target 3", "must be 0 to"),
+    "negative classes": (data(targets=np.arange(N) % 3 - 1), (), 3, "Target -1", "must be 0 to"),
     "classes as texts": (data(targets=np.array(["a", "b"] * 6)), (), 3, "'a'", "[dataset] classes"),
     "targets of a vector for a column": (
         outputs(1, X[:, 0]), MSE, 2, "outputs (12, 1) and targets (12,)", f"{FITS}[1] }}",

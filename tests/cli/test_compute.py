@@ -120,7 +120,7 @@ def test_a_chain_that_overflows_is_told(gradscope: Gradscope, digits: Path, tmp_
     run += ["-t", "scale:by=1e300 | mean", "-t", "mean", "--batch-size", "20"]
     done = gradscope(*run, "-o", tmp_path / "out.h5")
     assert done.code == 7
-    assert "6,570 numbers of scale:by=1e300 | mean" in done.out
+    assert "6,570 numbers in the result of scale:by=1e300 | mean" in done.out
     assert done.out.count("numbers of") == 1
     again = gradscope(*run, "-o", tmp_path / "out.h5", "--resume", "--json")
     assert again.code == 7
@@ -129,7 +129,7 @@ def test_a_chain_that_overflows_is_told(gradscope: Gradscope, digits: Path, tmp_
         assert gradscope(*run, "-o", tmp_path / "s.h5", "--shard", f"{k}/2", "-q").code == 0
     merged = gradscope("merge", tmp_path, "-o", tmp_path / "merged.h5")
     assert merged.code == 7
-    assert "6,570 numbers of scale:by=1e300 | mean" in merged.out
+    assert "6,570 numbers in the result of scale:by=1e300 | mean" in merged.out
 
 
 @pytest.mark.parametrize(("coupling", "code"), [("refuse", 4), ("own-loss", 0), ("frozen", 0)])

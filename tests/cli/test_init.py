@@ -416,7 +416,7 @@ def test_options_are_taken_and_a_dataset_spec_too(gradscope: Gradscope, tmp_path
     run.write_text("mine")
     options = ["--model", "my.models:net", "--loss", f"{tmp_path}/model.py:helper", "--overwrite"]
     refused = gradscope("init", checkpoint, tmp_path / "d.toml", *options, "-o", run)
-    assert refused.code == 6 and "no run file" in refused.err and run.read_text() == "mine"
+    assert refused.code == 6 and "expected: run file" in refused.err and run.read_text() == "mine"
     run.write_text("version = 1")
     assert gradscope("init", checkpoint, tmp_path / "d.toml", *options, "-o", run).code == 0
     document = tomllib.loads(run.read_text())

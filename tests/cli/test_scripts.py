@@ -403,7 +403,7 @@ def test_a_script_that_trains_on_import_does_not_train_and_keeps_its_checkpoint(
     assert 'factory = "train.py:Net"' in text and "width = 5" in text
     assert 'name = "cross_entropy:label_smoothing=0.1"' in text
     done = gradscope("check", "--config", "run.toml")
-    assert done.code == 3 and 'argv = ["--option", "value"]' in done.err, done.err
+    assert done.code == 3 and 'argv = ["ARGUMENT", "VALUE"]' in done.err, done.err
     Path("run.toml").write_text(text.replace("# argv =", "argv ="))
     done = gradscope("compute", "--config", "run.toml", "-o", "o.h5", "--json")
     assert done.code == 0, done.err

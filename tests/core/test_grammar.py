@@ -167,7 +167,7 @@ def test_arguments_without_a_type_have_that_of_their_default(text, factory, righ
         ("g:either=x", "either must be int or float, not 'x'"),
         ("g:kind=x", "kind must be a or float, not 'x'"),
         ("g:sides=x", "sides must be numbers such as"),
-        ("g:checked=x", "has the type OnlyForCheckers | None, and text cannot"),
+        ("g:checked=x", "has the type OnlyForCheckers | None: text cannot"),
     ],
 )
 def test_arguments_that_do_not_fit(text, words):

@@ -255,7 +255,7 @@ NAN, WEIGHT = torch.nan, "0.weight"
         (torch.ones(3), "a single tensor"),
         (3, "it has an int, not a state dict"),
         ({3: torch.ones(2)}, "not text: 3"),
-        (state(extra=torch.ones(2), epoch=3), "2 unexpected (extra, epoch)"),
+        (state(extra=torch.ones(2), epoch=3), "1 unexpected (extra)"),
         (state(**{f"x{k}": torch.ones(1) for k in range(12)}), "x9 and 2 more"),
         ({WEIGHT: state()[WEIGHT]}, "6 missing (0.bias, 1.weight"),
         (

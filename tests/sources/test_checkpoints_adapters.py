@@ -118,7 +118,7 @@ def test_where_the_base_model_is_found(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "base").rename(tmp_path / "moved")
     with pytest.raises(CheckpointError, match="'somebody/base' is not on this machine") as raised:
         held(tmp_path)
-    assert "--model FOLDER" in (raised.value.remedy or "")
+    assert 'model="FOLDER"' in (raised.value.remedy or "")
     loaded = held(tmp_path, str(tmp_path / "moved"))
     torch.testing.assert_close(loaded.model(TOKENS), expected)
     assert loaded.digests.keys() == {"adapter_config.json", "config.json"}

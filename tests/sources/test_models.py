@@ -52,7 +52,7 @@ def test_a_model_is_built_in_the_mode_asked_for(file: Path, mode: str) -> None:
     ("name", "kwargs", "expected"),
     [
         ("nothing", {}, "returned None, not a torch.nn.Module"),
-        ("weights", {}, "returned OrderedDict"),
+        ("weights", {}, "returned an OrderedDict"),
         ("bare", {}, "no parameter at all"),
         ("frozen", {}, "no trainable parameter"),
         ("lazy", {}, "have no shape yet"),
@@ -142,7 +142,7 @@ def test_values_too_large_for_a_dtype_are_refused(tmp_path: Path) -> None:
     spec, weights = ModelSpec(factory=f"{tmp_path}/net.py:build"), CheckpointSpec(path=path)
     with pytest.raises(CheckpointError, match=r"too large for float32: scale \(1 of 2\)") as caught:
         load_model(spec, weights)
-    assert "--dtype float64" in str(caught.value)
+    assert 'dtype="float64"' in str(caught.value)
     found = load_model(spec, weights, dtype=torch.float64).model
     assert float(found.scale[0].detach()) == 1e300
 

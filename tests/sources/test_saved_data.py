@@ -100,8 +100,8 @@ def test_the_numbers_are_those_of_other_formats(
 @pytest.mark.parametrize(
     ("head", "told", "remedy"),
     [
-        (b"\x89PNG\r\n\x1a\n" + bytes(9), "an image (PNG)", "one folder of images for each class"),
-        (b"\xff\xd8\xff\xe0" + bytes(20), "an image (JPEG)", "one folder of images for each class"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(9), "a PNG image", "one folder of images for each class"),
+        (b"\xff\xd8\xff\xe0" + bytes(20), "a JPEG image", "one folder of images for each class"),
         (b"%PDF-1.7" + bytes(20), "a PDF", "torch.save("),
         (pickle.dumps([list(range(40))]), "a Python pickle", "torch.save("),
         (bytes(range(200, 256)), "an unknown kind", "torch.save("),
