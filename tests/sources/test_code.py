@@ -126,7 +126,7 @@ def test_a_file_or_module_or_function_that_is_not_there(
         ("def f(): g()\ndef g(): 1 / 0\nf()\n", ["ZeroDivisionError", "in f", "in g"]),
         (
             "raise AssertionError('Torch not compiled with CUDA enabled')\n",
-            ["This machine has no CUDA device", 'argv = ["--option"]', "line 1"],
+            ["This machine has no CUDA device", 'argv = ["ARGUMENT"]', "line 1"],
         ),
         ("a = 1\0\n", ["your code raised", "null bytes"]),
         ("raise ExceptionGroup('many', [ValueError(1)])", ["ExceptionGroup"]),
