@@ -208,7 +208,7 @@ def test_a_plan_tells_bytes_memory_and_with_verbose_the_kernels(
     assert plan["schema"] == "gradscope.plan"
     assert 0 < plan["memory"] < plan["available"]
     shown = gradscope(*small, "--dry-run", "--compression", "gzip").out
-    for text in ("nothing was written", "before compression", "beside model", "available"):
+    for text in ("nothing was written", "before compression", "in addition to model", "available"):
         assert text in shown
     config = ["--config", SAMPLES / "digits_cnn" / "run.toml", "--samples", ":256"]
     kernels = gradscope("compute", *config, "--dry-run", "--verbose").out
