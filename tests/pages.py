@@ -19,12 +19,12 @@ import shlex
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from warnings import catch_warnings, simplefilter
+from warnings import catch_warnings
 
 from benchmarks.__main__ import parser
 from benchmarks.architectures.__main__ import parser as architectures
@@ -69,9 +69,9 @@ def run(path: Path) -> Page:
             Path(rest.strip()).write_text(body, encoding="utf-8")
         elif language == "python":
             where = "\n" * text.count("\n", 0, match.start("text")) + body  # lines as in the page
-            with redirect_stdout(io.StringIO()) as out, catch_warnings():
-                if kind == "needs":  # what that module warns of is not ours
-                    simplefilter("ignore")
+            optional = kind == "needs"  # the warnings of an optional module are not ours
+            quiet = catch_warnings(action="ignore") if optional else nullcontext()
+            with redirect_stdout(io.StringIO()) as out, quiet:  # a page may set its own filters
                 exec(compile(where, str(path), "exec"), page.names)
             page.printed = out.getvalue()
         elif language == "sh":
