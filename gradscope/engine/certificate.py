@@ -219,13 +219,16 @@ def _attempt(
     """Evaluate a batch and prove the result; see `certify`."""
     with problem.state.watching(), _custom_functions_named(problem, batch):
         phases: dict[str, float] = {}
+        found: Evaluation | ModelError | RefusedError
         try:
             with _timed(phases, "evaluation"):
                 found = evaluate(batch, PROVED)
-        except (ModelError, RefusedError):
+        except (ModelError, RefusedError) as error:
+            found = error
+        if isinstance(found, Exception):
             if not own_loss:
                 require_independent(problem, batch)  # its error is more precise
-            raise
+            raise found
         answer = Answer(
             problem,
             backend,

@@ -28,7 +28,10 @@ _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.
 
 _LABEL = re.compile(r"Target (-?\d+) is out of bounds")
 _TARGET = re.compile(r"expected target dtype to be Long")
-_COUNT = re.compile(r"positional arguments? but|required positional|unexpected keyword argument")
+_COUNT = re.compile(
+    r"positional arguments? but|required positional|unexpected keyword argument|"
+    r"object is not callable"  # the outputs, by a loss that expects the model
+)
 _DEVICES = re.compile(r"on the same device|on the expected device|torch\.\w+\.\w+Tensor")
 _INDEX = re.compile(r"index out of range in self")
 _CHANNELS = re.compile(r"expected input\[[\d, ]+\] to have (\d+) channels")

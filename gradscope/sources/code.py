@@ -183,8 +183,8 @@ def _users(error: BaseException) -> ModelError:
     if isinstance(error, AssertionError | RuntimeError) and _NO_CUDA.search(str(error)):
         remedy = (
             "This machine has no CUDA device. If an argument of the script selects the device, "
-            'give it under [model] in the run file: argv = ["ARGUMENT"]. Or give the class of the '
-            f"model, --model FILE.py:CLASS.\n{shown}"
+            'give it under [model] in the run file: argv = ["ARGUMENT"]. Or name the class of the '
+            f"model, FILE.py:CLASS, instead of a function.\n{shown}"
         )
     return ModelError(f"your code {describe_raised(error)}", remedy=remedy)
 

@@ -234,7 +234,8 @@ def _in_order(parts: RunFiles) -> RunFiles:
                 f"the file begins in the middle of a batch of {batch_size:,}; with own-loss "
                 "coupling, gradients depend on which samples share a batch",
                 where=str(part.path),
-                remedy="Compute the files with --shard I/N, which splits between batches.",
+                remedy="Compute the files with `gradscope compute --shard I/N`, which splits "
+                "between batches.",
             )
     return replace(parts, files=tuple(files))
 

@@ -107,7 +107,8 @@ def options_named(text):
     """
     keys = {setting.parameter for setting in run_options()}
     known = set().union(*FLAGS.values())
-    for match in re.finditer(r"(?<![-\w])--[a-z][a-z-]*", text):
+    # in quotes, it is an argument of a user's script: argv = ["--width", "64"]
+    for match in re.finditer(r"(?<![-\w\"])--[a-z][a-z-]*", text):
         programs = re.findall(r"gradscope ([a-z]+)|(torchrun) ", text[: match.start()])
         command, other = programs[-1] if programs else (None, None)
         if not other:

@@ -165,3 +165,24 @@ def test_a_loss_of_another_number_of_samples_is_told_with_both():
         gradscope.norms(Nodes(), by_graph, (X, torch.tensor([0, 0, 1])), Y)
     assert "called with 3 samples: inputs (3, 4) float32, (3,) int64" in caught.value.remedy
     assert "Pad them" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, x, y: (model(x) - y).pow(2).sum(1),
+        lambda model, batch: (model(batch[0]) - batch[1]).pow(2).sum(1),
+        lambda outputs: outputs.sum(1),
+    ],
+)
+def test_a_loss_that_calls_the_model_is_declared_and_its_error_is_shown_once(loss):
+    with pytest.raises(ModelError) as caught:
+        gradscope.norms(perceptron(), loss, X, Y)
+    assert "the loss with (outputs, targets)" in caught.value.remedy
+    assert "Decorate a loss (model, inputs, targets) with @gradscope.model_loss." in (
+        caught.value.remedy
+    )
+    own = caught.value.__cause__
+    assert isinstance(own, TypeError)
+    assert caught.value.__context__ is own
+    assert own.__context__ is None
