@@ -9,6 +9,7 @@ import os
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ _GENERAL = ("cross_entropy", "token_cross_entropy", "mse", "bce_with_logits")
 _REAL = {"mse", "l1", "huber", "bce", "bce_with_logits"}  # losses with floating-point targets
 # the least fit of a model, the largest difference of fits to show, and how many models to show
 _LIKELY, _DOUBT, _OTHERS = 0.5, 0.1, 3
-_DEPTH, _FOLDERS, _FILES = 3, 300, 500  # limits of the search for scripts
+_DEPTH, _FOLDERS, _FILES = 3, 300, 200  # limits of the search for scripts
 _SKIPPED = re.compile(r"[._]|site-packages$|node_modules$|tests?$")  # folders without a model
 _FACTORIES = ("build", "build_model", "make_model", "create_model", "get_model", "model", "net")
 
@@ -277,11 +278,20 @@ def _scripts(places: Iterable[Path]) -> tuple[list[Path], list[Path]]:
         if depth and "pyvenv.cfg" in (entry.name for entry in entries):
             continue
         files = [entry for entry in entries if entry.suffix == ".py" and entry.is_file()]
-        (below if depth else near).update(dict.fromkeys(files))
+        if depth:
+            below.update(dict.fromkeys(file for file in files if _mentions_torch(file)))
+        else:
+            near.update(dict.fromkeys(files))
         if depth < _DEPTH:
             folders = (entry for entry in entries if not _SKIPPED.match(entry.name))
             waiting.extend((folder, depth + 1) for folder in folders if folder.is_dir())
     return list(near), [file for file in below if file not in near]
+
+
+def _mentions_torch(file: Path) -> bool:
+    with suppress(OSError):
+        return b"torch" in file.read_bytes()
+    return False
 
 
 def _loss_of_script(called: Sequence[str], of_data: str, why: str) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from collections import ChainMap, Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +233,7 @@ def losses_called(files: Iterable[Path]) -> list[str]:
     losses, the remaining scripts do not count.
     """
     scripts = [script for file in files if (script := Script.read(file)) is not None]
-    training = [script for script in scripts if script.trained or trains(script.tree)]
+    training = [script for script in scripts if script.trains]
     counts = _losses(training) or _losses(scripts)
     return sorted(counts, key=lambda name: (-counts[name], ":" not in name, name))
 
@@ -266,11 +266,17 @@ class Script:
 
     @classmethod
     def read(cls, file: Path) -> "Script | None":
-        """Return the parsed file, or None if it is not Python."""
+        """Return the parsed file, or None if it is not Python. An unchanged file is parsed once."""
         try:
-            return cls(file, ast.parse(file.read_bytes()))
+            found = file.stat()
+            return _parsed(file, found.st_ino, found.st_mtime_ns)
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             return None
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree."""
+        return list(ast.walk(self.tree))
 
     @cached_property
     def classes(self) -> dict[str, ast.ClassDef]:
@@ -286,7 +292,7 @@ class Script:
     def calls(self) -> dict[str, list[ast.Call]]:
         """The calls, by the last name of the called function."""
         found: dict[str, list[ast.Call]] = {}
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Call):
                 found.setdefault(_tail(node.func), []).append(node)
         return found
@@ -295,12 +301,13 @@ class Script:
     def constants(self) -> dict[str, Any]:
         """The constants at the top level, and the defaults of options of argparse."""
         found: dict[str, Any] = {}
+        top = set(self.tree.body)
         for call in self.calls.get("add_argument", ()):
             found |= _option(call)
-        for node in ast.walk(self.tree):  # for example config.width = 64
+        for node in self.nodes:  # for example config.width = 64
             target = node.targets[0] if isinstance(node, ast.Assign) else None
             if isinstance(node, ast.Assign) and (
-                node in self.tree.body
+                node in top
                 if isinstance(target, ast.Name)
                 else isinstance(target, ast.Attribute) and _tail(target.value) != "self"
             ):
@@ -318,7 +325,7 @@ class Script:
         }
         return [
             (node.targets[0].id, node)
-            for node in ast.walk(self.tree)
+            for node in self.nodes
             if isinstance(node, ast.Assign)
             and isinstance(node.targets[0], ast.Name)
             and node.targets[0].id in owners
@@ -327,10 +334,15 @@ class Script:
         ]
 
     @cached_property
+    def trains(self) -> bool:
+        """Whether it passes a model's parameters on, calls `backward()` or is Lightning's."""
+        return bool(self.trained) or trains(self.tree)
+
+    @cached_property
     def imported(self) -> dict[str, str]:
         """The full dotted name of each imported name."""
         found: dict[str, str] = {}
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 found |= {a.asname or a.name: a.name for a in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -342,6 +354,11 @@ class Script:
         """Whether this script imports from the script `other`, judged by the file's name."""
         names = {part for dotted in self.imported.values() for part in dotted.split(".")}
         return other.file.stem in names
+
+
+@lru_cache(maxsize=512)
+def _parsed(file: Path, _inode: int, _changed: int) -> Script:
+    return Script(file, ast.parse(file.read_bytes()))
 
 
 class Sources:

@@ -25,6 +25,12 @@ def build(): return nn.Linear(4, 3)
 """
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the scripts of this repository out of the search, which also covers the cwd."""
+    monkeypatch.chdir(tmp_path)
+
+
 def project(folder: Path, model: str | None = MODEL, **arrays: np.ndarray) -> tuple[Path, Path]:
     folder.mkdir(exist_ok=True, parents=True)
     if model is not None:
@@ -35,10 +41,7 @@ def project(folder: Path, model: str | None = MODEL, **arrays: np.ndarray) -> tu
     return folder / "w.pt", folder / "d.npz"
 
 
-def test_a_run_file_that_runs_as_it_is(
-    gradscope: Gradscope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_file_that_runs_as_it_is(gradscope: Gradscope, tmp_path: Path) -> None:
     checkpoint, data = project(tmp_path / "project")
     run = tmp_path / "runs" / "run.toml"
     run.parent.mkdir()
@@ -190,10 +193,7 @@ def test_what_is_guessed_of_tables_and_sequences(
     load(tmp_path / "run.toml")
 
 
-def test_without_a_factory_an_example_is_marked(
-    gradscope: Gradscope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_without_a_factory_an_example_is_marked(gradscope: Gradscope, tmp_path: Path) -> None:
     checkpoint, data = project(tmp_path, None)
     (tmp_path / "broken.py").write_text("def build(:")
     os.mkfifo(tmp_path / "pipe.py")  # would be waited for
