@@ -105,6 +105,7 @@ def declines(method: Method, task: str) -> bool:
     return not method.ours and task in ("kronecker", "sjlt")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("task", FAMILIES["mlp"].tasks)
 def test_every_method_on_the_perceptron(task: str, conditions: Conditions) -> None:
     work = tiny("mlp")

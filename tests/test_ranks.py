@@ -160,6 +160,7 @@ def close(found: Any, right: Any) -> None:
         )
 
 
+@pytest.mark.full
 def test_data_parallel_models_share_expectations_alone(tmp_path: Path) -> None:
     first, second = found(tmp_path, "parallel")
     assert first["norms"] < 1e-9

@@ -192,6 +192,7 @@ def test_what_is_done_is_not_done_again(ridge: Ridge) -> None:
     assert validate(ridge.scores, ridge.fit, asked()) == first
 
 
+@pytest.mark.full
 def test_workers_share_the_work_and_find_the_same(
     ridge: Ridge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,7 +291,10 @@ WRONG: dict[str, tuple[type[GradscopeError], str]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "workers"), [*((name, 1) for name in WRONG), ("raises", 2)])
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [*((name, 1) for name in WRONG), pytest.param("raises", 2, marks=pytest.mark.full)],
+)
 def test_what_is_wrong_with_a_fit_is_told(ridge: Ridge, name: str, workers: int) -> None:
     kind, text = WRONG[name]
     with pytest.raises(kind, match=text) as caught:

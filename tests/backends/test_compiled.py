@@ -96,6 +96,7 @@ def test_gradients_norms_and_sums_of_one_program_are_those_of_the_loop(name: str
         close(second[f"sum:{key}"], g.square().sum(0))
 
 
+@pytest.mark.full
 def test_norms_and_expectations_are_compiled_without_the_gradients(tokens) -> None:
     model = Tagger()
     scope = Scope(model, "cross_entropy", backend="vmap", compile=True, verify="first")
@@ -141,6 +142,7 @@ def children() -> set[str]:
     return found
 
 
+@pytest.mark.full
 def test_a_change_is_never_overlooked(tokens) -> None:
     model = Tagger()
     scope = Scope(model, "cross_entropy", backend="vmap", compile=True)

@@ -96,6 +96,7 @@ def test_a_stopped_run_goes_on_with_its_own_code_only(forked: Forked, folder: Pa
         assert forked.run(*RUN, "--resume", cwd=folder).code == 0
 
 
+@pytest.mark.full
 def test_shards_of_other_code_are_not_merged(forked: Forked, folder: Path) -> None:
     merge = ("merge", folder, "-o", "out.h5", "--code", "stages.py")
     last = (*RUN, "--shard", "1/2", "--overwrite")

@@ -57,6 +57,7 @@ def test_gradscope_alone_shows_commands_that_exist(gradscope: Gradscope) -> None
         assert {word for word in words if word.startswith("-")} <= options
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("words", "kinds", "stem"),
     [

@@ -242,6 +242,7 @@ def test_a_plan_says_what_a_run_takes(folder: Path, tmp_path: Path) -> None:
     assert plan["peak"] == pytest.approx(run["peak"], rel=0.2)
 
 
+@pytest.mark.full
 def test_a_run_stays_within_its_budget(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.h5"
     run = fresh("run", folder, out, memory="150MB", backend="hooks")

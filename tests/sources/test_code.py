@@ -321,6 +321,7 @@ def test_a_script_that_trains_when_it_is_imported_is_told_so(
     assert code.import_notes(f"{imports}:build", "model factory") == ()
 
 
+@pytest.mark.full
 def test_the_script_that_runs_is_not_run_again(tmp_path: Path) -> None:
     """`FILE.py:NAME` of the very script, and of a module that it has imported."""
     write(

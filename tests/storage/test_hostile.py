@@ -476,7 +476,7 @@ def test_a_flipped_byte_in_a_row_harms_only_its_chunk(good: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "text", [None, "gzip", *(pytest.param(t, marks=pytest.mark.full) for t in ("zstd", "blosc2"))]
+    "text", [None, *(pytest.param(t, marks=pytest.mark.full) for t in ("gzip", "zstd", "blosc2"))]
 )
 def test_a_flipped_byte_anywhere_is_an_error(tmp_path: Path, text: str | None) -> None:
     generator, path = random.Random(5), tmp_path / "o.h5"
