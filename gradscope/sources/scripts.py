@@ -12,6 +12,7 @@ from collections import ChainMap, Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,9 @@ _PLAIN = re.compile(
 )
 _MOVED = {"to", "cuda", "eval", "train", "double", "float", "prepare", "compile"}
 _MOVED |= {"DataParallel", "DistributedDataParallel"}
-_REGISTER = {"register_buffer", "register_parameter", "add_module"}
+_REGISTER = {"register_buffer", "register_parameter", "add_module", "setattr"}
 _ADD = {"append", "add_module"}  # methods of Sequential and ModuleList
+_COPIED = {"deepcopy", "copy"}  # functions that return a copy of a module
 _PRETRAINED = {"pretrained", "weights"}  # the checkpoint replaces these weights
 _ARGUMENTS = ("model_args", "hyper_parameters", "hparams", "model_config", "config", "cfg", "args")
 _LOSSES = {
@@ -371,6 +373,7 @@ class Sources:
     def __init__(self, own: Script, scripts: Sequence[Script]) -> None:
         order = sorted(scripts, key=lambda other: (other is not own, not own.imports(other)))
         self.classes = ChainMap(*(script.classes for script in order))
+        self.functions = ChainMap(*(script.functions for script in order))
         self.constants = ChainMap(*(script.constants for script in order))
         self._scripts = scripts
 
@@ -474,34 +477,56 @@ class ModelClass:
 
     @cached_property
     def names(self) -> dict[str, ast.expr]:
-        """The values assigned in methods to variables and to self.NAME, except parameters."""
+        """The values assigned in methods to variables and to self.NAME, except parameters.
+
+        The value of a loop's variable is the first entry.
+        """
         found: dict[str, ast.expr] = {}
         for target, value in self._assignments():
             key = target.id if isinstance(target, ast.Name) else f"self.{target.attr}"
             if key not in self.parameters:
                 found.setdefault(key, value)
+        for loop in (inner for line in self._lines[0] for inner in ast.walk(line)):
+            if isinstance(loop, ast.For):
+                entry = _entries(loop.iter, found)[0]
+                target = loop.target.elts[-1] if isinstance(loop.target, ast.Tuple) else loop.target
+                if entry is not None and isinstance(target, ast.Name):
+                    found.setdefault(target.id, entry)
         return found
 
     @cached_property
     def parts(self) -> dict[str, list[Part]]:
-        """The parts by attribute name; an attribute has several parts if branches differ."""
+        """The parts by attribute name; an attribute has several parts if branches differ.
+
+        A name that is made in a loop has "*" for what changes: layer_* is a list of the layers.
+        """
         found: dict[str, list[Part]] = {}
         for target, value in self._assignments():
             if isinstance(target, ast.Attribute):
                 found.setdefault(target.attr, []).append(self.part(value))
         added: dict[str, list[Part]] = {}  # to the list self.NAME, with any names
-        for node in (inner for line in self._lines[0] for inner in ast.walk(line)):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        nodes = [inner for line in self._lines[0] for inner in ast.walk(line)]
+        loops = {
+            id(node): loop for loop in nodes if isinstance(loop, ast.For) for node in ast.walk(loop)
+        }
+        for node in nodes:
+            if not isinstance(node, ast.Call) or not node.args:
                 continue
-            called, owner = node.func.attr, node.func.value
-            if called in _ADD and node.args and _dotted(owner) == f"self.{_tail(owner)}":
+            called = _tail(node.func)
+            owner = node.func.value if isinstance(node.func, ast.Attribute) else node.args[0]
+            if called in _ADD and _dotted(owner) == f"self.{_tail(owner)}":
                 added.setdefault(_tail(owner), []).append(self.part(node.args[-1]))
-            elif called in _REGISTER and node.args:
-                name = getattr(node.args[0], "value", None)
-                if isinstance(name, str):
-                    made = self.part(node.args[-1])
-                    kind = made if called == "add_module" else Part("parameter")
-                    found.setdefault(name, []).append(kind)
+            elif called in _REGISTER and _tail(owner) == "self":
+                name = _pattern(node.args[-2] if len(node.args) > 1 else node.args[0])
+                made = self.part(node.args[-1])
+                if called.startswith("register"):
+                    made = Part("parameter")
+                if "*" in name:
+                    loop = loops.get(id(node))
+                    count = _entries(loop.iter, self.names)[1] if loop is not None else None
+                    made = Part("indexed", repeated=[made], count=count)
+                if name.strip("*"):
+                    found.setdefault(name, []).append(made)
         for name, entries in added.items():
             parts = found.get(name, [])
             if any(part.kind == "indexed" and not (part.parts or part.repeated) for part in parts):
@@ -532,6 +557,8 @@ class ModelClass:
         """Return the part that an expression makes."""
         if isinstance(node, ast.IfExp):
             return self.part(node.body)
+        for _ in range(4):  # variables, and arguments of this class
+            node = self.given.get(_dotted(node) or "") or self.names.get(_dotted(node) or "", node)
         if not isinstance(node, ast.Call):
             return Part("plain") if isinstance(node, ast.Constant) else _UNKNOWN
         called = node.func
@@ -543,6 +570,8 @@ class ModelClass:
             return Part(name, node)
         if name == "Parameter":
             return Part("parameter", node)
+        if name in _COPIED and node.args:
+            return self.part(node.args[0])
         if name in ("Sequential", "ModuleList"):
             return self._list(node)
         if name == "ModuleDict":
@@ -552,6 +581,11 @@ class ModelClass:
         method = self._method(name) if _dotted(called) == f"self.{name}" else None
         if method is not None:
             return self._made_by(method, node)
+        function = self.sources.functions.get(name) if self.depth < 8 else None
+        made = None if function is None else _returned(function)
+        if function is not None and made is not None and _tail(made.func) != name:
+            passed = _bound(node, list(_parameters(function.args)))
+            return self.part(_Substituted(passed).visit(_copied(made)))
         return Part("plain") if _PLAIN.search(name) else _UNKNOWN
 
     def _method(self, name: str) -> ast.FunctionDef | None:
@@ -584,10 +618,10 @@ class ModelClass:
         entries = list(node.args)
         if len(entries) == 1 and isinstance(entries[0], ast.Starred):
             entries = [entries[0].value]
+        if len(entries) == 1 and (own := _dotted(entries[0])) is not None:
+            entries = [self.given.get(own) or self.names.get(own, entries[0])]
         if len(entries) == 1 and isinstance(entries[0], ast.ListComp | ast.GeneratorExp):
-            loop = entries[0].generators[0].iter
-            counted = isinstance(loop, ast.Call) and _tail(loop.func) == "range" and loop.args
-            count = loop.args[-1] if counted and isinstance(loop, ast.Call) else None
+            count = _entries(entries[0], self.names)[1]
             return Part("indexed", repeated=[self.part(entries[0].elt)], count=count)
         if len(entries) == 1 and isinstance(entries[0], ast.List | ast.Tuple):
             entries = list(entries[0].elts)
@@ -619,13 +653,31 @@ class ModelClass:
 
     def below(self, part: Part) -> "ModelClass":
         """Return the class of a part that is a module of a local class."""
-        return ModelClass(self.sources, part.name, self.depth + 1)
+        if id(part) not in self._below:
+            found = ModelClass(self.sources, part.name, self.depth + 1)
+            if part.call is not None:
+                passed = _bound(part.call, list(found.parameters))
+                outer = {k: _Outer().visit(self.resolved(v)) for k, v in passed.items()}
+                found = ModelClass(self.sources, part.name, self.depth + 1, outer)
+            self._below[id(part)] = found, part
+        return self._below[id(part)][0]
+
+    @cached_property
+    def _below(self) -> dict[int, tuple["ModelClass", Part]]:
+        return {}  # {id: the class of a part, and the part}
+
+    def alternatives(self, name: str) -> Sequence[Part]:
+        """Return the parts that an attribute may have."""
+        patterns = (v for k, v in self.parts.items() if "*" in k and fnmatchcase(name, k))
+        return self.parts.get(name) or next(patterns, ())
 
     def explained(self, key: Sequence[str], shape: Shape, part: Part | None = None) -> float:
         """Return how well the parts explain a key: 1, 0.5 (with an unknown part), or 0."""
         if part is None:
-            alternatives = self.parts.get(key[0], ())
-            return max((self.explained(key[1:], shape, a) for a in alternatives), default=0.0)
+            exact = key[0] in self.parts  # a pattern is a list with the whole names as indices
+            below = key[1:] if exact else key
+            found = self.alternatives(key[0])
+            return max((self.explained(below, shape, a) for a in found), default=0.0)
         if part.kind == "unknown":
             return 0.5
         if part.kind == "module":
@@ -647,6 +699,8 @@ class ModelClass:
         """Yield (expression of the parameters of `__init__`, its value, the source's name)."""
         for name, alternatives in self.parts.items():
             own = _below(shapes, name)
+            if "*" in name:
+                own = {k: v for k, v in shapes.items() if fnmatchcase(k.partition(".")[0], name)}
 
             def fit(part: Part, own: Shapes = own) -> float:
                 return sum(self.explained(k.split("."), v, part) for k, v in own.items() if k)
@@ -661,14 +715,20 @@ class ModelClass:
     ) -> Iterator[tuple[ast.expr, int, str]]:
         if part.kind == "module" and depth < 6 and part.call is not None:
             other = self.below(part)
-            given = _bound(part.call, list(other.parameters))
+            none = ast.Constant(None)  # an argument without a value has no known size
+            given = {k: default or none for k, default in other.parameters.items()}
+            given |= _bound(part.call, list(given))
             for expression, value, place in other.equations(shapes, depth + 1):
-                yield _Substituted(given).visit(_copied(expression)), value, f"{where}.{place}"
+                found = _Substituted(given).visit(_copied(expression))
+                yield _Outer(leave=True).visit(found), value, f"{where}.{place}"
         elif part.kind in ("indexed", "named"):
             indices = {key.partition(".")[0] for key in shapes}
-            if part.count is not None and indices and all(k.isdigit() for k in indices):
-                yield part.count, max(map(int, indices)) + 1, f"{where} (its length)"
-            parts = part.parts or ({"0": part.repeated[0]} if part.repeated else {})
+            if part.count is not None and indices:
+                numbers = all(k.isdigit() for k in indices)  # entries without tensors count too
+                count = max(map(int, indices)) + 1 if numbers else len(indices)
+                yield part.count, count, f"{where} (its length)"
+            first = min(indices, default="0")
+            parts = part.parts or ({first: part.repeated[0]} if part.repeated else {})
             for name, inner in parts.items():
                 yield from self._of_part(inner, _below(shapes, name), f"{where}.{name}", depth)
         else:
@@ -716,6 +776,39 @@ class ModelClass:
                     if passed in parameters:
                         found.setdefault(passed, set()).update(attributes)
         return found
+
+
+def _entries(
+    node: ast.expr, names: Mapping[str, ast.expr], depth: int = 0
+) -> tuple[ast.expr | None, ast.expr | None]:
+    """Return the first entry of a list expression and its number of entries, as far as known."""
+    node = names.get(_dotted(node) or "", node)
+    if isinstance(node, ast.List | ast.Tuple):
+        return next(iter(node.elts), None), ast.Constant(len(node.elts))
+    if depth < 4 and isinstance(node, ast.ListComp | ast.GeneratorExp):
+        return node.elt, _entries(node.generators[0].iter, names, depth + 1)[1]
+    if depth < 4 and isinstance(node, ast.Call) and node.args:
+        if _tail(node.func) == "range":
+            return None, node.args[min(len(node.args) - 1, 1)]
+        if _tail(node.func) in ("enumerate", "reversed", "list", "ModuleList"):
+            return _entries(node.args[0], names, depth + 1)
+    return None, None
+
+
+def _pattern(node: ast.expr) -> str:
+    """Return a text with "*" for what a format, an f-string, % or + puts into it."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(_pattern, node.values))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _pattern(node.left) + _pattern(node.right)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+        return re.sub(r"%[-+ #0-9.]*[a-z]", "*", _pattern(node.left))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr == "format":
+            return re.sub(r"\{[^}]*\}", "*", _pattern(node.func.value))
+    return "*"
 
 
 def sizes(part: Part, shapes: Shapes) -> Iterator[tuple[ast.expr, int]]:
@@ -801,7 +894,8 @@ def _examined(
     ]
     if not explained or not any(explained):
         return None
-    met = sum(k in first for k in expected) / len(expected) if expected else 0.5
+    met = sum(any(fnmatchcase(f, k) for f in first) for k in expected) / max(len(expected), 1)
+    met = met if expected else 0.5
     fit = sum(explained) / len(explained) * (1 + met) / 2 * model.share_of_counts(shapes)
     whole = sum(value > 0 for value in explained)
     why = f"its parts explain {whole} of {len(explained)} tensors of the checkpoint"
@@ -1015,6 +1109,27 @@ def _dotted(node: ast.expr) -> str | None:
 
 def _copied(node: ast.expr) -> ast.expr:
     return ast.parse(ast.unparse(node), mode="eval").body
+
+
+class _Outer(ast.NodeTransformer):
+    """Marks the variables of a calling class in the arguments that it passes, or unmarks them."""
+
+    mark = "outer__"
+
+    def __init__(self, *, leave: bool = False) -> None:
+        self.leave = leave
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        """Mark the arguments, not the called function."""
+        node.args = [self.visit(argument) for argument in node.args]
+        for keyword in node.keywords:
+            keyword.value = self.visit(keyword.value)
+        return node
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        """Mark a variable."""
+        name = node.id.removeprefix(self.mark) if self.leave else self.mark + node.id
+        return ast.Name(name, node.ctx)
 
 
 class _Substituted(ast.NodeTransformer):

@@ -175,6 +175,75 @@ class Chain(nn.Module):
         return torch.cat([head(self.net(x)) for head in self.heads], 1)
 """
 
+NAMED = """
+class Head(nn.Module):
+    def __init__(self, inside, outside):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size=(inside, outside)))
+        nn.init.normal_(self.weight)
+    def forward(self, x):
+        return x @ self.weight
+class Heads(nn.Module):
+    def __init__(self, inside, hidden, classes, heads, depth, *, scale):
+        super().__init__()
+        self.heads = [Head(inside, hidden) for _ in range(heads)]
+        for i, head in enumerate(self.heads):
+            self.add_module("head_{}".format(i), head)
+        for k in range(depth):
+            setattr(self, f"norm{k + 1}", nn.LayerNorm(hidden * heads))
+        self.last = Head(hidden * heads, classes)
+        self.depth, self.scale = depth, scale
+    def forward(self, x):
+        x = torch.cat([head(x) for head in self.heads], dim=1)
+        for k in range(self.depth):
+            x = getattr(self, f"norm{k + 1}")(x)
+        return F.log_softmax(self.scale * self.last(x), dim=1)
+parser = argparse.ArgumentParser()
+parser.add_argument("--scale", type=float, default=0.2)
+def main():
+    args = parser.parse_args()
+    model = Heads(features.shape[1], 8, int(labels.max()) + 1, 8, 1, scale=args.scale)
+"""
+PASSED = """
+import copy
+def clones(module, count):
+    return nn.ModuleList([copy.deepcopy(module) for _ in range(count)])
+class Forward(nn.Module):
+    def __init__(self, size, inner=None, span=5):
+        super().__init__()
+        inner = inner or 4 * size
+        self.up, self.down = nn.Linear(size, inner), nn.Linear(inner, size)
+        self.positions = nn.Parameter(torch.zeros(span, size))
+    def forward(self, x):
+        return x + self.down(self.up(x + self.positions).relu())
+class Stack(nn.Module):
+    def __init__(self, layers, norm=None):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+class Copies(nn.Module):
+    def __init__(self, layer, count):
+        super().__init__()
+        self.layers = clones(layer, count)
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+class Stacked(nn.Module):
+    def __init__(self, span, size, inner, depth, count):
+        super().__init__()
+        self.stack = Stack([Forward(size, inner) for _ in range(depth)], norm=nn.LayerNorm(size))
+        layer = Forward(size)
+        self.copies = Copies(layer, count)
+        self.last = nn.Linear(size, span)
+    def forward(self, x):
+        return self.last(self.copies(self.stack(x)))
+"""
+
 SCRIPTS: dict[str, tuple[str, str, dict[str, Any]]] = {  # the text, what built it, its arguments
     "plain": (PLAIN, "Net", {}),
     "a factor of a size": (SIZES, "Upscale", {"factor": 3, "width": 6}),
@@ -190,6 +259,16 @@ SCRIPTS: dict[str, tuple[str, str, dict[str, Any]]] = {  # the text, what built 
     ),
     "blocks": (BLOCKS, "Deep6", {}),
     "parts added in a loop": (ADDED, "Chain", {"wide": 7}),
+    "parts named in a loop": (
+        NAMED,
+        "Heads",
+        {"inside": 9, "hidden": 3, "classes": 4, "heads": 5, "depth": 2, "scale": 0.2},
+    ),
+    "parts that a caller passes": (
+        PASSED,
+        "Stacked",
+        {"span": 3, "size": 6, "inner": 10, "depth": 2, "count": 3},
+    ),
 }
 
 
