@@ -193,8 +193,8 @@ def _model(
     if model is not None:
         file, _, name = (function_of(model) or "").rpartition(":")
         given = Path(file).resolve()  # its layers and its arguments may be in other scripts
-        others = [other for other in files if other.resolve() != given]
-        known = find_models([given, *others], stored.shapes, stored.content) if file else []
+        rest = [other for other in files if other.resolve() != given]
+        known = find_models([given, *rest], stored.shapes, stored.content) if file else []
         own = next((each for each in known if (each.file, each.name) == (given, name)), None)
         lines = [f"factory = {quoted(_anchored(model, folder))}"]
         return lines, _arguments(result, own), own.inputs if own else _forward(stored.content)

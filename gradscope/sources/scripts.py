@@ -489,9 +489,9 @@ class ModelClass:
         for loop in (inner for line in self._lines[0] for inner in ast.walk(line)):
             if isinstance(loop, ast.For):
                 entry = _entries(loop.iter, found)[0]
-                target = loop.target.elts[-1] if isinstance(loop.target, ast.Tuple) else loop.target
-                if entry is not None and isinstance(target, ast.Name):
-                    found.setdefault(target.id, entry)
+                targets = loop.target.elts if isinstance(loop.target, ast.Tuple) else [loop.target]
+                if entry is not None and _tail(targets[-1]):
+                    found.setdefault(_tail(targets[-1]), entry)
         return found
 
     @cached_property
@@ -557,8 +557,14 @@ class ModelClass:
         """Return the part that an expression makes."""
         if isinstance(node, ast.IfExp):
             return self.part(node.body)
-        for _ in range(4):  # variables, and arguments of this class
-            node = self.given.get(_dotted(node) or "") or self.names.get(_dotted(node) or "", node)
+        if (own := _dotted(node)) is not None:
+            value = self.given.get(own) or self.names.get(own)
+            if value is None or own in self._open:  # a variable may be made from itself
+                return _UNKNOWN
+            self._open.add(own)
+            found = self.part(value)
+            self._open.remove(own)
+            return found
         if not isinstance(node, ast.Call):
             return Part("plain") if isinstance(node, ast.Constant) else _UNKNOWN
         called = node.func
@@ -661,6 +667,10 @@ class ModelClass:
                 found = ModelClass(self.sources, part.name, self.depth + 1, outer)
             self._below[id(part)] = found, part
         return self._below[id(part)][0]
+
+    @cached_property
+    def _open(self) -> set[str]:
+        return set()  # the variables whose parts are being made
 
     @cached_property
     def _below(self) -> dict[int, tuple["ModelClass", Part]]:
@@ -805,9 +815,9 @@ def _pattern(node: ast.expr) -> str:
         return _pattern(node.left) + _pattern(node.right)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
         return re.sub(r"%[-+ #0-9.]*[a-z]", "*", _pattern(node.left))
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        if node.func.attr == "format":
-            return re.sub(r"\{[^}]*\}", "*", _pattern(node.func.value))
+    called = node.func if isinstance(node, ast.Call) else None
+    if isinstance(called, ast.Attribute) and called.attr == "format":
+        return re.sub(r"\{[^}]*\}", "*", _pattern(called.value))
     return "*"
 
 

@@ -202,6 +202,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--scale", type=float, default=0.2)
 def main():
     args = parser.parse_args()
+    criterion = nn.NLLLoss()
     model = Heads(features.shape[1], 8, int(labels.max()) + 1, 8, 1, scale=args.scale)
 """
 PASSED = """
@@ -368,6 +369,8 @@ DATA: dict[str, tuple[Any, Any, str]] = {  # inputs, targets, the loss that is w
     ),
     "parts added in a loop": (np.ones((4, 2)) * [[1], [2], [3], [4]], np.zeros((4, 3)), "mse"),
     "blocks": (X((6, 1, 8, 8)), np.arange(6) % 3, "cross_entropy"),
+    "parts named in a loop": (X((6, 9)), np.arange(6) % 4, "nll"),
+    "parts that a caller passes": (X((4, 5, 6)), X((4, 5, 3)), "mse"),
 }
 
 
