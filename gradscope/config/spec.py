@@ -248,7 +248,9 @@ class DatasetSpec(_Section):
         None, accepted="the name of an array with a different number or text for each sample"
     )
     select: values.Text | Annotated[tuple[values.Position, ...], Field(min_length=1)] | None = (
-        option(None, accepted="a list of positions of samples, or the name of an array of booleans")
+        option(
+            None, accepted="positions of samples, or the name of an array of booleans or positions"
+        )
     )
 
     _mask: str | None = PrivateAttr(None)  # the target that is a mask of the first target

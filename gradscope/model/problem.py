@@ -469,7 +469,10 @@ class Problem:
             remedy=(
                 "A scalar loss is already summed or averaged over the batch, and a mean scales "
                 "every gradient by 1/n. Use reduction='none', and reduce over all axes but the "
-                "first. Instead of a mean over all tokens of a batch, return each sample's sum "
+                "first. Or return torch.stack([one("
+                + ("model, inputs" if self.of_model else "outputs")
+                + "[i : i + 1], targets[i : i + 1]) for i in range(len(targets))]), where one is "
+                "this loss. Instead of a mean over all tokens of a batch, return each sample's sum "
                 "over its tokens, divided by a constant."
                 if scalar
                 else f"The model and the loss were called with {shapes_of(batch)}. {PACKED}"

@@ -24,7 +24,13 @@ from gradscope.errors import CheckpointError, DatasetError, located
 from gradscope.sources.data.columns import SequenceColumn, StoredColumn, TextColumn
 from gradscope.sources.data.files import open_arrays
 from gradscope.sources.data.recipes import MASK
-from gradscope.sources.scripts import FoundModel, find_models, find_trained, losses_called
+from gradscope.sources.scripts import (
+    FoundModel,
+    find_models,
+    find_trained,
+    loss_is_summed,
+    losses_called,
+)
 from gradscope.sources.weights import read
 from gradscope.sources.weights.fit import state_dict_under, state_dicts
 from gradscope.sources.weights.hugging_face import CONFIG
@@ -134,9 +140,13 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
         dataset_lines, found, why = _dataset(
             result, data, folder, keywords=held, forward=forward, loss=loss, called=called
         )
+    if loss is None and called and loss_is_summed(near if losses_called(near) else files):
+        why = "AN EXAMPLE: a nearby script adds several losses; write a function, FILE.py:FUNCTION"
+        result.missing.append("loss.name")
     if loss is None and "loss.name" not in result.missing:
         result.guessed["loss.name"] = f"{found}: {why}"
-    loss_lines = [] if loss else [f"# guessed: {_comment(why)}"]
+    mark = "" if "loss.name" in result.missing else "guessed: "
+    loss_lines = [] if loss else [f"# {mark}{_comment(why)}"]
     loss_lines.append(f"name = {quoted(_anchored(loss or found, folder))}")
     sections = (model_lines, argument_lines, checkpoint_lines, dataset_lines, loss_lines)
     names = ("model", "kwargs", "checkpoint", "dataset", "loss")
@@ -413,6 +423,9 @@ def _dataset(
     result.unused = _unused(arrays, {*targets, *inputs}, graph)
     if graph:
         inputs = [k for k in arrays if k in {*inputs, *graph} - {*nodes}]
+    nodes += [k for k in result.unused if graph and _are_positions(arrays[k])]
+    train = next((name for name in nodes if "train" in name.lower()), "")
+    result.unused.pop(train, None)
     if isinstance(inputs, dict):
         _require_inputs(data, arrays, result.unused)
     if result.unused and kind != "images":
@@ -433,7 +446,7 @@ def _dataset(
     guess("targets", targets, why)
     if graph:
         guess("whole", inputs, "the samples are the nodes of a graph")
-    if train := next((name for name in nodes if "train" in name.lower()), None):
+    if train:
         guess("select", train, "the nodes to train on")
     if padded:
         of = "different lengths; NAME_mask marks the entries that are not padding"
@@ -487,6 +500,10 @@ def _unused(
 
     used = {*used, *graph}
     return {name: why(name, array) for name, array in arrays.items() if name not in used}
+
+
+def _are_positions(array: _DataArray) -> bool:
+    return "int" in array.dtype and array.sample == ()
 
 
 def _numbers_samples(name: str, arrays: Mapping[str, _DataArray]) -> bool:

@@ -240,6 +240,12 @@ def losses_called(files: Iterable[Path]) -> list[str]:
     return sorted(counts, key=lambda name: (-counts[name], ":" not in name, name))
 
 
+def loss_is_summed(files: Iterable[Path]) -> bool:
+    """Whether a script calls backward() of a sum of several terms."""
+    scripts = [script for file in files if (script := Script.read(file)) is not None]
+    return any(script.sums for script in scripts)
+
+
 def _losses(scripts: Iterable["Script"]) -> Counter[str]:
     return Counter(
         _LOSSES[called] + _options(call)
@@ -341,6 +347,22 @@ class Script:
         return bool(self.trained) or trains(self.tree)
 
     @cached_property
+    def sums(self) -> bool:
+        """Whether it calls backward() of a variable that is a sum of terms."""
+        summed = {
+            _tail(node.func.value)
+            for node in self.calls.get("backward", ())
+            if isinstance(node.func, ast.Attribute)
+        }
+        return any(
+            isinstance(node, ast.Assign)
+            and _tail(node.targets[0]) in summed
+            and isinstance(node.value, ast.BinOp)
+            and isinstance(node.value.op, ast.Add)
+            for node in self.nodes
+        )
+
+    @cached_property
     def imported(self) -> dict[str, str]:
         """The full dotted name of each imported name."""
         found: dict[str, str] = {}
@@ -400,7 +422,7 @@ class Sources:
             return Argument(value, "the value in the script") if _is_plain(value) else None
         value = self.constants.get(_tail(node))
         named = isinstance(node, ast.Name | ast.Attribute) and _is_plain(value)
-        return Argument(value, "the script's default") if named else None
+        return Argument(value, "the script's default; no tensor confirms it") if named else None
 
     def fields(self, names: set[str]) -> dict[str, Argument]:
         """Return the defaults of the class with the most annotated fields among `names`."""
@@ -414,7 +436,8 @@ class Sources:
                 for f in fields:
                     value = None if f.value is None else self.constant(f.value)
                     if value is not None and isinstance(f.target, ast.Name):
-                        best[f.target.id] = Argument(value.value, f"the default of {name}")
+                        why = f"the default of {name}; no tensor confirms it"
+                        best[f.target.id] = Argument(value.value, why)
         return best
 
 

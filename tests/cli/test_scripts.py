@@ -352,6 +352,57 @@ def test_losses_that_scripts_call(tmp_path: Path) -> None:
     assert losses_called([tmp_path / "a.py"]) == ["bce", "mse"]
 
 
+def test_a_loss_that_adds_several_losses_is_an_example(
+    gradscope: Gradscope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = "def train():\n    total = F.nll_loss(a, b) + 0.1 * penalty\n    total.backward()\n"
+    monkeypatch.chdir(tmp_path)
+    torch.save(nn.Linear(2, 2).state_dict(), "model.pt")
+    np.savez("data.npz", x=np.ones((4, 2)), y=np.arange(4) % 2)
+    for text, missing in ((step, True), (step.replace(" + 0.1 * penalty", ""), False)):
+        Path("train.py").write_text(text)
+        done = gradscope("init", "model.pt", "data.npz", "--overwrite", "--json")
+        assert ("loss.name" in json.loads(done.out)["missing"]) is missing
+        example = "# AN EXAMPLE: a nearby script adds several losses; write a function, FILE.py:"
+        assert (example in Path("run.toml").read_text()) is missing
+
+
+def test_a_graph_whose_layers_are_in_another_script(
+    gradscope: Gradscope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--model names the class; the nodes to train on are positions."""
+    layer, model = NAMED.split("class Heads")
+    (tmp_path / "layers.py").write_text(HEAD + layer)
+    text = model.replace("forward(self, x)", "forward(self, x, adj)")
+    text = text.replace("head(x)", "head(adj @ x)").replace("self.last(x)", "self.last(adj @ x)")
+    (tmp_path / "models.py").write_text(f"{HEAD}from layers import Head\nclass Heads{text}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    made = imported(tmp_path / "models.py").Heads(9, 3, 4, 5, 2, scale=0.2)
+    torch.save(made.state_dict(), "7.pkl")
+    adjacency = (X((12, 12)) > 0).astype(np.float32)
+    x, y, train = X((12, 9)).astype(np.float32), np.arange(12) % 4, np.array([7, 1, 4])
+    np.savez("graph.npz", x=x, adj=adjacency, labels=y, idx_train=train)
+    done = gradscope("init", "7.pkl", "graph.npz", "--model", "models.py:Heads", "--json")
+    assert (done.code, json.loads(done.out)["missing"]) == (0, [])
+    spec = tomllib.loads(Path("run.toml").read_text())
+    assert spec["dataset"]["select"] == "idx_train"
+    done = gradscope("compute", "--config", "run.toml", "-t", "identity", "-o", "out.h5", "--json")
+    assert done.code == 0, done.err
+    made = made.double()
+    losses = nn.functional.nll_loss(
+        made(torch.tensor(x).double(), torch.tensor(adjacency).double()),
+        torch.tensor(y),
+        reduction="none",
+    )
+    with package.open("out.h5") as file:
+        for k, node in enumerate(train):
+            for name, p in made.named_parameters():
+                (expected,) = torch.autograd.grad(losses[node], p, retain_graph=True)
+                found = torch.tensor(file.chains[0][name][k]).double()
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
 X = np.random.default_rng(0).standard_normal
 IDS = np.arange(20).reshape(4, 5) % 10
 DATA: dict[str, tuple[Any, Any, str]] = {  # inputs, targets, the loss that is written

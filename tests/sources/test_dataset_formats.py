@@ -513,7 +513,32 @@ def test_samples_are_selected(tmp_path: Path) -> None:
     np.testing.assert_array_equal(listed.batch(range(4)).inputs.numpy(), TABLE[[5, 3, 4, 600]])
     assert "out of range" in failure(path, select=[0, N])
     assert "repeated" in failure(path, select=[1, 1])
-    assert "not an array of 700 booleans" in failure(path, select="key")
+    expected = "select: 'key' is neither an array of 700 booleans nor one of different positions"
+    assert expected in failure(path, select="key")
+
+
+@pytest.mark.parametrize(
+    ("positions", "right"),
+    [
+        (np.array([5, 3, 699]), True),
+        (np.array([0], np.uint8), True),
+        (np.arange(N)[::-1].copy(), True),
+        (np.array([0, N]), False),
+        (np.array([-1, 2]), False),
+        (np.array([4, 4]), False),
+        (np.array([1.0, 2.0]), False),
+        (np.zeros((2, 1), int), False),
+    ],
+)
+def test_an_array_of_positions_selects(tmp_path: Path, positions: np.ndarray, right: bool) -> None:
+    path = tmp_path / "data.npz"
+    np.savez(path, inputs=TABLE, targets=LABELS, chosen=positions)
+    if not right:
+        assert "nor one of different positions" in failure(path, select="chosen")
+        return
+    data = opened(path, select="chosen")
+    rows = data.batch(range(len(positions))).inputs.numpy()
+    np.testing.assert_array_equal(rows, TABLE[positions.astype(int)])
 
 
 @pytest.mark.parametrize(

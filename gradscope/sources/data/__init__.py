@@ -215,11 +215,15 @@ def _chosen(spec: DatasetSpec, files: FileSamples | None, n: int) -> Tensor | No
             what = f"a position is out of range or repeated; the data set has {held}"
     else:
         stored = None if files is None else files.load(select)
-        what = f"{select!r} is not an array of {n:,} booleans"
+        what = f"{select!r} is neither an array of {n:,} booleans nor one of different positions"
         numbers = stored if isinstance(stored, Tensor | NumberColumn) else torch.empty(0)
         if tuple(numbers.shape) == (n,) and numbers.dtype == torch.bool:
             found = torch.nonzero(numbers[0:n]).flatten()
             what = "" if len(found) else f"no sample is selected: {select!r} is false for all"
+        elif len(numbers.shape) == 1 and not numbers.dtype.is_floating_point:
+            found = numbers[0 : numbers.shape[0]].long()
+            inside = ((found >= 0) & (found < n)).all() and len(found)
+            what = "" if inside and len(set(found.tolist())) == len(found) else what
     if what:
         remedy = "Name an array with one boolean a sample, or list different positions from 0."
         raise DatasetError(what, where=f"{spec.path}: select", remedy=remedy)
