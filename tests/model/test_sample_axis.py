@@ -1,7 +1,6 @@
 """Calls that lose the sample axis are named with their line, and nothing else is blamed on them."""
 
 import inspect
-import re
 
 import pytest
 import torch
@@ -228,8 +227,32 @@ def test_a_wrong_number_of_features_is_not_blamed_on_a_reshape():
 
 
 def test_a_mean_over_the_samples_is_a_scalar():
-    with pytest.raises(SpecError, match=re.escape("shape (10,); it returned shape ()")):
-        gradscope.norms(Model(plain), lambda o, y: squared(o, y).mean(), ROWS, VALUES)
+    def mean(outputs, targets):
+        return squared(outputs, targets).mean()
+
+    of_model = gradscope.model_loss(lambda model, x, y: mean(model(x), y))
+    for loss, name, passed in ((mean, "mean", "outputs"), (of_model, "<lambda>", "model, inputs")):
+        with pytest.raises(SpecError) as caught:
+            gradscope.norms(Model(plain), loss, ROWS, VALUES)
+        assert str(caught.value) == (
+            f"loss: the loss {name!r} must return one number per sample, shape (10,); it returned "
+            "shape ()\nA scalar loss is already summed or averaged over the batch, and a mean "
+            "scales every gradient by 1/n. Use reduction='none', and reduce over all axes but the "
+            f"first. Or return torch.stack([one({passed}[i : i + 1], targets[i : i + 1]) for i in "
+            "range(len(targets))]), where one is this loss. Instead of a mean over all tokens of a "
+            "batch, return each sample's sum over its tokens, divided by a constant."
+        )
+
+
+def test_a_scalar_loss_of_one_sample_at_a_time():
+    def separate(outputs, targets):
+        one = [squared(outputs[i : i + 1], targets[i : i + 1]).mean() for i in range(len(targets))]
+        return torch.stack(one)
+
+    model = Model(plain)  # with random weights
+    found = gradscope.norms(model, separate, ROWS, VALUES)
+    together = gradscope.norms(model, lambda o, y: squared(o[:, 0], y), ROWS, VALUES)
+    torch.testing.assert_close(found, together)
 
 
 def test_nothing_is_left_in_the_model():
