@@ -58,6 +58,8 @@ _SAME = {
     *("previews", "randomness", "rows"),
 }
 _BATCH_SAMPLES = 256  # the default batch size
+# small models get larger batches, up to these numbers of samples and of gradients' entries
+_MOST_SAMPLES, _BATCH_NUMBERS = 8192, 2**21
 _BATCH_TOKENS = 2048  # the default batch size with rows of tokens, rounded up to whole samples
 _AT_A_TIME = 256  # samples per batch when the positions that count are collected
 _DENSE_BYTES = 2**28  # the size of a batch's gradients if all of them are dense
@@ -491,7 +493,11 @@ def _usual_batch(
 
     `each` is the number of rows per sample: 1, or t with rows of tokens.
     """
-    samples = min(_BATCH_SAMPLES if each == 1 else -(-_BATCH_TOKENS // each) * each, len(rows))
+    samples = _BATCH_SAMPLES if each == 1 else -(-_BATCH_TOKENS // each) * each
+    if each == 1 and not session.settings.own_loss:
+        size = max(1, sum(p.numel() for p in session.problem.parameters.values()))
+        samples = max(samples, min(_MOST_SAMPLES, 1 << (_BATCH_NUMBERS // size).bit_length() >> 1))
+    samples = min(samples, len(rows))
     if _keeps_gradients(spec, chains) or spec.compute.backend not in ("auto", "hooks"):
         samples = min(samples, max_dense_samples(session))
     if session.labels.mode == "exact":
