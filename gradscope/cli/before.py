@@ -55,9 +55,9 @@ def init(options: InitOptions) -> None:
     resolve_names(_without_code(options.spec))
     found = draft(options.spec, options.dataset, output.parent)
     written(output, lambda file: file.write(found.text.encode()))
-    told = {"path": str(output), "guessed": found.guessed, "missing": found.missing}
+    told = {"path": str(output), "guessed": found.guessed, "missing": [*found.missing]}
     told["unused"] = found.unused
-    rows = [*found.guessed.items(), *((key, "an example: replace it") for key in found.missing)]
+    rows = [*found.guessed.items(), *found.missing.items()]
     rows += [("not used", f"{name}: {why}") for name, why in found.unused.items()]
     following = f"gradscope check --config {shlex.quote(str(output))}"
     rows += [("written", str(output)), ("next", following)]

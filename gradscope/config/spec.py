@@ -184,10 +184,10 @@ class DatasetSpec(_Section):
         _FILES,
         "A data file, or a dataset spec (.toml)",
         "the path of a data file or folder, of a dataset spec ending in .toml, or "
-        "FILE.py:FACTORY, a function that returns a torch Dataset",
+        "FILE.py:NAME, a torch Dataset or DataLoader or a function that returns one",
     )
     kwargs: values.Table = option(
-        {}, accepted="a table of the keyword arguments of FILE.py:FACTORY"
+        {}, accepted="a table of the keyword arguments of a function FILE.py:NAME"
     )
     files: dict[values.Text, values.SomePath] = option(
         {}, accepted="a table from an array's name to the file of this array"

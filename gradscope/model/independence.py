@@ -50,16 +50,24 @@ _COUPLED_REMEDY = (
     "LayerNorm never couple samples."
 )
 
-_TOKENS_REMEDY = (  # tokens have no own-loss gradients
+_OWN_TOKENS = (  # tokens have no own-loss gradients
+    'For the gradients of the samples\' own losses, use coupling="own-loss" with whole samples '
+    '(rows="sample").'
+)
+_TOKENS_REMEDY = (
     'To remove the coupling, use mode eval or coupling="frozen": normalisation layers then use '
-    "their running statistics. GroupNorm and LayerNorm never couple samples. For the gradients "
-    'of the samples\' own losses, use coupling="own-loss" with whole samples (rows="sample").'
+    f"their running statistics. GroupNorm and LayerNorm never couple samples. {_OWN_TOKENS}"
 )
 
 _IN_LOSS = "the loss, or the code after the last layer"
 _LOSS_REMEDY = (
     "If the loss divides by a number of the whole batch (a mean over all tokens, a sum of "
-    "weights), this number couples the samples: return each sample's sum, and divide by a constant."
+    "weights), return each sample's sum, and divide by a constant."
+)
+_OWN_LOSS = (
+    "If the loss compares the samples of a batch (contrastive, ranking), a sample has no loss "
+    'without its batch. coupling="own-loss" gives ∂Lᵢ/∂θ of its loss in this batch. Then the batch '
+    "size is part of the answer."
 )
 
 _FEW = 3  # samples that are evaluated alone
@@ -74,8 +82,24 @@ def coupled_remedy(where: str | None, batch: Batch, model: nn.Module) -> str:
     """Return the remedy for coupled samples; `where` is the result of `mixing_layer`."""
     if graph := graph_remedy(model, batch):
         return graph
-    remedy = _TOKENS_REMEDY if isinstance(batch, Tokens) else _COUPLED_REMEDY
-    return f"{_LOSS_REMEDY}\n{remedy}" if where == _IN_LOSS else remedy
+    of_tokens = isinstance(batch, Tokens)
+    if where != _IN_LOSS:
+        return _TOKENS_REMEDY if of_tokens else _COUPLED_REMEDY
+    own = _OWN_TOKENS if of_tokens else _OWN_LOSS
+    return "\n".join([_LOSS_REMEDY, *_broadcasting(batch), own])
+
+
+def _broadcasting(batch: Batch) -> list[str]:
+    """Return a remedy for outputs that broadcast with targets (n,) or (n, 1)."""
+    samples = sample_batch_of(batch)
+    n, target = len(samples), next(iter(tensors(samples.targets)), None)
+    if target is None or target.shape not in ((n,), (n, 1)) or not target.is_floating_point():
+        return []
+    outputs, change = ((n, 1), "squeeze(1)") if target.dim() == 1 else ((n,), "unsqueeze(1)")
+    return [
+        f"If the outputs are {outputs}, they broadcast with the targets {tuple(target.shape)} to "
+        f"{(n, n)}, and each loss mixes the samples: use outputs.{change}."
+    ]
 
 
 def require_independent(

@@ -449,9 +449,10 @@ class Problem:
         if self.rows == "token":
             return self._of_tokens(losses, batch)
         name, n = self._loss_name, len(batch)
-        if isinstance(losses, Tensor) and tuple(losses.shape) == (n,):
+        ones = (1,) * (losses.dim() - 1) if isinstance(losses, Tensor) else ()
+        if isinstance(losses, Tensor) and tuple(losses.shape) == (n, *ones):
             if losses.is_floating_point():
-                return losses
+                return losses.flatten() if ones else losses
             raise SpecError(
                 f"the loss {name!r} must return floating-point numbers, not {losses.dtype}",
                 where="loss",
@@ -480,6 +481,9 @@ class Problem:
                 else "Return the tensor of losses: no `return` gives None, .item() a float, and "
                 "numpy leaves the graph."
                 if not isinstance(losses, Tensor)
+                else f"If the outputs are {(n, 1)} and the targets {(n,)}, they broadcast to "
+                f"{(n, n)}: use outputs.squeeze(1)."
+                if losses.shape == (n, n)
                 else "Reduce over all axes but the first, the sample axis. For one row per "
                 'position of (n, t), use rows="token".'
             ),

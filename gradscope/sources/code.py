@@ -41,12 +41,17 @@ from gradscope.model.locate import (
 )
 from gradscope.process.shortage import is_shortage
 from gradscope.process.stops import is_stop
-from gradscope.sources.training import without_training
+from gradscope.sources.training import parses_arguments, without_training
 
 # messages of torch on a machine without CUDA
 _NO_CUDA = re.compile("not compiled with CUDA|no NVIDIA driver|No CUDA GPUs|device\\(\\) is False")
 _PRIVATE = "_gradscope_"  # prefix of the module names of imported files
 _IMPORTERS = {"import_module", "__import__"}
+_CORRECT = "Correct your code"
+_ARGUMENTS = (  # of a script that parses them when it is imported
+    "Write the arguments of the training under [model] in the run file: "
+    'argv = ["ARGUMENT", "VALUE"]. '
+)
 _SLOW = 3.0  # least seconds in one line of a script for a note
 _POLL = 0.1  # seconds between two checks of the running line
 
@@ -57,15 +62,22 @@ _arguments: dict[Path, tuple[str, ...]] = {}  # {script: its command-line argume
 
 
 def load_function(reference: str, kind: str) -> Callable[..., Any]:
-    """Import the function that a reference names.
+    """Import the function that a reference names; `load_value` has the arguments."""
+    found: Callable[..., Any] = load_value(reference, kind, callable)
+    return found
+
+
+def load_value(reference: str, kind: str, is_usable: Callable[[Any], bool]) -> Any:
+    """Import the object that a reference names.
 
     Args:
         reference: "FILE.py:NAME" or "package.module:NAME"; NAME may have dots.
-        kind: The purpose of the function in messages: "model factory", "loss".
+        kind: The purpose of the object in messages: "model factory", "loss".
+        is_usable: Whether an object can be used. If not, the message asks for a function.
 
     Raises:
         SpecError: The reference has neither form.
-        ModelError: The file or function is absent, or importing it raised.
+        ModelError: The file or object is absent or not usable, or importing it raised.
     """
     module, _, name = _load(reference, kind)
     where = f"{kind} {reference}"
@@ -73,7 +85,7 @@ def load_function(reference: str, kind: str) -> Callable[..., Any]:
         found: object = module
         for part in name.split("."):
             found = getattr(found, part, None)
-    if callable(found):
+    if found is not None and is_usable(found):
         return found
     public = {k: v for k, v in vars(module).items() if callable(v) and not k.startswith("_")}
     own = [k for k, v in public.items() if getattr(v, "__module__", None) == module.__name__]
@@ -168,13 +180,12 @@ def _users(error: BaseException) -> ModelError:
     if isinstance(error, SystemExit) and (refused := _argparse_message(error)) is not None:
         return ModelError(
             f"your script parses command-line arguments and refuses {sys.argv[1:]}: {refused}",
-            remedy="Write the arguments of the training under [model] in the run file: "
-            'argv = ["ARGUMENT", "VALUE"]. `gradscope init` writes a run file. Or call '
-            'parse_args() only under if __name__ == "__main__".',
+            remedy=f"{_ARGUMENTS}`gradscope init` writes a run file. Or call parse_args() only "
+            'under if __name__ == "__main__".',
         )
     last = traceback.format_exception_only(error) if isinstance(error, SyntaxError) else []
     shown = "\n".join(filter(None, (own_lines(error), "".join(last).rstrip())))
-    remedy = f"Correct your code:\n{shown}" if shown else "Correct your code."
+    remedy = f"{_CORRECT}:\n{shown}" if shown else f"{_CORRECT}."
     if isinstance(error, ModuleNotFoundError) and error.name:
         remedy = (
             f"Install {error.name.partition('.')[0]} for {sys.executable}, or put its folder on "
@@ -239,6 +250,7 @@ def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
     assert spec is not None  # the suffix is .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module
+    tree = ast.Module([], [])
     try:
         with user_file(what, path, given), ExitStack() as around:
             tree, line = without_training(ast.parse(content, str(path)), path)
@@ -256,8 +268,12 @@ def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
             around.enter_context(_recording_code(name))
             around.enter_context(_watching_slow_lines(name, path))
             exec(compile(tree, str(path), "exec", dont_inherit=True), vars(module))
-    except BaseException:
+    except BaseException as error:
         del sys.modules[name]
+        wrong = isinstance(error, ModelError) and (error.remedy or "").startswith(_CORRECT)
+        if wrong and not given and parses_arguments(tree):
+            text = error.remedy[1:]  # type: ignore[attr-defined]
+            error.remedy = f"{_ARGUMENTS}Or c{text}"  # type: ignore[attr-defined]
         raise
     return module, name
 

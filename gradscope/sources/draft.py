@@ -29,6 +29,7 @@ from gradscope.sources.scripts import (
     find_models,
     find_trained,
     loss_is_summed,
+    loss_method,
     losses_called,
 )
 from gradscope.sources.weights import read
@@ -65,7 +66,7 @@ version = 1
 # FILE.py:NAME: a class or a function that returns the model
 {model}
 mode = {mode}
-# argv = ["--width", "64"]         # command-line arguments, if the file parses any when imported
+{argv}
 
 [model.kwargs]                     # the keyword arguments of NAME, such as width = 64
 {kwargs}
@@ -85,6 +86,20 @@ mode = {mode}
 {compute}
 """
 
+_ARGV = '# argv = ["--width", "64"]         # command-line arguments, if the file parses any'
+_ARGV += " when imported"
+_REPLACE = "an example: replace it"
+
+# a loss that a script computes with a method of the model
+_METHOD = """\
+# {line}
+# Write this loss in loss.py, for one sample x with target y at a time. If the method returns one
+# number for each sample, call it once with all inputs: this is faster.
+#     import gradscope, torch
+#     @gradscope.model_loss
+#     def loss(model, inputs, targets):
+#         return torch.stack([{each} for x, y in zip(inputs, targets)])"""
+
 # [compute]: a line for each setting that is not given
 _EXAMPLES = {
     "backend": 'backend = "auto"',
@@ -102,8 +117,8 @@ class Draft:
 
     text: str = ""  # TOML
     guessed: dict[str, str] = field(default_factory=dict)  # {key: "value: why"}
-    # keys that could not be guessed; their values are examples
-    missing: list[str] = field(default_factory=list)
+    # {key that could not be guessed: what to do}; its value is an example
+    missing: dict[str, str] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)  # {unused array: why}
 
 
@@ -123,8 +138,9 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     checkpoint_lines, stored = _checkpoint(result, spec, folder)
     near, below = _scripts((checkpoint.absolute().parent, data.absolute().parent, Path.cwd()))
     files = [*near, *below]
-    called = losses_called(near) or losses_called(files)
-    model_lines, argument_lines, forward = _model(result, model, checkpoint, folder, files, stored)
+    drafted = _model(result, model, checkpoint, folder, files, stored)
+    called = losses_called(near, drafted.file) or losses_called(files, drafted.file)
+    each, line = ("", "") if loss else loss_method(files, drafted.file)
     found, why = "mse", "an example"
     described = data.suffix.lower() == ".toml"
     # the samples of a function are not read
@@ -134,26 +150,33 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
         if called:
             found, why = _loss_of_script(called, "", why)
         else:
-            result.missing += [] if loss else ["loss.name"]
+            result.missing |= {} if loss else {"loss.name": _REPLACE}
     else:
         held = model == FROM_CHECKPOINT if model else _description(checkpoint) is not None
         dataset_lines, found, why = _dataset(
-            result, data, folder, keywords=held, forward=forward, loss=loss, called=called
+            result, data, folder, keywords=held, forward=drafted.inputs, loss=loss, called=called
         )
-    if loss is None and called and loss_is_summed(near if losses_called(near) else files):
-        why = "AN EXAMPLE: a nearby script adds several losses; write a function, FILE.py:FUNCTION"
-        result.missing.append("loss.name")
-    if loss is None and "loss.name" not in result.missing:
-        result.guessed["loss.name"] = f"{found}: {why}"
-    mark = "" if "loss.name" in result.missing else "guessed: "
-    loss_lines = [] if loss else [f"# {mark}{_comment(why)}"]
+    if each:
+        text = _METHOD.format(each=_comment(each), line=_comment(line))
+        found, loss_lines = "loss.py:loss", text.splitlines()
+        result.missing["loss.name"] = f"write loss.py, as the run file shows, for {line}"
+    else:
+        summed = near if losses_called(near, drafted.file) else files
+        if loss is None and called and loss_is_summed(summed):
+            why = "AN EXAMPLE: a nearby script adds several losses; write a function, "
+            why += "FILE.py:FUNCTION"
+            result.missing["loss.name"] = _REPLACE
+        if loss is None and "loss.name" not in result.missing:
+            result.guessed["loss.name"] = f"{found}: {why}"
+        mark = "" if "loss.name" in result.missing else "guessed: "
+        loss_lines = [] if loss else [f"# {mark}{_comment(why)}"]
     loss_lines.append(f"name = {quoted(_anchored(loss or found, folder))}")
-    sections = (model_lines, argument_lines, checkpoint_lines, dataset_lines, loss_lines)
+    sections = (drafted.lines, drafted.arguments, checkpoint_lines, dataset_lines, loss_lines)
     names = ("model", "kwargs", "checkpoint", "dataset", "loss")
     texts = dict(zip(names, map("\n".join, sections), strict=True))
     mode = f"{quoted(spec.model.mode):<28}# eval or train"
     compute = "\n".join(_compute(spec, folder))
-    result.text = _TEMPLATE.format(mode=mode, compute=compute, **texts)
+    result.text = _TEMPLATE.format(mode=mode, argv=drafted.argv, compute=compute, **texts)
     return result
 
 
@@ -187,6 +210,17 @@ class _Stored:
     shapes: Mapping[str, tuple[int, ...]]  # {name: shape} of its largest state dict
 
 
+@dataclass(frozen=True)
+class _Model:
+    """The lines of a run file for its model, and what is known about the model."""
+
+    lines: list[str]
+    arguments: list[str]  # the lines of [model.kwargs]
+    inputs: Sequence[str] = ()  # the names of the parameters of forward, if they are known
+    file: Path | None = None
+    argv: str = _ARGV
+
+
 def _model(
     result: Draft,
     model: str | None,
@@ -194,8 +228,8 @@ def _model(
     folder: Path,
     files: Sequence[Path],
     stored: _Stored,
-) -> tuple[list[str], list[str], Sequence[str]]:
-    """Return the lines for the factory, the lines for its arguments, and forward's parameters.
+) -> _Model:
+    """Return the lines for the factory and its arguments, and what is known about the model.
 
     The factory is the given factory; the model that config.json describes; a class or function with
     parts named like the checkpoint's tensors; or a function with a common name.
@@ -207,7 +241,8 @@ def _model(
         known = find_models([given, *rest], stored.shapes, stored.content) if file else []
         own = next((each for each in known if (each.file, each.name) == (given, name)), None)
         lines = [f"factory = {quoted(_anchored(model, folder))}"]
-        return lines, _arguments(result, own), own.inputs if own else _forward(stored.content)
+        inputs = own.inputs if own else _forward(stored.content)
+        return _Model(lines, _arguments(result, own), inputs, Path(file) if file else None)
     held = _description(checkpoint)
     if isinstance(stored.content, nn.Module):
         held = "pickled model"
@@ -220,7 +255,8 @@ def _model(
         if name in _FACTORIES
     ]
     if likely[0].unknown if likely else not usual:
-        likely = [*find_trained(files, stored.content), *likely]
+        trained = find_trained(files, stored.content)
+        likely = [*(each for each in trained if not (likely and each.is_class)), *likely]
     if held is not None:
         value, why = FROM_CHECKPOINT, f"the checkpoint's {held} describes the model"
     elif likely:
@@ -229,10 +265,10 @@ def _model(
         value = _anchored(min(usual, key=lambda each: each[:2])[2], folder)
         why = "the name of a function in a nearby file"
     else:
-        result.missing.append("model.factory")
+        result.missing["model.factory"] = _REPLACE
         line = f"factory = {quoted(_anchored('model.py:build', folder))}"
         what = "# AN EXAMPLE: no model was found in your scripts; write your own"
-        return [what, line], _arguments(result, None), ()
+        return _Model([what, line], [])
     result.guessed["model.factory"] = f"{value}: {why}"
     others = [
         f"# or {_comment(_anchored(each.reference, folder))}: {_comment(each.why)}"
@@ -240,8 +276,12 @@ def _model(
     ]
     lines = [f"# guessed: {_comment(why)}", *others, f"factory = {quoted(value)}"]
     if held is not None or not likely:
-        return lines, [], _forward(stored.content)
-    return lines, _arguments(result, likely[0]), likely[0].inputs
+        return _Model(lines, [], _forward(stored.content))
+    best, argv = likely[0], _ARGV
+    if best.of_arguments:
+        result.missing["model.argv"] = f"the arguments of the training, if {best.file.name} had any"
+        argv = f"argv = []  # fill in: {best.file.name} parses arguments when imported"
+    return _Model(lines, _arguments(result, best), best.inputs, best.file, argv)
 
 
 def _forward(model: Any) -> Sequence[str]:
@@ -264,7 +304,7 @@ def _arguments(result: Draft, found: FoundModel | None) -> list[str]:
     for name in found.unknown:
         table, _, key = name.rpartition(".")
         lines.setdefault(table, []).append(f"# {_key(key)} =  # fill in: no value was found")
-        result.missing.append(f"model.kwargs.{name}")
+        result.missing[f"model.kwargs.{name}"] = _REPLACE
     tables = [f"\n[model.kwargs.{_key(table)}]" if table else "" for table in lines]
     blocks = zip(tables, lines.values(), strict=True)
     return [line for table, own in blocks for line in (*filter(None, [table]), *own)]
@@ -459,6 +499,9 @@ def _dataset(
         found, why = _loss(target, inputs, of_tokens=of_tokens)
         if found in _GENERAL and called:
             found, why = _loss_of_script(called, found, why)
+        elif found in _GENERAL and len(targets) > 1 and loss is None:
+            found, why = "loss.py:loss", f"the targets are a tuple: ({', '.join(targets)})"
+            result.missing["loss.name"] = f"write loss.py: {why}"
     real = (loss or found).partition(":")[0] in _REAL
     labels = [k for k in targets if real and "int" in arrays[k].dtype]
     lines += _pixels(arrays, inputs, labels, guess)
@@ -592,6 +635,10 @@ def _columns(
     if "input_ids" in inputs and not targets:
         targets = ["input_ids"]
     known = not _KEYWORDS.isdisjoint(inputs)
+    many = [arrays[k].sample for k in inputs]
+    if len(inputs) > len(forward) > 0 and any(many) and not (known or keywords):
+        taken = "the parameters of the model's forward"
+        return inputs[: len(forward)], [*inputs[len(forward) :], *targets], taken
     if len(forward) > 1 and sorted(forward) == sorted(inputs) and not (known or keywords):
         return [*forward], targets, "the parameters of the model's forward"
     if targets or known or len(rest) < 2:

@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from gradscope.sources.training import trains
+from gradscope.sources.training import parses_arguments, trains
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
@@ -108,6 +108,7 @@ class FoundModel:
     unknown: Sequence[str]  # names of arguments that must be given
     package: str = ""  # the installed module that defines it, if the file does not
     inputs: Sequence[str] = ()  # the names of the parameters of its forward
+    of_arguments: bool = False  # whether command-line arguments may decide what it is
 
     @property
     def reference(self) -> str:
@@ -143,7 +144,8 @@ def find_models(files: Iterable[Path], shapes: Shapes, stored: Any = None) -> li
 def find_trained(files: Iterable[Path], stored: Any = None) -> list[FoundModel]:
     """Return the models whose parameters scripts pass to an optimizer.
 
-    A model is a variable at the top level of its script, or the result of a package's function.
+    A model is a variable at the top level of its script, an object of a class in the files, or the
+    result of a package's function.
 
     Args:
         files: Python files. They are parsed, not run.
@@ -159,13 +161,23 @@ def find_trained(files: Iterable[Path], stored: Any = None) -> list[FoundModel]:
         for name, made in script.trained:
             why = f"{script.file.name} makes an optimizer for it"
             if made in script.tree.body:
-                found.append(FoundModel(script.file, name, False, 1.0, why, {}, []))
+                parses = parses_arguments(script.tree)
+                found.append(
+                    FoundModel(script.file, name, False, 1.0, why, {}, [], of_arguments=parses)
+                )
                 continue
             sources = Sources(script, scripts)
+            own = _tail(getattr(made.value, "func", made.value))
             dotted = _called_name(made.value, script, sources, given)
             package, _, last = dotted.rpartition(".")
-            if package and package.partition(".")[0] not in {*local, "self", "torch"}:
-                known, unknown = _given(made.value, sources, given)
+            if sources.is_module(own):
+                model = ModelClass(sources, own)
+                known, unknown = _given(made.value, list(model.parameters), sources, given)
+                file = next(s.file for s in scripts if sources.classes[own] in s.tree.body)
+                taken = model.inputs()
+                found.append(FoundModel(file, own, True, 1.0, why, known, unknown, inputs=taken))
+            elif package and package.partition(".")[0] not in {*local, "self", "torch"}:
+                known, unknown = _given(made.value, (), sources, given)
                 found.append(
                     FoundModel(script.file, last, False, 1.0, why, known, unknown, package)
                 )
@@ -201,18 +213,23 @@ def _named_constant(node: ast.expr, sources: "Sources", given: Mapping[str, Any]
 
 
 def _given(
-    node: ast.expr, sources: "Sources", given: Mapping[str, Any]
+    node: ast.expr, names: Sequence[str], sources: "Sources", given: Mapping[str, Any]
 ) -> tuple[dict[str, Argument], list[str]]:
-    """Return the known keyword arguments of a call, and the names of the unknown arguments."""
+    """Return a call's known arguments, and the names of the unknown arguments.
+
+    Positional arguments have the parameters `names`.
+    """
     known, unknown = {}, []
-    for keyword in node.keywords if isinstance(node, ast.Call) else ():
-        if keyword.arg is not None and keyword.arg not in _PRETRAINED:
-            name = _tail(keyword.value) or keyword.arg
-            value = _stored(given, name) or sources.constant(keyword.value)
+    if isinstance(node, ast.Call):
+        keywords = {k.arg: k.value for k in node.keywords if k.arg is not None}
+        for name, expression in (_bound(node, names) | keywords).items():
+            if name in _PRETRAINED:
+                continue
+            value = _stored(given, _tail(expression) or name) or sources.constant(expression)
             if value is None:
-                unknown.append(keyword.arg)
+                unknown.append(name)
             else:
-                known[keyword.arg] = value
+                known[name] = value
     return known, unknown
 
 
@@ -228,16 +245,59 @@ def stored_arguments(content: Any) -> dict[str, Any]:
     return found
 
 
-def losses_called(files: Iterable[Path]) -> list[str]:
+def losses_called(files: Iterable[Path], model: Path | None = None) -> list[str]:
     """Return the torch losses that scripts call, by gradscope's names, most frequent first.
 
     A name includes constant options: "cross_entropy:ignore_index=-1". If scripts that train call
-    losses, the remaining scripts do not count.
+    losses, the remaining scripts do not count. If scripts train the model of the file `model`,
+    scripts that train other models do not count.
+    """
+    training, others = _training(files, model)
+    counts = _losses(training) or _losses(others)
+    return sorted(counts, key=lambda name: (-counts[name], ":" not in name, name))
+
+
+def loss_method(files: Iterable[Path], model: Path | None) -> tuple[str, str]:
+    """Return a loss that a script computes with a method of the model, and the script's line.
+
+    In the loss, x and y are the inputs and targets of one sample: "-model.log_prob(x[None]).mean()"
+    for the line "train.py: loss = -model.log_prob(batch).mean()". Without such a loss, both are "".
+    """
+    for script in _training(files, model)[0]:
+        values: dict[str, list[ast.expr]] = {}
+        for node in script.nodes:
+            if isinstance(node, ast.Assign):
+                values.setdefault(_tail(node.targets[0]), []).append(node.value)
+        for call in script.calls.get("backward", ()):
+            name = _tail(getattr(call.func, "value", call))
+            for value in values.get(name, ()):
+                called = [inner for inner in ast.walk(value) if isinstance(inner, ast.Call)]
+                methods = [
+                    each
+                    for each in called
+                    if isinstance(each.func, ast.Attribute)
+                    and _tail(each.func.value) in script.owners
+                    and each.func.attr != "forward"
+                ]
+                if methods and _LOSSES.keys().isdisjoint(_tail(each.func) for each in called):
+                    line = ast.unparse(value)
+                    given = ", ".join(["x[None]", "y[None]"][: len(methods[0].args)])
+                    own = f"model.{_tail(methods[0].func)}({given})"
+                    each = line.replace(ast.unparse(methods[0]), own)
+                    return each, f"{script.file.name}: {name} = {line}"
+    return "", ""
+
+
+def _training(files: Iterable[Path], model: Path | None) -> tuple[list["Script"], list["Script"]]:
+    """Return the scripts that train, and the scripts that do not.
+
+    If scripts train the model of the file `model`, scripts that train other models are left out.
     """
     scripts = [script for file in files if (script := Script.read(file)) is not None]
     training = [script for script in scripts if script.trains]
-    counts = _losses(training) or _losses(scripts)
-    return sorted(counts, key=lambda name: (-counts[name], ":" not in name, name))
+    of = [script for script in scripts if script.file == model]
+    own = [s for s in training if s.file == model or any(map(s.imports, of))]
+    return own or training, [script for script in scripts if script not in training]
 
 
 def loss_is_summed(files: Iterable[Path]) -> bool:
@@ -324,19 +384,23 @@ class Script:
         return found
 
     @cached_property
-    def trained(self) -> list[tuple[str, ast.Assign]]:
-        """The variables with a call of `parameters()`, and their assignments."""
-        owners = {
+    def owners(self) -> set[str]:
+        """The variables with a call of `parameters()`."""
+        return {
             _tail(call.func.value)
             for call in self.calls.get("parameters", ())
             if isinstance(call.func, ast.Attribute)
         }
+
+    @cached_property
+    def trained(self) -> list[tuple[str, ast.Assign]]:
+        """The variables with a call of `parameters()`, and their assignments."""
         return [
             (node.targets[0].id, node)
             for node in self.nodes
             if isinstance(node, ast.Assign)
             and isinstance(node.targets[0], ast.Name)
-            and node.targets[0].id in owners
+            and node.targets[0].id in self.owners
             and isinstance(node.value, ast.Call)
             and _tail(node.value.func) not in _MOVED
         ]

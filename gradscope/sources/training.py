@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+_PARSERS = {"parse_args", "parse_known_args"}
 _FIT = {"fit", "train", "run"}  # methods of a trainer that train
 _DEPTH = 3  # the longest chain of imports to follow
 
@@ -48,6 +49,14 @@ def trains(tree: ast.Module) -> bool:
     return _trains(tree, set(), set(), set()) or any(
         isinstance(node, ast.FunctionDef) and node.name == "training_step"
         for node in ast.walk(tree)
+    )
+
+
+def parses_arguments(tree: ast.Module) -> bool:
+    """Whether a statement at the top level parses command-line arguments."""
+    return any(
+        isinstance(node, ast.Assign | ast.Expr) and _name_of_call(node.value) in _PARSERS
+        for node in tree.body
     )
 
 

@@ -688,3 +688,114 @@ def test_a_variable_that_holds_a_model_with_weight_norm(
         # w = g v / |v| = v, outputs 1: of each row g's gradient is 2/3, v's is 2/3 (x - v)
         expected = (3 * (2 / 3) ** 2 * (1 + 3)) ** 0.5
         np.testing.assert_allclose(file.samples["norm"][:], expected, rtol=1e-5)
+
+
+OWN_LOSS = """
+import torch
+from torch import nn
+class Density(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(2))
+    def forward(self, x):
+        return x - self.mean
+    def log_prob(self, x):
+        return -self(x).square().sum(-1, keepdim=True)
+data = torch.utils.data.TensorDataset(torch.arange(12.0).reshape(6, 2))
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for (x,) in torch.utils.data.DataLoader(data):
+        loss = -model.log_prob(x).mean()
+        loss.backward()
+"""
+OTHER = "from torch import nn\nnet = nn.Linear(1, 1)\nnn.SmoothL1Loss()(net(x), y).backward()\n"
+
+
+def test_a_loss_of_the_models_method_is_shown_and_samples_of_a_variable_have_no_targets(
+    gradscope: Gradscope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("density.py").write_text(OWN_LOSS)
+    Path("other.py").write_text(OTHER)  # its loss is not the density's
+    torch.save({"mean": torch.tensor([1.0, 2.0])}, "w.pt")
+    done = gradscope("init", "w.pt", "density.py:data", "--json")
+    assert (done.code, json.loads(done.out)["missing"]) == (0, ["loss.name"])
+    text = Path("run.toml").read_text()
+    assert 'name = "loss.py:loss"' in text
+    assert "# density.py: loss = -model.log_prob(x).mean()\n" in text
+    start = text.index("#     import gradscope, torch")
+    shown = text[start : text.index('name = "loss.py:loss"')].replace("#     ", "")
+    assert "[-model.log_prob(x[None]).mean() for x, y in zip(inputs, targets)]" in shown
+    Path("loss.py").write_text(shown.replace("x, y in zip(inputs, targets)", "x in inputs"))
+    done = gradscope("compute", "--config", "run.toml", "-o", "o.h5")
+    assert done.code == 0, done.err
+    errors = torch.arange(12.0).reshape(6, 2) - torch.tensor([1.0, 2.0])
+    with package.open("o.h5") as file:  # the gradient of |x - m|² is 2 (m - x)
+        np.testing.assert_allclose(file.samples["norm"][:], 2 * errors.norm(dim=1), rtol=1e-6)
+
+
+def test_more_arrays_than_forward_takes_are_targets(
+    gradscope: Gradscope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("policy.py").write_text(
+        "from torch import nn\nclass Policy(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.fc = nn.Linear(4, 2)\n"
+        "    def forward(self, state):\n        return self.fc(state)\n"
+        "def finish(policy_loss):\n    policy_loss.backward()\n"
+    )
+    Path("other.py").write_text(OTHER)
+    torch.save(nn.Linear(4, 2).state_dict(), "w.pt")
+    torch.save({f"fc.{k}": v for k, v in nn.Linear(4, 2).state_dict().items()}, "w.pt")
+    torch.save((torch.ones(5, 4), torch.arange(5) % 2, torch.ones(5)), "d.pt")
+    done = gradscope("init", "w.pt", "d.pt", "--json")
+    assert (done.code, json.loads(done.out)["missing"]) == (0, ["loss.name"])
+    run = tomllib.loads(Path("run.toml").read_text())
+    assert run["dataset"]["inputs"] == ["inputs_1"]
+    assert run["dataset"]["targets"] == ["inputs_2", "targets"]
+
+
+def test_a_class_of_another_file_that_an_optimizer_is_made_for(tmp_path: Path) -> None:
+    (tmp_path / "encoder.py").write_text(
+        "from torch import nn\nimport zoo\nclass Encoder(nn.Module):\n"
+        "    def __init__(self, base, out, depth):\n        super().__init__()\n"
+        "        self.net = zoo.__dict__[base](out)\n    def forward(self, views): pass\n"
+    )
+    (tmp_path / "run.py").write_text(
+        "import argparse, torch\nfrom encoder import Encoder\np = argparse.ArgumentParser()\n"
+        'p.add_argument("--out", type=int, default=128)\ndef main():\n    args = p.parse_args()\n'
+        "    model = Encoder(args.arch, out=args.out, depth=args.depth)\n"
+        "    torch.optim.Adam(model.parameters())\n"
+    )
+    (found,) = find_trained(sorted(tmp_path.glob("*.py")), {"arch": "deep4", "state_dict": {}})
+    assert found.reference == f"{tmp_path / 'encoder.py'}:Encoder"
+    assert {k: v.value for k, v in found.arguments.items()} == {"base": "deep4", "out": 128}
+    assert (list(found.unknown), list(found.inputs)) == (["depth"], ["views"])
+
+
+def test_a_variable_that_depends_on_arguments(
+    gradscope: Gradscope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("main.py").write_text(
+        "import argparse, torch\np = argparse.ArgumentParser()\n"
+        'p.add_argument("--kind", default="large")\nargs = p.parse_args()\n'
+        'width = {"small": 4}[args.kind]\nmodel = torch.nn.Sequential(torch.nn.Linear(width, 3))\n'
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\nloss = torch.nn.MSELoss()\n"
+    )
+    torch.save({"0.weight": torch.ones(3, 4), "0.bias": torch.ones(3)}, "w.pt")
+    torch.save((torch.ones(5, 4), torch.zeros(5, 3)), "d.pt")
+    done = gradscope("init", "w.pt", "d.pt", "--json")
+    assert json.loads(done.out)["missing"] == ["model.argv"]
+    text = Path("run.toml").read_text()
+    assert "argv = []  # fill in: main.py parses arguments when imported" in text
+    done = gradscope("check", "--config", "run.toml")
+    assert done.code == 3
+    lines = done.err.splitlines()
+    assert lines[0].endswith("main.py: your code raised KeyError: 'large'")
+    assert lines[1] == (
+        "Write the arguments of the training under [model] in the run file: "
+        'argv = ["ARGUMENT", "VALUE"]. Or correct your code:'
+    )
+    Path("run.toml").write_text(text.replace("argv = []", 'argv = ["--kind", "small"]'))
+    assert gradscope("check", "--config", "run.toml").code == 0

@@ -186,3 +186,33 @@ def test_a_loss_that_calls_the_model_is_declared_and_its_error_is_shown_once(los
     assert isinstance(own, TypeError)
     assert caught.value.__context__ is own
     assert own.__context__ is None
+
+
+def test_losses_of_one_column_are_losses_and_broadcasting_is_named():
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(4, 1), torch.randn(5, 4), torch.randn(5)
+    found = gradscope.norms(model, lambda o, t: (o - t[:, None]).square(), x, y)
+    errors = (model(x)[:, 0] - y).detach()  # the gradient is 2 e (x, 1)
+    expected = 2 * errors.abs() * (x.square().sum(1) + 1).sqrt()
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(SpecError) as caught:
+        gradscope.norms(model, lambda o, t: (o - t).square(), x, y)
+    assert str(caught.value) == (
+        "loss: the loss '<lambda>' must return one number per sample, shape (5,); it returned "
+        "shape (5, 5)\n"
+        "If the outputs are (5, 1) and the targets (5,), they broadcast to (5, 5): use "
+        "outputs.squeeze(1)."
+    )
+    with pytest.raises(gradscope.GradscopeError) as caught:
+        gradscope.norms(model, lambda o, t: (o - t).square().mean(1), x, y)
+    remedy = caught.value.remedy
+    assert caught.value.exit_code == 4 and "mode eval" not in remedy
+    assert remedy.splitlines() == [
+        "If the loss divides by a number of the whole batch (a mean over all tokens, a sum of "
+        "weights), return each sample's sum, and divide by a constant.",
+        "If the outputs are (5, 1), they broadcast with the targets (5,) to (5, 5), and each loss "
+        "mixes the samples: use outputs.squeeze(1).",
+        "If the loss compares the samples of a batch (contrastive, ranking), a sample has no loss "
+        'without its batch. coupling="own-loss" gives ∂Lᵢ/∂θ of its loss in this batch. Then the '
+        "batch size is part of the answer.",
+    ]

@@ -37,6 +37,9 @@ def sparse(): return pairs(), lambda s: [a.to_sparse() for a in default_collate(
 def averaged(): return Extra(), lambda s: {"inputs": (X[: len(s)], torch.tensor(1 / len(s)))}
 def raising(): raise ValueError("no such folder")
 
+stored, stored_loader, stored_list = pairs(), loader(), list(zip(X, Y))
+only_x, config = TensorDataset(X), {"width": 4}
+
 class Sized(Dataset):
     def __len__(self): return N
 
@@ -101,7 +104,9 @@ def opened(file: Path, name: str, **spec: Any) -> Dataset:
     return open_dataset(DatasetSpec(path=Path(f"{file}:{name}"), **spec))
 
 
-@pytest.mark.parametrize("name", ["pairs", "Stream", "loader"])
+@pytest.mark.parametrize(
+    "name", ["pairs", "Stream", "loader", "stored", "stored_loader", "stored_list"]
+)
 def test_inputs_and_targets(file: Path, name: str) -> None:
     data = opened(file, name)
     assert len(data) == N
@@ -151,7 +156,13 @@ def test_a_collate_whose_batches_differ_in_what_they_hold(file: Path) -> None:
 
 
 def test_inputs_alone_and_arguments(file: Path) -> None:
-    torch.testing.assert_close(opened(file, "alone", targets=[]).batch(range(3)).inputs, X[:3])
+    for name in ("alone", "X", "only_x"):  # without targets, a loss is given None
+        for given in ({}, {"targets": []}):
+            batch = opened(file, name, **given).batch(range(3))
+            torch.testing.assert_close(batch.inputs, X[:3])
+            assert batch.targets is None
+    with pytest.raises(DatasetError, match="applies to a function, but this is a TensorDataset"):
+        opened(file, "stored", kwargs={"scale": 2.0})
     torch.testing.assert_close(
         opened(file, "pairs", kwargs={"scale": 3.0}, select=[4, 2]).batch(range(2)).inputs,
         3 * X[[4, 2]],
@@ -182,7 +193,7 @@ def test_the_digest_tells_data_apart(file: Path) -> None:
         ("nothing", "there is no 'nothing' in it"),
         ("Breaking", "your code raised KeyError: 'seventh'"),
         ("Random", "sample 0 is different when read again"),
-        ("alone", "a sample has no 'targets'"),
+        ("config", "'config' is a dict, not a function"),
     ],
 )
 def test_data_sets_that_cannot_be_used(file: Path, name: str, expected: str) -> None:

@@ -1,4 +1,4 @@
-"""Data sets from user code: FILE.py:FACTORY returns a torch Dataset with a length.
+"""Data sets from user code: FILE.py:NAME is or returns a torch Dataset with a length.
 
 A sample is (inputs, targets), a mapping from array names, or only the inputs.
 """
@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from gradscope.config import DatasetSpec
 from gradscope.core.batch import map_tensors, strided, tensors
+from gradscope.core.texts import article
 from gradscope.errors import DatasetError, ModelError, located
 from gradscope.model.locate import first_line
-from gradscope.sources.code import code_digests, load_function, loading, user_file
+from gradscope.sources.code import code_digests, load_value, loading, user_file
 from gradscope.sources.data.recipes import converter
 
 Collate = Callable[[list[Any]], Any]
@@ -44,9 +45,14 @@ class PythonSamples:
                     remedy=f"Remove {key}, and do this step in the code of the data set.",
                 )
         self._spec, self._where = spec, f"data set {spec.factory}"
-        factory = load_function(spec.factory, "data set")
-        with user_file(self._where), loading(spec.factory, "data set"):
-            made = factory(**spec.kwargs)
+        made = load_value(spec.factory, "data set", lambda v: callable(v) or _is_data(v))
+        if not _is_data(made):
+            with user_file(self._where), loading(spec.factory, "data set"):
+                made = made(**spec.kwargs)
+        elif spec.kwargs:
+            kind = article(type(made).__name__)
+            what = f"[dataset.kwargs] applies to a function, but this is {kind}"
+            raise DatasetError(what, where=self._where, remedy="Remove [dataset.kwargs].")
         with located(self._where):
             self._data, self._collate, self.notes = _parts(made)
             self._iterable = isinstance(self._data, IterableDataset)
@@ -56,6 +62,7 @@ class PythonSamples:
         self._seen: dict[tuple[int, ...], str] = {}
         first = self._batch(self._samples(range(1)))
         self._first = _digest(first)
+        self.names = [*first]
         self.unused = [name for name in first if name not in spec.arrays]
         self.code = code_digests(spec.factory, "data set")
         facts = [self.code, spec.kwargs, self._n, self._first]
@@ -177,6 +184,14 @@ class PythonSamples:
         return n
 
 
+def _is_data(found: Any) -> bool:
+    """Whether an object of a script is a data set, not a function that returns a data set."""
+    if isinstance(found, DataLoader | Dataset):
+        return True
+    plain = not callable(found) and not isinstance(found, str | bytes | Mapping)
+    return plain and hasattr(found, "__getitem__")
+
+
 def _parts(made: Any) -> tuple[Any, Collate, tuple[str, ...]]:
     """Split the result of a factory into samples, collate function and notes."""
     if isinstance(made, DataLoader):
@@ -196,8 +211,8 @@ def _named(batch: Any, n: int) -> dict[str, Any]:
     parts = {"inputs": batch}
     if isinstance(batch, Mapping):
         parts = {str(name): value for name, value in batch.items()}
-    elif isinstance(batch, tuple | list) and len(batch) == 2:
-        parts = {"inputs": batch[0], "targets": batch[1]}
+    elif isinstance(batch, tuple | list) and len(batch) in (1, 2):
+        parts = dict(zip(("inputs", "targets"), batch, strict=False))
     found = {name: _tree(value) for name, value in parts.items()}
     for name, value in found.items():
         for tensor in tensors(value):
