@@ -7,7 +7,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser
 
-from gradscope.report import write_html
+from gradscope.report.page import write_html
 from gradscope.training import read_histories
 from tests.browser.check_view import browser  # noqa: F401  # a fixture
 from tests.report.test_curves import lines_of, run
