@@ -36,7 +36,7 @@ python_maximum_signature_line_length = 80
 autodoc_default_options = {"members": True, "undoc-members": True}
 napoleon_use_ivar = True
 napoleon_use_rtype = False
-pygments_style = "github-light"
+pygments_style = "default"
 pygments_dark_style = "github-dark"
 copybutton_prompt_text = "$ "
 

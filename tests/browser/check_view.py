@@ -351,7 +351,7 @@ def test_scores_say_who_helped(browser: Browser, files: dict[str, Path], tmp_pat
 def test_a_hundred_thousand_samples(browser: Browser, tmp_path: Path) -> None:
     path = many(tmp_path, 100_000)
     page = opened(browser, written(path))
-    assert "of 100,000 dots are drawn" in page.inner_text("#chart-note")
+    assert "of 100,000 samples are drawn" in page.inner_text("#chart-note")
     assert "of 100,000 samples" in page.inner_text("#list-note")
     took = page.evaluate(
         """async () => {
