@@ -1,6 +1,7 @@
 """Settings of Sphinx for `make docs`: the pages of this folder and the docstrings, as a site."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
@@ -31,10 +32,11 @@ default_role = "code"
 smartquotes = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+python_maximum_signature_line_length = 80
 autodoc_default_options = {"members": True, "undoc-members": True}
 napoleon_use_ivar = True
 napoleon_use_rtype = False
-pygments_style = "tango"
+pygments_style = "default"
 pygments_dark_style = "github-dark"
 copybutton_prompt_text = "$ "
 
@@ -47,6 +49,15 @@ html_math_renderer = "mathml"
 
 _OUTSIDE = re.compile(r"\]\((?:\.\./)+(README|CONTRIBUTING|CHANGELOG)\.md")
 _PAGE_OF = {"README": "index", "CONTRIBUTING": "contributing", "CHANGELOG": "changelog"}
+_ACCESSIBLE = {  # what axe-core asks of the theme's pages
+    '<p class="caption" role="heading">': '<p class="caption" role="heading" aria-level="2">',
+    '<aside class="sidebar-drawer">': '<aside class="sidebar-drawer" aria-label="All pages">',
+    '<aside class="toc-drawer">': '<aside class="toc-drawer" aria-label="This page">',
+    "<pre>": '<pre tabindex="0">',
+    '<div class="table-wrapper ': '<div tabindex="0" class="table-wrapper ',
+    '<dl>\n<dd><em class="sig-param">': '<dl role="none">\n<dd><em class="sig-param">',
+    '<th class="head"><p></p></th>': "<td></td>",
+}
 _CODE_OR_MARK = re.compile(r"(`[^`]*`)|([*|_](?=\W|$)|(?<!\w)[*|])")
 
 
@@ -55,12 +66,22 @@ def setup(app: Any) -> None:
     app.add_html_math_renderer("mathml", (_formula, None), (_formula, None))
     app.connect("source-read", _link_pages)
     app.connect("autodoc-process-docstring", _escape, priority=100)
+    app.connect("build-finished", _make_accessible)
 
 
 def _link_pages(_: Any, page: str, source: list[str]) -> None:
     """Replace links to files outside `docs/` by links to the pages that include these files."""
     up = "../" * page.count("/")
     source[0] = _OUTSIDE.sub(lambda m: f"]({up}{_PAGE_OF[m[1]]}.md", source[0])
+
+
+def _make_accessible(app: Any, failure: Exception | None) -> None:
+    """Replace the markup of `_ACCESSIBLE` in every page."""
+    for page in Path(app.outdir).rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        for before, after in _ACCESSIBLE.items():
+            text = text.replace(before, after)
+        page.write_text(text, encoding="utf-8")
 
 
 def _escape(_: Any, kind: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gradscope.comparison import Comparison, compare
     from gradscope.core.batch import Whole
     from gradscope.model.problem import model_loss
-    from gradscope.report import plot
+    from gradscope.report.plots import plot
     from gradscope.scope import Scope, expectation, norms, per_sample_gradients
     from gradscope.stages.declared import reducer, transform
     from gradscope.stages.reducers.base import Reducer
@@ -62,7 +62,7 @@ _HOMES = {
     "norms": ("gradscope.scope", "norms"),
     "open": ("gradscope.storage", "open_file"),
     "per_sample_gradients": ("gradscope.scope", "per_sample_gradients"),
-    "plot": ("gradscope.report", "plot"),
+    "plot": ("gradscope.report.plots", "plot"),
     "reducer": ("gradscope.stages.declared", "reducer"),
     "transform": ("gradscope.stages.declared", "transform"),
 }

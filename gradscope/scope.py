@@ -187,6 +187,14 @@ class Scope(UncopiedHandle):
         """
         self.session.labels.require_one()
         batch = self.session.rows_of(self._batch(inputs, targets, index, "per_sample_gradients"))
+        for name, buffer in (out or {}).items():
+            want = (len(batch), *self.problem.parameters[name].shape)
+            if tuple(buffer.shape) != want:
+                raise SpecError(
+                    f"the buffer of {name} has shape {tuple(buffer.shape)}, but its rows {want}",
+                    where="out",
+                    remedy="Pass what an earlier call returned for as many samples, or no `out`.",
+                )
         sharded = self.session.model_parallel
         if sharded is not None:
             if out is not None:
@@ -385,6 +393,9 @@ class Scope(UncopiedHandle):
     def _chain(self, text: Chained) -> Chain:
         """Return a bound chain; keep it for later calls if it can be reused."""
         known = self._bound.get(text) if isinstance(text, str) else None
+        if not (callable(text) or isinstance(text, Sequence)):
+            what = f"a chain must be a text or a list of stages, not {type(text).__name__}"
+            raise SpecError(what, where="chain", remedy='Write "clip:max_norm=1.0 | mean".')
         found = known or bind(text, reduced=True)
         if found.lasting:
             self._bound[found.text] = found

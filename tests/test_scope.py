@@ -1,5 +1,7 @@
 """The Python interface: one object asked about many batches, and the same in one call."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -241,7 +243,64 @@ def test_lower_precision(model, data, dtype: torch.dtype) -> None:
         assert float(error) < 40 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("what", ["backend", "loss", "verify"])
-def test_unknown_words_are_errors(model, what: str) -> None:
-    with pytest.raises(SpecError):
-        gradscope.Scope(model, **{"loss": "mse", what: "hookz"})
+Call = Callable[[nn.Module, Tensor, Tensor], object]
+WRONG_CALLS: dict[str, tuple[Call, str]] = {
+    "a word that does not exist": (
+        lambda m, x, y: gradscope.Scope(m, "mse", verify="allways"),
+        "verify: unknown value 'allways'\n"
+        "Did you mean 'always'? Supported: audit, first, always, never.",
+    ),
+    "the class of a model": (
+        lambda m, x, y: gradscope.Scope(nn.Linear, "mse"),
+        "model: the model must be a torch.nn.Module, not the class Linear\n"
+        "Create the model: Linear(...).",
+    ),
+    "weights for a model": (
+        lambda m, x, y: gradscope.Scope(m.state_dict(), "mse"),
+        "model: the model must be a torch.nn.Module, not OrderedDict\n"
+        "If this is a state dict, create the model, and call model.load_state_dict(...).",
+    ),
+    "numpy arrays": (
+        lambda m, x, y: gradscope.norms(m, "cross_entropy", x.numpy(), y),
+        "inputs or targets contain a numpy array (11, 6), not a tensor\n"
+        "Convert it: torch.from_numpy(x).",
+    ),
+    "lists": (
+        lambda m, x, y: gradscope.norms(m, "cross_entropy", x.tolist(), y.tolist()),
+        "the batch holds no sample (inputs: list, targets: list)\nGive tensors (n, ...), n ≥ 1.",
+    ),
+    "no targets": (
+        lambda m, x, y: gradscope.norms(m, "cross_entropy", x),
+        "loss: the targets are not a tensor but NoneType\nGive targets: this loss needs them.",
+    ),
+    "no chain": (
+        lambda m, x, y: gradscope.expectation(m, "cross_entropy", None, x, y),
+        "chain: a chain must be a text or a list of stages, not NoneType\n"
+        'Write "clip:max_norm=1.0 | mean".',
+    ),
+    "a buffer of another shape": (
+        lambda m, x, y: gradscope.Scope(m, "cross_entropy").per_sample_gradients(
+            x, y, {"0.bias": x}
+        ),
+        "out: the buffer of 0.bias has shape (11, 6), but its rows (11, 7)\n"
+        "Pass what an earlier call returned for as many samples, or no `out`.",
+    ),
+    "a list to compare with": (
+        lambda m, x, y: gradscope.compare(m, "cross_entropy", x, y, against=[len]),
+        "against: it must be a dict {label: implementation}, not a list\n"
+        'Write against={"mine": ...}.',
+    ),
+    "a model for a scope": (
+        lambda m, x, y: gradscope.attribute((m, x, y), (m, x, y)),
+        "training samples: the first of three is a Sequential, not a Scope\n"
+        "Give (gradscope.Scope(model, loss), inputs, targets).",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_a_wrong_call_is_an_error_that_says_what_to_do(model, data, name: str) -> None:
+    call, message = WRONG_CALLS[name]
+    with pytest.raises(gradscope.GradscopeError) as caught:
+        call(model, *data)
+    assert str(caught.value) == message

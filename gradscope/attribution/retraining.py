@@ -288,7 +288,7 @@ class Retrainings:
         random.seed(one.seed)  # so that results do not depend on earlier retrainings
         np.random.seed(one.seed)
         torch.manual_seed(one.seed)
-        with code.user_file(where):
+        with code.user_file(f"{where}, called as FIT(indices, seed)"):
             model = self._fit(self._index[one.kept], one.seed)
         if not isinstance(model, nn.Module):
             what = f"FIT returned {type(model).__name__}, not a torch.nn.Module"

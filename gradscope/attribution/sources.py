@@ -289,6 +289,10 @@ def _job_source(
 
 def scope_source(name: str, scope: Scope, inputs: Any, targets: Any = None) -> SessionSource:
     """Return samples or tokens in memory; the scope computes their gradients."""
+    if not isinstance(scope, Scope):
+        what = f"the first of three is a {type(scope).__name__}, not a Scope"
+        remedy = "Give (gradscope.Scope(model, loss), inputs, targets)."
+        raise SpecError(what, where=name, remedy=remedy)
     session, whole = scope.session, Batch.of(inputs, targets)
     tokens = session.settings.rows == "token"
     shapes = {name: tuple(p.shape) for name, p in scope.problem.parameters.items()}
@@ -365,13 +369,14 @@ def _chosen(file: GradientFile, asked: str | None) -> StoredChain:
     found = None if asked is None else find_chain(file, asked, reduced=False)
     if found is not None and any(found.text == chain.text for chain in rows.values()):
         return found
-    known = ", ".join(f"{k} ({chain.text})" for k, chain in rows.items()) or "none"
+    known = ", ".join(f"{k} ({chain.text})" for k, chain in rows.items())
     wanted = "no chain with rows" if asked is None else f"no chain {asked!r} with rows"
+    others = ", ".join(chain.text for chain in file.chains)
     raise SpecError(
-        f"the file has {wanted}",
+        f"the file has {wanted}, only {known or others}",
         where=str(file.path),
-        remedy=f"The file has these chains with rows: {known}. Run gradscope compute -t identity, "
-        "or -t project:dim=4096 if the gradients are large.",
+        remedy="Run gradscope compute -t identity, or -t project:dim=4096 if the gradients are "
+        "large.",
     )
 
 

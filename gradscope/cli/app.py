@@ -125,7 +125,7 @@ def run() -> int:
 
 def show_error(error: GradscopeError) -> int:
     """Print an error on stderr, and return its exit code."""
-    from gradscope.report import console, render_error
+    from gradscope.report.console import console, render_error
 
     render_error(error, console(stderr=True))
     return error.exit_code

@@ -49,7 +49,7 @@ def attribute(options: AttributeOptions) -> None:
         ) as pairs,
     ):
         report = _run(Scoring(pairs, settings), options)
-    from gradscope.report import render
+    from gradscope.report.terminal import render
 
     show(report, render, json=options.as_json, quiet=options.quiet)
 
@@ -57,7 +57,7 @@ def attribute(options: AttributeOptions) -> None:
 def _run(scoring: Any, options: AttributeOptions) -> Any:
     """Score all queries, write the file if there is an output, and return the summary."""
     from gradscope.attribution import in_memory, open_scores, summarize_scores, writing_scores
-    from gradscope.report import track
+    from gradscope.report.progress import track
 
     output = options.output
     if output is not None:
@@ -80,7 +80,8 @@ def validate(options: ValidateOptions) -> None:
     work.
     """
     from gradscope.attribution import ValidationRun, ValidationSettings
-    from gradscope.report import render, track
+    from gradscope.report.progress import track
+    from gradscope.report.terminal import render
 
     asked = ValidationSettings(
         retrainings=options.retrainings,

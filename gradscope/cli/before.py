@@ -21,7 +21,7 @@ AUTO_SUMMARY = "The first backend that does not refuse and whose first batch is 
 @with_flags
 def list_(options: ListOptions) -> None:
     """List the available backends, transforms, reducers, losses or formats."""
-    from gradscope.report import print_facts
+    from gradscope.report.terminal import print_facts
 
     rows = [
         {"name": name, "summary": registry.summary(name)}
@@ -41,7 +41,7 @@ def init(options: InitOptions) -> None:
 
     With --unsafe-pickle, reading a checkpoint may execute code.
     """
-    from gradscope.report import print_facts
+    from gradscope.report.terminal import print_facts
     from gradscope.run import resolve_names
     from gradscope.sources.draft import draft
     from gradscope.storage import require_free, require_place, written
@@ -80,7 +80,7 @@ def check(options: CheckOptions) -> None:
     spec = options.spec
     if spec.compute.verify == "never":
         spec = spec.computing(verify="first")
-    from gradscope.report import render_inspection
+    from gradscope.report.screens import render_inspection
     from gradscope.run import inspect, prepare
 
     stops.raise_on_signal()

@@ -53,7 +53,7 @@ def compute(options: ComputeOptions) -> None:
 
 def _compute_divided(options: ComputeOptions, output: Path, *, restarted: bool) -> None:
     """Compute with a model that is divided over processes; the first process shows the result."""
-    from gradscope.report import render_merge
+    from gradscope.report.screens import render_merge
     from gradscope.run import compute_model_parallel
 
     merged = compute_model_parallel(
@@ -68,7 +68,8 @@ def _compute_divided(options: ComputeOptions, output: Path, *, restarted: bool) 
 
 def _compute_here(options: ComputeOptions) -> None:
     """Compute with a model in this process, or print the plan of --dry-run."""
-    from gradscope.report import console, render_disk_space, render_plan, render_run
+    from gradscope.report.console import console
+    from gradscope.report.screens import render_disk_space, render_plan, render_run
     from gradscope.run import estimate, preflight, prepare
     from gradscope.storage import LONGEST, require_place
 
@@ -94,7 +95,8 @@ def _compute_here(options: ComputeOptions) -> None:
 
 
 def _run(job: "Job", output: Path, options: ComputeOptions) -> "RunReport":
-    from gradscope.report import console, track
+    from gradscope.report.console import console
+    from gradscope.report.progress import track
     from gradscope.run import start
 
     run: Run | None = None
@@ -142,7 +144,8 @@ def merge(options: MergeOptions) -> None:
     """Join the shards of a run into the file that a single process would have written."""
     output = options.output
     recompute = None if options.config is None else run_spec(options.config, {})
-    from gradscope.report import render_merge, track
+    from gradscope.report.progress import track
+    from gradscope.report.screens import render_merge
     from gradscope.run import merging
 
     stops.raise_on_signal()

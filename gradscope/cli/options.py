@@ -198,7 +198,7 @@ def show(
     found: Any, render: Callable[..., None], *, json: bool, quiet: bool = False, **how: bool
 ) -> None:
     """Print a result as one JSON document (itself, or its `to_json`), or as text unless quiet."""
-    from gradscope.report import console
+    from gradscope.report.console import console
 
     if json:  # names are not escaped to ASCII
         document = found if isinstance(found, dict) else found.to_json()

@@ -43,14 +43,15 @@ def stats(options: StatsOptions) -> None:
     else:
         found, shown = _summarize(options)
     if options.plot is not None:
-        from gradscope.report import plot_stats
+        from gradscope.report.plots import plot_stats
 
         plot_stats(found, options.plot)
     if options.html is not None:
-        from gradscope.report import write_html
+        from gradscope.report.page import write_html
 
         write_html(shown, options.html)
-    from gradscope.report import console, render
+    from gradscope.report.console import console
+    from gradscope.report.terminal import render
 
     # after --follow without a terminal, each step has been printed already
     if not options.follow or (console().is_terminal and not as_json):
@@ -133,7 +134,8 @@ def _require_options(options: StatsOptions, *, history: bool) -> None:
 
 def _follow(file: Path, *, json: bool) -> "History":
     """Show a history until its training has ended (`json`: one line for each step); return it."""
-    from gradscope.report import console, follow
+    from gradscope.report.console import console
+    from gradscope.report.progress import follow
     from gradscope.training.history import HistoryReader, line
 
     def tell(found: "History | None", new: "Sequence[Step]") -> None:
@@ -147,7 +149,7 @@ def _follow(file: Path, *, json: bool) -> "History":
 @with_flags
 def export(options: ExportOptions) -> None:
     """Write rows, aggregates or the sample table of a result file in formats of other programs."""
-    from gradscope.report import render_export
+    from gradscope.report.screens import render_export
     from gradscope.storage import export as write
     from gradscope.storage import open_file
 

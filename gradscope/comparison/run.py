@@ -253,8 +253,11 @@ def compare(
         SpecError: A name is unknown or used twice, or there is nothing to compare.
         RefusedError: The loop fails, because the model does not run on one sample alone.
     """
+    if not isinstance(against, Mapping | None):
+        what = f"it must be a dict {{label: implementation}}, not a {type(against).__name__}"
+        raise SpecError(what, where="against", remedy='Write against={"mine": ...}.')
     others = dict(against or {})
-    chosen = _chosen(backends, others, rows)
+    chosen = _chosen([backends] if isinstance(backends, str) else backends, others, rows)
     fixed = FixedRandomness(seed) if randomness == "fixed" else None
     problem = _problem(model, loss, parameters, rows, fixed)
     batch = Batch.of(inputs, targets, index).detached().to(problem.device, None)

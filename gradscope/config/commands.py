@@ -193,7 +193,7 @@ class AttributeOptions(Options):
         accepted="auto, or a number such as 0.1",
     )
     chain: str | None = option(
-        None, "--chain K|TEXT", help="The chain with the rows to use [the first chain with rows]"
+        None, "--chain K|TEXT", help="The chain whose rows are scored [the first chain with rows]"
     )
     more: tuple[Path, ...] = option((), "MORE")  # the further files of `--checkpoints *.h5`
     checkpoints: tuple[Path, ...] = option(

@@ -181,7 +181,7 @@ def _layers(
     below = []
     weights = _toml(above, "checkpoint")
     if config is None and weights is not None:
-        problems.append(_run_file(weights))
+        problems.append(_toml_as_weights(weights))
     if config is not None:
         values = _read(config, problems)
         if _names_spec(above):  # the run file does not describe this data set
@@ -331,6 +331,16 @@ def _with_dataset_spec(layer: _Origin, problems: list[SpecError]) -> list[_Origi
         return [rest]
     contents = _with_absolute_paths({"dataset": values}, spec.parent)
     return [_Origin(str(spec), contents, flat=True), rest]
+
+
+def _toml_as_weights(path: Path) -> SpecError:
+    """Return the error for a TOML file given as the checkpoint."""
+    problems: list[SpecError] = []
+    values = _read(path, problems)
+    if problems or "model" in values:
+        return problems[0] if problems else _run_file(path)
+    remedy = "Give the checkpoint first, then the data: gradscope COMMAND CHECKPOINT DATASET."
+    return SpecError("this is a dataset spec, not a checkpoint", where=str(path), remedy=remedy)
 
 
 def _run_file(path: Path) -> SpecError:

@@ -18,6 +18,7 @@ from functools import partial
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
@@ -173,7 +174,12 @@ def strided(t: Tensor) -> Tensor:
 
 
 def _require_padded(tree: Any) -> None:
-    """Raise for packed sequences, in which one row has positions of many samples."""
+    """Raise for packed sequences, in which one row has positions of many samples, and for numpy."""
+    if isinstance(tree, np.ndarray):
+        raise DatasetError(
+            f"inputs or targets contain a numpy array {tree.shape}, not a tensor",
+            remedy="Convert it: torch.from_numpy(x).",
+        )
     if isinstance(tree, PackedSequence):
         steps, entries = tree.batch_sizes, tuple(tree.data.shape)
         raise DatasetError(
@@ -304,7 +310,10 @@ class Batch:
             inputs = _whole_inputs(inputs, targets, index)
         sizes = [t.shape[0] for t in tensors((inputs, targets)) if t.dim()]
         if not sizes or (set(sizes) == {0} and not empty):
-            raise DatasetError("the batch holds no sample", remedy="Give tensors (n, ...), n ≥ 1.")
+            given = f"inputs: {type(inputs).__name__}, targets: {type(targets).__name__}"
+            raise DatasetError(
+                f"the batch holds no sample ({given})", remedy="Give tensors (n, ...), n ≥ 1."
+            )
         if len(set(sizes)) > 1:
             shapes = [tuple(t.shape) for t in tensors((inputs, targets))]
             raise DatasetError(
@@ -494,11 +503,13 @@ def token_losses(found: Any, n: int, name: str) -> tuple[Tensor, Tensor | None]:
         if isinstance(values, Tensor):
             shape = f"{tuple(values.shape)} of {str(values.dtype).removeprefix('torch.')}"
         raise SpecError(
-            f"with rows token, the loss {name!r} must return floating-point values of shape "
-            f"({n}, t), one per position; it returned {shape}",
-            where="loss",
-            remedy="Use reduction='none', and flatten all axes but the first into one; or use rows "
-            "sample. If some positions do not count, return (losses, counted), both (n, t).",
+            f"the loss {name!r} must return floating-point values of shape ({n}, t), one per "
+            f"position; it returned {shape}",
+            where='rows="token"',
+            remedy='If a sample has one loss, use rows="sample". For tokens, use a loss of tokens, '
+            "such as token_cross_entropy. Your own loss must use reduction='none', and flatten all "
+            "axes but the first into one. If some positions do not count, it must return (losses, "
+            "counted), both (n, t).",
         )
     mask = isinstance(counted, Tensor) and counted.dtype == torch.bool
     if counted is not None and not (mask and counted.shape == values.shape):

@@ -77,12 +77,13 @@ class SessionSettings:
     rows: RowKind = "sample"
 
     def __post_init__(self) -> None:
-        words = (self.verify, Verify), (self.coupling, Coupling), (self.randomness, Randomness)
-        more = (self.nonfinite, NonFinite), (self.labels, Mode), (self.rows, RowKind)
-        for word, kind in (*words, *more):
-            known = list(get_args(kind))
+        kinds = {"verify": Verify, "coupling": Coupling, "randomness": Randomness}
+        kinds |= {"nonfinite": NonFinite, "labels": Mode, "rows": RowKind}
+        for name, kind in kinds.items():
+            word, known = getattr(self, name), list(get_args(kind))
             if word not in known:
-                raise SpecError(f"unknown value {word!r}", remedy=suggestion(str(word), known))
+                remedy = suggestion(str(word), known)
+                raise SpecError(f"unknown value {word!r}", where=name, remedy=remedy)
         if self.rows == "token" and (self.labels != "data" or self.coupling == "own-loss"):
             other = "coupling own-loss" if self.labels == "data" else f"labels {self.labels}"
             raise SpecError(

@@ -338,7 +338,10 @@ def _hint(error: BaseException, batch: Batch | None) -> tuple[str | None, str]:
         general = f"{general} {PACKED}"
     text, whole = str(error), [t for t in tensors(batch.inputs) if t.dtype in _WHOLE]
     if label := _LABEL.search(text):
-        remedy = "Class labels must be 0 to (number of outputs - 1), or -100 to be ignored."
+        remedy = (
+            "Class labels must be 0 to (number of outputs - 1), or -100 to be ignored. If the "
+            "first class is 1, subtract 1 from the labels."
+        )
         return _sample(batch.targets, batch, int(label[1])), remedy
     if _INDEX.search(text):
         largest = max((int(t.max()) for t in whole if t.numel()), default=0)

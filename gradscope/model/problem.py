@@ -195,6 +195,7 @@ class Problem:
             if not fnmatch.filter(trainable, glob):
                 raise SpecError(
                     f"no trainable parameter matches {glob!r}",
+                    where="`parameters`",
                     remedy=f"Trainable: {', '.join(list(trainable)[:20])}.",
                 )
         chosen = {
@@ -529,7 +530,11 @@ def require_module(model: Any) -> None:
         return
     kind = type(model).__name__
     remedy = "Wrap it in an nn.Module, with its tensors as parameters."
-    if isinstance(model, torch.export.ExportedProgram):
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        kind, remedy = f"the class {model.__name__}", f"Create the model: {model.__name__}(...)."
+    elif isinstance(model, dict):
+        remedy = "If this is a state dict, create the model, and call model.load_state_dict(...)."
+    elif isinstance(model, torch.export.ExportedProgram):
         remedy = "Pass program.module(), exported with a dynamic batch axis."
     raise SpecError(
         f"the model must be a torch.nn.Module, not {kind}",

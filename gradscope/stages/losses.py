@@ -217,7 +217,9 @@ def _require_tensors(outputs: Any, targets: Any) -> None:
             raise ModelError(
                 f"{what} not a tensor but {type(value).__name__}",
                 where="loss",
-                remedy="Write your own loss (outputs, targets) -> (n,) for this type.",
+                remedy="Give targets: this loss needs them."
+                if value is None
+                else "Write your own loss (outputs, targets) -> (n,) for this type.",
             )
 
 

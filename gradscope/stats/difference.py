@@ -147,8 +147,15 @@ def difference(first: Source, second: Source, top: int = 10, rows: bool = True) 
         rows: Whether to read stored gradients.
 
     Raises:
-        SpecError: The files have no parameter in common.
+        SpecError: The files have no parameter in common, or one holds scores.
     """
+    for file in (first, second):
+        if "attribution" in file.run:
+            raise SpecError(
+                "the file holds scores, not gradients",
+                where=str(file.path),
+                remedy="Give two files that gradscope compute -o wrote, or one score file.",
+            )
     names = [k for k, shape in first.parameters.items() if second.parameters.get(k) == shape]
     if not names:
         raise SpecError(

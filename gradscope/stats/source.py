@@ -89,7 +89,8 @@ class Samples:
         found = np.flatnonzero(self.index == index)
         if not found.size:
             raise SpecError(
-                f"no finite row of the file has the index {index}",
+                f"no finite row of the file has the index {index}; the indices are "
+                f"{self.index.min()} to {self.index.max()}",
                 remedy="Give a number from the column `index` of gradscope stats or export.",
             )
         return int(found[0])

@@ -213,9 +213,10 @@ def _in_order(parts: RunFiles) -> RunFiles:
     files = sorted(parts.files, key=lambda part: (part.start, part.stop))
     for before, after in pairwise(files):
         if after.start < before.stop:
+            what = f"{parts.noun}s {after.start:,} to {min(before.stop, after.stop):,} are in two "
+            what += f"files: here and in {before.path}"
             raise ResultFileError(
-                f"{parts.noun}s {after.start:,} to {min(before.stop, after.stop):,} are in two "
-                f"files: here and in {before.path}",
+                "the file is given twice" if after.path.samefile(before.path) else what,
                 where=str(after.path),
                 remedy="Give each file once, and only shards I/N with the same N.",
             )
@@ -224,7 +225,7 @@ def _in_order(parts: RunFiles) -> RunFiles:
         more = f", and {len(gaps) - 3:,} more gaps" if len(gaps) > 3 else ""
         raise ResultFileError(
             f"{parts.noun}s are missing: {'; '.join(gaps[:3])}{more}",
-            where=str(files[0].path.parent),
+            where=str(files[0].path.parent.absolute()),
             remedy="Compute the missing shards with the same command, then merge again.",
         )
     batch_size = parts.identity.get("batch_size") or 1  # stored if gradients depend on it

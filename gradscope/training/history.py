@@ -304,7 +304,9 @@ def append(path: str | Path, *lines: Step | End) -> None:
                     data = data[file.write(data) :]
     except OSError as error:
         raise OutputError(
-            f"the history cannot be written: {error.strerror or error}", where=str(path)
+            f"the history cannot be written: {error.strerror or error}",
+            where=str(path),
+            remedy="Check the path and the free space of its disk.",
         ) from error
 
 

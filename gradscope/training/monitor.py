@@ -75,6 +75,7 @@ def as_log(tracker: Tracker | Log) -> Log:
             f"a tracker must be a callable (step, values) or have a method log(step, values), "
             f"not {tracker!r}",
             where="trackers",
+            remedy="Give a list, such as trackers=[to_wandb(run)], or [my_function].",
         )
     return log
 

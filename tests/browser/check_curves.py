@@ -7,16 +7,15 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser
 
-from gradscope.report import write_html
+from gradscope.report.page import write_html
 from gradscope.training import read_histories
-from tests.browser.check_view import browser  # noqa: F401  # a fixture
 from tests.report.test_curves import lines_of, run
 
 
 @pytest.mark.parametrize("width", [400, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_curves_are_drawn_and_answer(
-    browser: Browser,  # noqa: F811
+    browser: Browser,
     tmp_path: Path,
     width: int,
     scheme: str,

@@ -8,10 +8,8 @@ import base64
 import csv
 import io
 import json
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ import numpy as np
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from PIL import Image
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 from gradscope.markup.glossary import TERMS
 from gradscope.stats.sections import short
@@ -37,15 +35,6 @@ def gradscope(*words: object) -> str:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield found
-        found.close()
 
 
 @pytest.fixture(scope="session")
@@ -351,7 +340,7 @@ def test_scores_say_who_helped(browser: Browser, files: dict[str, Path], tmp_pat
 def test_a_hundred_thousand_samples(browser: Browser, tmp_path: Path) -> None:
     path = many(tmp_path, 100_000)
     page = opened(browser, written(path))
-    assert "of 100,000 dots are drawn" in page.inner_text("#chart-note")
+    assert "of 100,000 samples are drawn" in page.inner_text("#chart-note")
     assert "of 100,000 samples" in page.inner_text("#list-note")
     took = page.evaluate(
         """async () => {

@@ -5,6 +5,7 @@ What is wrong with a file in itself is told in `tests/sources`, and with a run f
 """
 
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -289,7 +290,7 @@ def test_no_part_of_the_checkpoint_is_written_over(forked: Forked, folder: Path)
     (folder / "w.pt").write_text(json.dumps({"weight_map": table}))
     before = (folder / "part.bin").read_bytes()
     done = compute(forked, folder, "-o", "part.bin", "--overwrite")
-    assert_clear(done, 6, "one of its inputs: the checkpoint", folder)
+    assert_clear(done, 6, "the output would replace the checkpoint", folder)
     assert (folder / "part.bin").read_bytes() == before
 
 
@@ -299,7 +300,7 @@ def test_a_stored_vector_is_not_written_over(forked: Forked, folder: Path) -> No
     before = (folder / "mean.h5").read_bytes()
     done = compute(forked, folder, "-t", "dot:with=mean.h5:0", "-o", "mean.h5", "--overwrite")
     assert (done.code, (folder / "mean.h5").read_bytes() == before) == (6, True), done.err
-    assert "would replace one of its inputs" in done.err
+    assert "the output would replace an input" in done.err
 
 
 @pytest.mark.parametrize("rows", [[0, 6, 11], list(range(N))], ids=str)
@@ -421,6 +422,7 @@ EMBED = "nn.Embedding(9, 2), nn.Flatten(), nn.Linear(4, 3)"
 IMAGE = "nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(72, 3)"
 OWN, MSE = ("--loss", "model.py:f"), ("--loss", "mse")
 CHECK = ("check", "--config", "run.toml")
+DATA = ("check", "w.pt", "d.toml", "--model", "model.py:build", "--loss", "cross_entropy")
 FITS = "reshape = { NAME = "
 
 # wrong input: what was done to the folder, options of compute (or a command of its own, with its
@@ -553,6 +555,30 @@ MESSAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...], int, str, s
     "a run file as weights": (
         run_file("[loss]", "[loss]"), ("init", "run.toml", "data.npz"), 2, "this is a run file",
         "gradscope check --config run.toml",
+    ),
+    "data for a checkpoint": (
+        written("d.toml", b'path = "data.npz"'), ("check", "d.toml", "w.pt"), 2,
+        "d.toml: this is a dataset spec, not a checkpoint",
+        "Give the checkpoint first, then the data: gradscope COMMAND CHECKPOINT DATASET.",
+    ),
+    "a scale of an array that is missing": (
+        written("d.toml", b'path = "data.npz"\nscale = { input = 0.5 }'), DATA, 3,
+        "data.npz: scale: there is no array 'input' in the file",
+        "Did you mean 'inputs'? It has: inputs, targets.",
+    ),
+    "weights of a training that diverged": (
+        saved(state(bias=torch.full((3,), math.nan))), (), 3,
+        "w.pt: values are not finite in 1 tensor: bias (3 of 3)",
+        "Use a checkpoint from before the training diverged.",
+    ),
+    "tokens of a loss of samples": (
+        NOTHING, ("--rows", "token"), 2,
+        "--rows token: the loss 'cross_entropy' must return floating-point values of shape (1, t), "
+        "one per position; it returned (1,) of float32",
+        "If a sample has one loss, use --rows sample. For tokens, use a loss of tokens, such as "
+        "token_cross_entropy. Your own loss must use reduction='none', and flatten all axes but "
+        "the first into one. If some positions do not count, it must return (losses, counted), "
+        "both (n, t).",
     ),
     **{
         f"{kind} for {command[0]}": (

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from gradscope.report import follow as following
+from gradscope.report.progress import follow as following
 from gradscope.stats import summarize
 from gradscope.training import History, Step, record
 from gradscope.training.history import End, HistoryReader, append
@@ -83,7 +83,7 @@ def test_an_end_without_a_step_says_why(gradscope: Gradscope, tmp_path: Path) ->
 def test_steps_are_told_as_they_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gradscope.report import console
+    from gradscope.report.console import console
 
     path, told = steps(tmp_path / "run.jsonl"), []
     events = iter([10, 20, None])

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from gradscope.errors import SpecError
-from gradscope.report import console, render_error, track
+from gradscope.report.console import console, render_error
+from gradscope.report.progress import track
 
 PLAIN = {"TERM": "xterm-256color", "FORCE_COLOR": None, "NO_COLOR": None, "COLUMNS": None}
 

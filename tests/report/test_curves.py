@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from gradscope.report import plots, write_html
+from gradscope.report import plots
+from gradscope.report.page import write_html
 from gradscope.stats import summarize
 from gradscope.training import Histories, read_histories, read_history, record
 from gradscope.training.history import End, append

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from gradscope.errors import OutputError, SpecError
-from gradscope.report import plot_stats, plots, write_html
+from gradscope.report import plots
+from gradscope.report.page import write_html
+from gradscope.report.plots import plot_stats
 from gradscope.stats import Summary, summarize
 from tests.pages import ROOT
 from tests.report.shown import NASTY, steps, summary_of, two

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 import gradscope
-from gradscope.report import render, write_html
+from gradscope.report.page import write_html
+from gradscope.report.terminal import render
 from gradscope.run import compute, prepare
 from gradscope.sources.opened import ShownData
 from gradscope.stats import summarize

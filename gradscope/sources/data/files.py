@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -273,10 +272,12 @@ def _row_bytes(column: Numbers) -> int:
 
 def _check_names(spec: DatasetSpec, names: tuple[str, ...]) -> None:
     """Raise if an array that the spec names is missing, also if only its dtype is set."""
-    tables = (spec.dtype, spec.scale, spec.reshape, spec.classes, spec.tokenizer, spec.pad)
-    others = (n for n in (spec.id, spec.select) if isinstance(n, str))
+    keys = ("dtype", "scale", "reshape", "classes", "tokenizer", "pad", "length")
+    used: dict[str, Any] = {"inputs": spec.input_arrays, "targets": spec.targets}
+    used |= {key: getattr(spec, key) for key in keys}
+    used |= {key: [n] for key in ("id", "select") if isinstance(n := getattr(spec, key), str)}
     known = set(names)
-    for name in dict.fromkeys((*spec.arrays, *chain(*tables, spec.length), *others)):
+    for key, name in ((key, name) for key, some in used.items() for name in some):
         if name not in known:
             if {"samples/index", "samples/norm"} <= known:
                 raise DatasetError(
@@ -285,10 +286,10 @@ def _check_names(spec: DatasetSpec, names: tuple[str, ...]) -> None:
                 )
             some = list(names) if len(names) <= 20 else [*names[:20], f"... ({len(names)} in all)"]
             raise DatasetError(
-                f"there is no array {name!r} in the file",
+                f"{key}: there is no array {name!r} in the file",
                 remedy=suggestion(name, some).replace("Supported", "It has")
                 + " Name inputs and targets in a dataset.toml; without targets, write "
-                "targets = [].",
+                "targets = []." * (key in ("inputs", "targets")),
             )
 
 

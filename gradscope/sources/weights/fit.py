@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradscope.core.precision import dtype_name
 from gradscope.core.registry import suggestion
-from gradscope.core.texts import article, listed
+from gradscope.core.texts import article, count, listed
 from gradscope.errors import CheckpointError
 from gradscope.sources.code import user_file
 
@@ -159,7 +159,7 @@ def check_finite(values: StateDict, expected: StateDict, parameters: set[str]) -
             wrong.append(f"{name} ({int(bad.sum())} of {value.numel()})")
     if wrong:
         raise CheckpointError(
-            f"{len(wrong)} tensors have values that are not finite: {listed(wrong)}",
+            f"values are not finite in {count(len(wrong), 'tensor')}: {listed(wrong)}",
             remedy="Use a checkpoint from before the training diverged.",
         )
 

@@ -288,13 +288,13 @@ def require_short(path: Path, suffix: str = "") -> None:
         )
 
 
-def require_distinct(path: Path, sources: Iterable[Path], what: str = "this file") -> None:
+def require_distinct(path: Path, sources: Iterable[Path], what: str = "an input") -> None:
     """Raise if `path` is among the `sources`; the caller converts an OSError."""
     if path.exists() and any(source.exists() and path.samefile(source) for source in sources):
         raise OutputError(
-            f"the result would replace one of its inputs: {what}",
+            f"the output would replace {what}",
             where=str(path),
-            remedy="Choose another name.",
+            remedy="Choose another name for the output.",
         )
 
 
