@@ -64,7 +64,10 @@ def test_coupled_samples_are_refused_with_both_meanings(case, backend: str) -> N
         gradscope.per_sample_gradients(
             setup.model, setup.loss, setup.inputs, setup.targets, backend=backend
         )
-    assert "two meanings" in str(refusal.value)
+    of_loss = case.name == "coupled_contrastive_loss"  # alone, its samples have no loss
+    wanted = "a sample has no loss without its batch" if of_loss else "two meanings"
+    assert wanted in str(refusal.value)
+    assert 'coupling="own-loss"' in str(refusal.value)
 
 
 def test_the_layer_that_couples_is_named() -> None:
