@@ -8,6 +8,7 @@
 # `make zoo` builds all small models that ten libraries have and compares every answer with float64: hours;
 # `make browser` clicks through the pages in headless Chromium, which must be there;
 # `make gpu` checks everything on a GPU, or on a device made of the CPU where there is none;
+# `make gpu-bench` measures large language models on a GPU, in bf16 and TF32;
 # `make drill` kills runs, fills disks and damages files for 20 minutes. `make compat TORCH=2.15.0`
 # runs the tests of the engine, and the demo, with another release of torch; `PYTHON=python3.13` chooses
 # another Python. They are installed in build/compat (5 to 7 GB: torch comes with CUDA's libraries;
@@ -29,7 +30,7 @@ TORCH ?= 2.15.0
 COMPAT := build/compat/$(TORCH)-$(notdir $(PYTHON))
 COMPAT_OPTIONS ?= -n auto
 
-.PHONY: demo test test-full bench zoo browser charts drill gpu compat docs docs-serve dist lint format types check install install-dev install-bench clean
+.PHONY: demo test test-full bench zoo browser charts drill gpu gpu-bench compat docs docs-serve dist lint format types check install install-dev install-bench clean
 
 define demonstrate
 	mkdir -p $(2)
@@ -59,6 +60,14 @@ drill: install-dev
 
 gpu: install-bench
 	$(BIN)/python -m tests.gpu --json $(GPU) $(GPU_OPTIONS)
+
+gpu-bench: install-bench
+	mkdir -p $(BENCH)
+	for precision in bf16 tf32; do \
+		$(BIN)/python -m benchmarks --device cuda --precision $$precision --scratch $(BENCH) \
+			--models pythia-70m,pythia-160m,pythia-410m,pythia-1b --repeat 3 \
+			--json $(BENCH)/gpu-$$precision.json $(BENCH_OPTIONS) || exit 1; \
+	done
 
 compat: $(COMPAT)/installed
 	$(COMPAT)/bin/python -m pytest tests/backends tests/sources tests/stages tests/core tests/model tests/process \

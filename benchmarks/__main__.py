@@ -22,7 +22,7 @@ from benchmarks.reference import reference
 from benchmarks.run import Cell, Conditions, cells
 from benchmarks.scaling import Point
 from benchmarks.tasks import available
-from benchmarks.workloads import FAMILIES, REAL, workload
+from benchmarks.workloads import FAMILIES, PRECISIONS, REAL, workload
 
 _ENOUGH = 1.0  # seconds of repeats a cell
 _FEW = 3  # timed calls a cell at real sizes
@@ -34,9 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what was asked for; print it, and write it where that was asked for."""
     options = parser().parse_args(arguments)
     options.models = [*options.models, *(REAL if options.real else ())] or [
-        name for name in FAMILIES if name not in REAL
+        name for name, family in FAMILIES.items() if not family.real
     ]
-    if any(name in REAL for name in options.models) and real.missing():
+    if any(FAMILIES[name].real for name in options.models) and real.missing():
         packages = ", ".join(real.missing())
         parser().error(f"real sizes need {packages}: pip install -r benchmarks/requirements.txt")
     limited = machine.ISA.get(options.isa, {})
@@ -71,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = {
         "repeats": repeats,
         "quick": options.quick,
+        "precision": options.precision,
         "seconds": time.perf_counter() - start,
     }
     if options.json:
@@ -91,7 +92,8 @@ def _cells(options: argparse.Namespace, conditions: Conditions) -> list[Cell]:
             methods = [m for m in methods if m.comparable or m.name in _METHODS_OF_REAL]
             few = options.repeat or (1 if options.quick else _FEW)
             under = replace(conditions, repeats=few)
-        work = workload(name, family.quick if options.quick else family.full, options.device)
+        sizes = family.quick if options.quick else family.full
+        work = workload(name, sizes, options.device, options.precision)
         gc.freeze()  # what is imported by now need not be gone through before every cell
         _say(f"{family.title}: the float64 reference")
         right = reference(work)
@@ -180,6 +182,12 @@ def parser() -> argparse.ArgumentParser:
         help="instead: cost against n, width, depth and sequence length of the GPT",
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda [cpu]")
+    parser.add_argument(
+        "--precision",
+        choices=list(PRECISIONS),
+        default="float32",
+        help="the number format of model and products [float32]",
+    )
     parser.add_argument(
         "--isa",
         choices=sorted(machine.ISA),

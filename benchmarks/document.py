@@ -55,10 +55,17 @@ def plain(cell: Cell) -> dict[str, Any]:
             "all_plain_seconds": list(timing.unit),
             "first_seconds": timing.first,
             "compile_seconds": cell.compile_seconds,
+            "tokens_per_second": _tokens(cell) / min(timing.seconds),
             "peak_bytes": timing.peak_bytes,
             "result_bytes": cell.result_bytes,
         }
     return found
+
+
+def _tokens(cell: Cell) -> int:
+    """Return the number of tokens in a batch, or of samples if a sample is no sequence."""
+    sizes = dict(cell.sizes)
+    return int(sizes["n"] * sizes.get("length", 1))
 
 
 def write(path: Path, value: dict[str, Any]) -> None:

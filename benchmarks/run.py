@@ -146,7 +146,7 @@ def cell(
     except Exception as failure:  # whatever a tool raises
         return made("refused", shorten(first_line(failure), _REASON))
     off = more.get("error", 0.0)
-    if not off <= workload.family.tolerance:
+    if not off <= workload.tolerance:
         return made("wrong", f"relative error {off:.1g}", **more)
     return made("right", **more)
 

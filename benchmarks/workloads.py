@@ -37,6 +37,7 @@ class Workload:
         model: In train mode, as Opacus asks; no layer behaves differently in eval mode.
         inputs: (n, ...).
         targets: (n, ...).
+        precision: One of `PRECISIONS`.
     """
 
     name: str
@@ -44,6 +45,12 @@ class Workload:
     model: nn.Module
     inputs: Tensor
     targets: Tensor
+    precision: str = "float32"
+
+    @property
+    def tolerance(self) -> float:
+        """The relative error from which on an answer is wrong."""
+        return max(self.family.tolerance, PRECISIONS[self.precision][1])
 
     @property
     def n(self) -> int:
@@ -313,14 +320,52 @@ REAL = {
 FAMILIES |= REAL
 
 
-def workload(name: str, sizes: Mapping[str, Any], device: str = "cpu") -> Workload:
+def _pythia(size: str, n: int, layers: int, width: int, heads: int) -> Family:
+    """Return a model of the size of a Pythia (Biderman et al. 2023, table 1), random weights."""
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": 50304,
+    }
+    tiny = {**_WORDS, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    quick = {"n": 3, "length": 6, **tiny, "intermediate_size": 24}
+    full = {"n": n, "length": 512, **sizes}
+    return _real(f"Pythia {size}", "T=512", real.language("GPTNeoX"), full, quick)
+
+
+LARGE = {  # for GPUs: `make gpu-bench`
+    "pythia-70m": _pythia("70M", 16, 6, 512, 8),
+    "pythia-160m": _pythia("160M", 16, 12, 768, 12),
+    "pythia-410m": _pythia("410M", 8, 24, 1024, 16),
+    "pythia-1b": _pythia("1B", 4, 16, 2048, 8),
+}
+FAMILIES |= LARGE
+
+# the dtype of the model in each number format, and the relative error from which on it is wrong
+PRECISIONS: dict[str, tuple[torch.dtype, float]] = {
+    "float32": (torch.float32, 0.0),
+    "tf32": (torch.float32, 2e-2),
+    "bf16": (torch.bfloat16, 1e-1),
+}
+
+
+def workload(
+    name: str, sizes: Mapping[str, Any], device: str = "cpu", precision: str = "float32"
+) -> Workload:
     """Make a workload; the same numbers every time."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    dtype = PRECISIONS[precision][0]
     model, inputs, targets = _made(name, sizes)
     if len(inputs) > sizes["n"]:
         kept = clear_of_kinks(model, inputs).nonzero().flatten()[: sizes["n"]]
         assert len(kept) == sizes["n"], "too few samples were drawn"
         inputs, targets = inputs[kept], targets[kept]
-    return Workload(name, sizes, model.to(device), inputs.to(device), targets.to(device))
+    if inputs.is_floating_point():
+        inputs = inputs.to(dtype)
+    made = model.to(device, dtype), inputs.to(device), targets.to(device)
+    return Workload(name, sizes, *made, precision)
 
 
 def build(name: str, sizes: Mapping[str, Any]) -> nn.Module:

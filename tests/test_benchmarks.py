@@ -29,6 +29,7 @@ from benchmarks.run import Cell, Conditions, cell, cells
 from benchmarks.tasks import TASKS
 from benchmarks.workloads import (
     FAMILIES,
+    LARGE,
     REAL,
     TOLERANCE,
     Workload,
@@ -358,7 +359,7 @@ def test_only_adapters_are_differentiated() -> None:
     assert all(float(g.norm()) > 0 for g in right_of("lora").gradients.values())
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", [*REAL, *LARGE])
 def test_a_real_model_is_measured_as_it_is_at_full_size(name: str) -> None:
     """Without dropout, and no sample changes another's loss: as an average over a batch would."""
     work = tiny(name)
@@ -383,6 +384,23 @@ def test_real_sizes_are_measured_sparingly(conditions: Conditions) -> None:
     assert norms.timing is not None and len(norms.timing.seconds) == 2
     assert norms.result_bytes in (4 * tiny("vit").n, 8 * tiny("vit").n)
     assert clipped.result_bytes == 4 * tiny("vit").parameters
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("float32", 1e-4), ("tf32", 2e-2), ("bf16", 0.1)])
+def test_a_number_format_has_its_own_bound(
+    precision: str, bound: float, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    place = tmp_path / "found.json"
+    asked = ["--quick", "--models", "gpt", "--tasks", "norms", "--methods", "gradscope auto"]
+    asked += ["--precision", precision, "--scratch", str(tmp_path), "--json", str(place)]
+    assert main(asked) == 0
+    document = json.loads(place.read_text())
+    assert document["settings"]["precision"] == precision
+    (found,) = [each for each in document["cells"] if each["method"] == "gradscope auto"]
+    assert (found["status"], found["error"] < bound) == ("right", True)
+    assert found["error"] > (1e-4 if precision == "bf16" else 0)  # bf16 has 8 bits
+    assert found["tokens_per_second"] == pytest.approx(18 / found["seconds"])  # 3 of 6 tokens
+    capsys.readouterr()
 
 
 def test_the_memory_of_real_sizes_has_a_mark() -> None:

@@ -186,7 +186,7 @@ class ValidationRun:
                     "no query has a score, because the gradients of all queries are not finite",
                     where=str(path),
                 )
-            self._curve = _Curve.of(scores, self._known, asked) if asked.removal else None
+            self._curve = _Removals.of(scores, self._known, asked) if asked.removal else None
         self._work = Retrainings(self.folder, path, fit, found)
         self._work.begin(overwrite=overwrite)
         self._subsets = [subset(asked.seed, k, n, asked.fraction) for k in range(asked.retrainings)]
@@ -342,7 +342,7 @@ def _inputs(scores: Scores, side: str) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True)
-class _Curve:
+class _Removals:
     """Trainings without the most helpful samples of some queries, and without random ones."""
 
     n: int
@@ -351,7 +351,7 @@ class _Curve:
     steps: Sequence[int]
 
     @classmethod
-    def of(cls, scores: Scores, known: NDArray[np.int64], asked: ValidationSettings) -> "_Curve":
+    def of(cls, scores: Scores, known: NDArray[np.int64], asked: ValidationSettings) -> "_Removals":
         k = asked.removal
         places = np.unique(np.linspace(0, len(known) - 1, min(len(known), _QUERIES)).round())
         helpful = {int(q): scores.helpful(int(q), k).places for q in known[places.astype(np.int64)]}

@@ -380,7 +380,7 @@ def _other_row(label: str, other: Implementation | Mapping[str, Any], case: _Cas
             own = batch.map(torch.clone)  # it may write to the inputs
             return other(problem.model, problem.loss, arguments(own.inputs), own.targets)
 
-    before = Observed.of(copy.model)
+    before = ModelSnapshot.of(copy.model)
     try:
         with double_precision():
             found = called(copy, case.wide)
@@ -430,7 +430,7 @@ def _is_random(
 
 
 @dataclass(frozen=True)
-class Observed:
+class ModelSnapshot:
     """The parts of a model that a function may change."""
 
     training: Mapping[str, bool]  # by layer
@@ -438,7 +438,7 @@ class Observed:
     values: Mapping[str, Tensor]  # parameters and buffers, by name
 
     @classmethod
-    def of(cls, model: nn.Module) -> "Observed":
+    def of(cls, model: nn.Module) -> "ModelSnapshot":
         """Return the present state of a model."""
         named = dict(model.named_parameters())
         return cls(
@@ -449,7 +449,7 @@ class Observed:
 
     def changes(self, model: nn.Module) -> list[str]:
         """Return the differences between then and now, in words."""
-        now = Observed.of(model)
+        now = ModelSnapshot.of(model)
         found = []
         for flag, mode in ((True, "training"), (False, "eval")):
             layers = [k for k, on in now.training.items() if on == flag != self.training.get(k, on)]

@@ -261,7 +261,7 @@ def prove(answer: Answer, after: Certificate | None = None) -> Certificate:
             found = _compare_with_autograd(answer.select(rows), after)
             if finite:
                 completeness, agreement, chosen = found[0], found[1], rows[found[2]]
-        _require_finite_together(answer)
+        _require_nonfinite_in_batch(answer)
         if after is None:  # the first proof also checks the shortcuts of blocks
             with answer.timed("shortcuts"):
                 require_consistent(answer.backend, answer.evaluation.gradients, chosen)
@@ -500,7 +500,7 @@ def _require_own_losses(answer: Answer, *, known: bool) -> None:
     return None
 
 
-def _require_finite_together(answer: Answer) -> None:
+def _require_nonfinite_in_batch(answer: Answer) -> None:
     """Raise if a loss that the backend found nonfinite is finite in the unchanged batch.
 
     The remaining checks skip nonfinite samples, and only `hooks` evaluates the unchanged batch.

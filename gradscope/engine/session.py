@@ -36,7 +36,7 @@ from gradscope.errors import (
     SpecError,
 )
 from gradscope.model.kernels import MISTAKEN
-from gradscope.model.locate import device_error
+from gradscope.model.locate import device_lost_error
 from gradscope.model.problem import Problem, RowKind, require_module
 from gradscope.model.randomness import FixedRandomness, probe
 from gradscope.model.releases import require, untested
@@ -315,7 +315,7 @@ class Session:
             raise
         except BaseException as error:
             self._proof_due = True  # the next batch must pass a proof
-            gone = device_error(error, batch.description)
+            gone = device_lost_error(error, batch.description)
             if gone is None:
                 raise
             raise gone from error

@@ -109,7 +109,7 @@ def is_bug(error: BaseException) -> bool:
     return isinstance(error, AttributeError) and ours
 
 
-def device_error(error: BaseException, where: str | None = None) -> ModelError | None:
+def device_lost_error(error: BaseException, where: str | None = None) -> ModelError | None:
     """Return the error for a GPU that has failed, or None for other exceptions."""
     if not is_device_lost(error):
         return None

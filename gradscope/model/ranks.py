@@ -375,13 +375,13 @@ class ModelParallel(Ranks):
             for module in self._order[len(gathered) :]:
                 with self._present(module):
                     pass
-            self._begin_anew()
+            self._reset_unfinished_forward()
             raise
         finally:
             checkpointing._checkpoint_hook = own  # type: ignore[misc]
             handle.remove()
 
-    def _begin_anew(self) -> None:
+    def _reset_unfinished_forward(self) -> None:
         """Make torch forget an unfinished forward pass."""
         reset = getattr(self.modules[0], "reset_iter_state", None)  # since torch 2.13
         if reset is not None:

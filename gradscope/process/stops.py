@@ -47,7 +47,7 @@ class _Unwinding:
             _leave("stopped at once\n", 128 + number)
 
 
-class _Leaving:
+class _ExitHandler:
     """Handles a signal: prints a message and exits with `code`, or with the signal's code."""
 
     def __init__(self, word: str, code: int | None = None) -> None:
@@ -59,7 +59,7 @@ class _Leaving:
 
 def exit_on_signal() -> None:
     """From now on, exit at once on a signal."""
-    _handle(_Leaving("stopped before anything was computed\n"))
+    _handle(_ExitHandler("stopped before anything was computed\n"))
 
 
 def raise_on_signal() -> None:
@@ -73,7 +73,7 @@ def exit_with(code: int) -> None:
     The process still waits for the user's threads and for the shutdown of the interpreter.
     """
     global _code
-    _handle(_Leaving("", code))
+    _handle(_ExitHandler("", code))
     _code = code
 
 
@@ -143,7 +143,7 @@ def is_stop(error: BaseException) -> bool:
         return isinstance(error, Stopped)
     handler = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
-    return main and callable(handler) and not isinstance(handler, _Unwinding | _Leaving)
+    return main and callable(handler) and not isinstance(handler, _Unwinding | _ExitHandler)
 
 
 def stop_cause(error: BaseException) -> Stopped | None:

@@ -42,7 +42,7 @@ from gradscope.run.outcome import (
     require_written,
     results_of,
 )
-from gradscope.run.overlap import BatchSize, RowWriter, prefetch
+from gradscope.run.overlap import BatchSize, BatchWriter, prefetch
 from gradscope.stages.chain import Chain, reducer_of
 from gradscope.stages.labels import mean_loss, mean_norm
 from gradscope.stages.reducers.accumulator import Accumulator
@@ -97,7 +97,7 @@ class Run:
     job: Job
     chains: tuple[Chain, ...]  # the chains, after their earlier passes
     path: Path
-    writer: RowWriter
+    writer: BatchWriter
     size: BatchSize
     start_time: float = 0.0  # on the performance counter
     notes: tuple[str, ...] = ()  # notes from before the start

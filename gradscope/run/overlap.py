@@ -102,7 +102,7 @@ def prefetch(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
             yield batch
 
 
-class RowWriter(Protocol):
+class BatchWriter(Protocol):
     """Receives the batches of a run in order, and writes them to a file except in a rehearsal."""
 
     @property

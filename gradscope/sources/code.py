@@ -33,7 +33,7 @@ from gradscope.core.texts import article
 from gradscope.errors import GradscopeError, ModelError, RefusedError
 from gradscope.model.locate import (
     describe_raised,
-    device_error,
+    device_lost_error,
     first_line,
     is_installed,
     is_users,
@@ -169,7 +169,7 @@ def blamed(error: BaseException) -> GradscopeError | None:
     """Return the error to show for an uncaught exception, or None if it is a bug in gradscope."""
     if is_users(error) or isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit):
         return _users(error)
-    if (gone := device_error(error)) is not None:
+    if (gone := device_lost_error(error)) is not None:
         return gone
     told, remedy = f"memory ran out: {first_line(error)}", "Free memory, or use smaller batches."
     return RefusedError(told, remedy=remedy) if is_shortage(error) else None

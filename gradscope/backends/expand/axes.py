@@ -302,7 +302,7 @@ def embedding_backward(
 
 
 @rules.register("_sparse_coo_tensor_with_dims_and_tensors.default")
-def sparse_gradient(
+def sparse_gradient_as_dense(
     s: Expansion,
     sparse_dim: int,
     dense_dim: int,

@@ -52,7 +52,7 @@ class Paths:
 
 
 @dataclass(frozen=True)
-class Structure:
+class NonRowBytes:
     """A copy of all bytes of an unfinished file that are not rows.
 
     Appending rows does not change these bytes, unless rows are compressed. Completing the file or
@@ -64,7 +64,7 @@ class Structure:
     data: np.ndarray  # uint8, the concatenated pieces
 
     @classmethod
-    def of(cls, descriptor: int, regions: Regions) -> "Structure":
+    def of(cls, descriptor: int, regions: Regions) -> "NonRowBytes":
         """Copy all bytes outside the rows of a file, which must not be open in HDF5."""
         size = os.fstat(descriptor).st_size
         taken = joined([region.extents for region in regions.by_path.values()])
@@ -97,7 +97,7 @@ class Entry:
 
     point: Point  # the last commit; in its marks, only tail and overflowed are valid
     identity: dict[str, Any]  # `FilePlan.identity` of the run
-    structure: Structure  # the file's structure
+    structure: NonRowBytes  # the file's structure
     # (m, 3) int64: offset, size and CRC-32C of the complete chunks, sorted by offset
     records: np.ndarray
     replaces: bool = False  # whether the run was started with overwrite
@@ -128,7 +128,7 @@ class Entry:
             path: Mark(tail=arrays.pop(0), overflowed=lost)
             for path, lost in header["marks"].items()
         }
-        structure = Structure(header["size"], arrays[0], arrays[1])
+        structure = NonRowBytes(header["size"], arrays[0], arrays[1])
         point = Point(header["completed"], states, marks)
         return cls(point, header["identity"], structure, arrays[2], header["replaces"])
 
@@ -183,7 +183,7 @@ class Journal:
         cost = self._cost or size / COMMIT_SPEED
         return time.monotonic() - self._last >= max(COMMIT_SECONDS, COMMIT_SHARE * cost)
 
-    def commit(self, point: Point, structure: Structure, records: np.ndarray) -> None:
+    def commit(self, point: Point, structure: NonRowBytes, records: np.ndarray) -> None:
         """Sync the rows, then save the journal."""
         begin = time.monotonic()
         with self.trusting():

@@ -26,9 +26,9 @@ from gradscope.storage.write.journal import (
     LONGEST,
     Entry,
     Journal,
+    NonRowBytes,
     Paths,
     Point,
-    Structure,
     recover,
     require_same,
 )
@@ -213,7 +213,7 @@ class Writer:
             assert rows is not None
             forms, batch_size = forms_of(self._plan, rows), len(rows)
             regions = lay_out(self._paths, self._target, self._plan, forms, batch_size)
-            self._structure = Structure.of(self._target.descriptor, regions)
+            self._structure = NonRowBytes.of(self._target.descriptor, regions)
         else:
             with h5py.File(self._paths.part, "r", locking=False) as file:
                 regions = Regions.of(file)
@@ -241,7 +241,7 @@ class Writer:
         with writing(self._paths.final):
             if regions.packed:  # new chunks have changed the structure
                 self._target.close()
-                self._structure = Structure.of(self._target.descriptor, regions)
+                self._structure = NonRowBytes.of(self._target.descriptor, regions)
             else:
                 self._target.flush()
         self._journal.commit(point, self._structure, regions.records(point.marks))
@@ -258,7 +258,7 @@ class Writer:
                 region.write_tail(target)
         records = regions.records(regions.marks, tails=True)
         self._put_back(regions)
-        before = Structure.of(self._target.descriptor, regions)
+        before = NonRowBytes.of(self._target.descriptor, regions)
         moved: dict[str, str] = {}  # {column: new path of its old group}
         try:
             with target.editing() as file:
@@ -282,7 +282,7 @@ class Writer:
                 target.close()
             before.put_back(self._target.descriptor)
             raise
-        self._regions, self._structure = made, Structure.of(self._target.descriptor, made)
+        self._regions, self._structure = made, NonRowBytes.of(self._target.descriptor, made)
         self._point = replace(self._point, marks=made.marks)
         self._proved_point = Point()  # its rows have moved
         return made
