@@ -155,6 +155,13 @@ class Scope(UncopiedHandle):
         """The model, its loss, and the parameters that gradients are taken for."""
         return self.session.problem
 
+    def with_loss(self, loss: str | Callable[..., Tensor]) -> Self:
+        """Return a scope with the same model and settings, and another loss."""
+        made = object.__new__(type(self))
+        made.session, made._bound = self.session.with_loss(loss), {}
+        made.session.warn = _warn
+        return made
+
     def evaluate(
         self,
         batch: Batch,

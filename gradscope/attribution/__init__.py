@@ -1,11 +1,11 @@
 """Scores of training samples for queries, from exact gradients."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from gradscope.attribution.methods import AttributionSettings, Damping, Method
+from gradscope.attribution.methods import AttributionSettings, Damping, Form, Method
 from gradscope.attribution.scores import Scores, in_memory, is_scores, open_scores, writing_scores
 from gradscope.attribution.scoring import CheckpointSources, Scoring
 from gradscope.attribution.sources import (
@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 Source = str | Path | GradientFile | tuple[Any, ...]
+QueryLoss = str | Callable[..., Any] | None
 
 
 def attribute(
@@ -55,6 +56,8 @@ def attribute(
     weights: Sequence[float] | None = None,
     factors: str | Path | None = None,
     refine: int = 0,
+    score: Form = "influence",
+    query_loss: QueryLoss = None,
     output: str | Path | None = None,
     overwrite: bool = False,
 ) -> Scores:
@@ -73,6 +76,12 @@ def attribute(
         factors: See `AttributionSettings`.
         refine: The k most helpful and the k most harmful samples of each query, found with rows of
             a projection, are scored again with full gradients.
+        score: "influence", the change of the query's loss; "relative", divided by the root of the
+            training sample's self-influence; "cosine", also divided by the root of the query's.
+        query_loss: The loss of the queries, if it is not the training loss: a name or
+            "FILE.py:FUNCTION"; for (scope, inputs, targets) also a function. A positive score means
+            that the training sample lowers it. If more is better (a margin, a reward, a
+            log-probability), return minus the measurement: positive then helps.
         output: The score file to write. Without it the scores stay in memory.
         overwrite: Replace an output that exists.
 
@@ -85,8 +94,8 @@ def attribute(
         None if output is None else Path(output),
     )
     how: Any = {"chain": chain, "checkpoints": checkpoints, "weights": weights, "output": place}
-    with open_sources(train, query, **how) as pairs:
-        asked = AttributionSettings(curvature, damping, factors=stored, refine=refine)
+    asked = AttributionSettings(curvature, damping, factors=stored, refine=refine, score=score)
+    with open_sources(train, query, query_loss=query_loss, **how) as pairs:
         scoring = Scoring(pairs, asked)
         if place is None:
             return in_memory(scoring)
@@ -105,6 +114,7 @@ def open_sources(
     checkpoints: Sequence[Source] = (),
     weights: Sequence[float] | None = None,
     samples: str | None = None,
+    query_loss: QueryLoss = None,
     stream: bool = False,
     output: Path | None = None,
 ) -> Iterator[list[CheckpointSources]]:
@@ -132,7 +142,7 @@ def open_sources(
         pairs = []
         for k, source in enumerate(sources):
             side, run = _training(source, chain, stack, output, stream=stream)
-            other = _query(query, side, run, samples, stack, output)
+            other = _query(query, side, run, samples, query_loss, stack, output)
             weight = 1 / len(sources) if weights is None else weights[k]
             pairs.append(CheckpointSources(side, other, weight))
         yield pairs
@@ -171,16 +181,21 @@ def _query(
     train: GradientSource,
     run: Any,
     samples: str | None,
+    loss: QueryLoss,
     stack: ExitStack,
     output: Path | None,
 ) -> GradientSource:
     if isinstance(source, tuple):
-        return scope_source("queries", *source)
+        scope, *data = source
+        return scope_source("queries", scope if loss is None else scope.with_loss(loss), *data)
     if _is_result(source):
-        if samples is not None:
-            raise SpecError(
-                "`samples` cannot select from a result file", remedy="Leave `samples` out."
-            )
+        for name, given in (("samples", samples), ("query_loss", loss)):
+            if given is not None:
+                raise SpecError(
+                    f"`{name}` does not apply to a result file, whose gradients are computed",
+                    where=str(source),
+                    remedy=f"Leave `{name}` out, or give the data or a run file of the queries.",
+                )
         return FileSource(_file(source, stack), train.facts.measured)
     if run is None:
         raise SpecError(
@@ -188,7 +203,13 @@ def _query(
             where=str(source),
             remedy="Give the queries as (scope, inputs, targets).",
         )
-    spec = query_run(Path(str(source)), run(), train.facts.measured)
+    if loss is not None and not isinstance(loss, str):
+        raise SpecError(
+            "`query_loss` is a function, and the queries are in a file",
+            where=str(source),
+            remedy="Name the function as FILE.py:FUNCTION, or give (scope, inputs, targets).",
+        )
+    spec = query_run(Path(str(source)), run(), train.facts.measured, loss)
     if samples is not None:
         spec = spec.computing(samples=samples)
     return _computed(spec, str(source), output)

@@ -292,9 +292,19 @@ class Gram:
         return found
 
     def self_influence(self) -> Tensor:
-        """Return gᵢᵀ (F + λ)⁻¹ gᵢ (N,): n (1 − λ ((K + λ)⁻¹)ᵢᵢ)."""
-        inverse = torch.cholesky_inverse(self._root).diagonal()
-        return self.n * (1.0 - self.damping * inverse)
+        """Return gᵢᵀ (F + λ)⁻¹ gᵢ (N,): the diagonal of N K (K + λ)⁻¹."""
+        return torch.einsum("ij,ij->i", self.products, torch.cholesky_inverse(self._root))
+
+    def own(self, squares: Tensor, products: Tensor) -> Tensor:
+        """Return qᵀ (F + λ)⁻¹ q (m,) from ‖q‖² (m,) and q Gᵀ (m, N), by Woodbury's identity.
+
+        Without damping it is qᵀ F⁺ q with the pseudo-inverse, to which `solved` also tends.
+        """
+        solved = self.solved(products)
+        if not self.damping:
+            return solved.square().sum(1) / self.n
+        inside = torch.einsum("ij,ij->i", products, solved) / self.n
+        return (squares - inside) / self.damping
 
 
 class Moments:

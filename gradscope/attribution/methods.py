@@ -23,18 +23,19 @@ from gradscope.attribution.curvature import (
     kfac_curvature,
     trusted,
 )
-from gradscope.attribution.products import Groups, Tile, tiles
-from gradscope.attribution.sources import GradientSource, stored_aggregate, sum_squares
+from gradscope.attribution.products import Groups, Tile, row_products, tiles
+from gradscope.attribution.sources import GradientSource, stored_aggregate
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.blocks.layers import bias_of
 from gradscope.core.registry import suggestion
 from gradscope.errors import GradscopeError, SpecError
-from gradscope.process.memory import available
+from gradscope.process.memory import available, slices
 
 Method = Literal[
     "auto", "shrunk", "fisher", "blockfisher", "ekfac", "kfac", "diagonal", "adam", "identity"
 ]
 Damping = float | Literal["auto"]
+Form = Literal["influence", "relative", "cosine"]
 Before = Callable[[Gradients], Gradients]
 Spectrum = tuple[Tensor, Tensor]  # eigenvalues, and squares of the mean gradient along them
 
@@ -77,6 +78,8 @@ class AttributionSettings:
             the factors are computed from the training samples.
         refine: The k most helpful and the k most harmful samples of each query are scored again
             with full gradients and this curvature; 0 for none.
+        score: The form of a score: `influence`, `relative` or `cosine`. See
+            `gradscope.attribution.scoring`.
 
     Raises:
         SpecError: A name is unknown, or a number is out of range.
@@ -87,13 +90,16 @@ class AttributionSettings:
     memory: int | None = None
     factors: str | None = None
     refine: int = 0
+    score: Form = "influence"
 
     def __post_init__(self) -> None:
-        if self.curvature not in get_args(Method):
-            known = [*get_args(Method)]
-            raise SpecError(
-                f"unknown curvature {self.curvature!r}", remedy=suggestion(self.curvature, known)
-            )
+        for what, value, kind in (
+            ("curvature", self.curvature, Method),
+            ("score", self.score, Form),
+        ):
+            if value not in get_args(kind):
+                remedy = suggestion(value, [*get_args(kind)])
+                raise SpecError(f"unknown {what} {value!r}", remedy=remedy)
         if self.damping != "auto" and not 0 <= self.damping < float("inf"):
             raise SpecError(
                 f"the damping is {self.damping}, which is negative or not finite",
@@ -111,6 +117,10 @@ def _as_it_is(rows: Gradients) -> Gradients:
     return rows
 
 
+def _squares(squares: dict[str, Tensor], _: dict[str, Tensor]) -> Tensor:
+    return squares[""]
+
+
 @dataclass(frozen=True)
 class CurvatureSteps:
     """A curvature, as three steps from gradients to scores without the factor 1/N."""
@@ -120,7 +130,11 @@ class CurvatureSteps:
     groups: Groups | None = None  # parameters by group; products are summed in each; None: one
     # from the products {group: (m, N)} to scores (m, N)
     after: Callable[[dict[str, Tensor]], Tensor] = itemgetter("")
-    own: Callable[[], Tensor] | None = None  # gᵢᵀ H⁻¹ gᵢ (N,) in float64, unless expensive
+    # gᵢᵀ H⁻¹ gᵢ (N,) of the training samples; None: by one more iteration, which costs much
+    own: Callable[[], Tensor] | None = None
+    # from the products {group: (m,)} of queries before and after `before`, and the products
+    # {group: (m, N)}, to qᵀ H⁻¹ q (m,)
+    own_query: Callable[[dict[str, Tensor], dict[str, Tensor]], Tensor] = _squares
 
 
 def curved(train: GradientSource, asked: AttributionSettings) -> CurvatureSteps:
@@ -136,7 +150,7 @@ def curved(train: GradientSource, asked: AttributionSettings) -> CurvatureSteps:
         method = "shrunk" if _pairs_pay(train, asked.room(train)) else "ekfac"
     record: dict[str, Any] = {"curvature": method}
     if method == "identity":
-        return CurvatureSteps(record, own=lambda: _squares(train))
+        return CurvatureSteps(record, own=lambda: own_products(train))
     if method in ("fisher", "blockfisher"):
         return _fisher(train, asked, record)
     if method == "shrunk":
@@ -198,6 +212,9 @@ def _grams(
         groups=groups,
         after=lambda found: sum_of([gram.solved(found[k]) for k, gram in grams.items()]),
         own=lambda: sum_of([gram.self_influence() for gram in grams.values()]),
+        own_query=lambda squares, found: sum_of(
+            [gram.own(squares[k], found[k]) for k, gram in grams.items()]
+        ),
     )
 
 
@@ -238,7 +255,7 @@ def _moments(
     return CurvatureSteps(
         {**record, "damping": relative, "lambda": damping.get("", damping)},
         before,
-        own=(lambda: _own_products(train, before)) if solving <= _LONG else None,
+        own=(lambda: own_products(train, before)) if solving <= _LONG else None,
     )
 
 
@@ -258,6 +275,7 @@ def _shrunk(
         before,
         after=lambda rows: gram.solved(rows[""]) / (1 - share),
         own=lambda: gram.self_influence() / (1 - share),
+        own_query=lambda squares, rows: gram.own(squares[""], rows[""]) / (1 - share),
     )
 
 
@@ -364,21 +382,11 @@ def _applied(found: Curvature) -> Before:
     return apply
 
 
-def _squares(source: GradientSource) -> Tensor:
-    """Return ‖gᵢ‖² (N,) in one more iteration, 0 for samples left out."""
+def own_products(source: GradientSource, before: Before = _as_it_is) -> Tensor:
+    """Return gᵢᵀ H⁻¹ gᵢ (N,) in float64 in one more iteration, 0 for samples left out."""
     found = torch.zeros(source.n, dtype=torch.float64)
     for batch in source.batches():
-        found[batch.places] = sum_squares(batch.gradients).cpu()
-    return found
-
-
-def _own_products(source: GradientSource, before: Before) -> Tensor:
-    """Return gᵢᵀ H⁻¹ gᵢ (N,) in one more iteration, 0 for samples left out."""
-    found = torch.zeros(source.n, dtype=torch.float64)
-    for batch in source.batches():
-        made = before(batch.gradients)
-        for name, block in batch.gradients.items():
-            own, other = block.dense(), made[name].dense()
-            products = own.flatten(1).double() * other.flatten(1).double()
-            found[batch.places] += products.sum(1).cpu()
+        few = slices(len(batch.places), _TILED * source.width, _READ_BYTES)
+        for part in [batch] if before is _as_it_is else map(batch.select, few):
+            found[part.places] = row_products(part.gradients, before(part.gradients))[""].cpu()
     return found

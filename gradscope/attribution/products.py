@@ -48,6 +48,13 @@ class Tile:
         made = [GradientBatch(b.places, change(b.gradients)) for b in self.batches]
         return Tile(made, self._dtype)
 
+    def with_rows(self, other: "Tile", groups: Groups | None = None) -> dict[str, Tensor]:
+        """Return {group: Re⟨gᵢ, hᵢ⟩ (m,)} of the same rows after `map`."""
+        pairs = zip(self.batches, other.batches, strict=True)
+        each = [row_products(a.gradients, b.gradients, groups) for a, b in pairs]
+        names, none = {"": ""} if groups is None else groups, torch.zeros(0, dtype=torch.float64)
+        return {k: torch.cat([none, *(one[k].cpu() for one in each)]) for k in names.values()}
+
     def with_each(self, other: Gradients, groups: Groups | None = None) -> dict[str, Tensor]:
         """Return {group: Re⟨gᵢ, hⱼ⟩ (m, n)} with n gradients hⱼ; without groups {"": ...}."""
         every: dict[str, Tensor] = {}
@@ -89,6 +96,30 @@ def real_rows(values: Tensor, dtype: torch.dtype) -> Tensor:
     if flat.is_complex():
         flat = torch.view_as_real(flat.resolve_conj()).flatten(1)
     return flat.to(dtype)
+
+
+def row_products(
+    first: Gradients, second: Gradients, groups: Groups | None = None
+) -> dict[str, Tensor]:
+    """Return {group: Re⟨gᵢ, hᵢ⟩ (n,) in float64} of the rows gᵢ and hᵢ of two sets.
+
+    Without groups the result is {"": ...}. If the two sets are the same object, these are squared
+    norms, which are computed without dense rows.
+    """
+    found: dict[str, Tensor] = {}
+    for name, block in first.items():
+        if first is second:
+            sums = first.squared_norms[name].double()
+        else:
+            other = real_rows(second[name].dense(), torch.float64)
+            sums = other.new_zeros(first.n)
+            for samples, part, values in block.pieces():
+                k = 2 if values.is_complex() else 1
+                own, width = real_rows(values, torch.float64), slice(k * part.start, k * part.stop)
+                sums[samples] += torch.einsum("ij,ij->i", own, other[samples, width])
+        group = "" if groups is None else groups[name]
+        found[group] = found[group] + sums if group in found else sums
+    return found
 
 
 def tiles(

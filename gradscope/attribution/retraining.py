@@ -396,7 +396,7 @@ def identity_of(scores: Scores, fit: str, seed: int, fraction: float) -> dict[st
         "seed": seed,
         "fraction": fraction,
         **{key: _of_samples(table) for key, table in sides.items()},
-        "loss": query["loss"],
+        "loss": str(query["loss"]),
         "digests": digests,
     }
 

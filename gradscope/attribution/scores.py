@@ -263,7 +263,7 @@ def writing_scores(
     """
     facts = _facts(scoring)
     own = scoring.asked
-    asked = {k: str(getattr(own, k)) for k in ("curvature", "damping", "refine")}
+    asked = {k: str(getattr(own, k)) for k in ("curvature", "damping", "refine", "score")}
     if own.factors is not None:
         with open_file(own.factors) as file:
             require_distinct(path, [file.path])
@@ -309,7 +309,7 @@ def _source_record(facts: SourceFacts) -> dict[str, Any]:
         "source": facts.name,
         "chain": facts.chain,
         "digests": dict(facts.digests),
-        "loss": facts.loss,
+        "loss": dict(facts.loss),
         "spec": facts.spec,
         **({} if facts.rows == "sample" else {"rows": facts.rows}),
     }

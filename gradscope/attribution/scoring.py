@@ -1,8 +1,16 @@
 """Scores of every query with every training sample, a tile of queries at a time.
 
-The score is s(q, i) = (1/N) g_qᵀ (H + λ)⁻¹ gᵢ with N training samples. To first order, it is the
-rise of the loss of query q if sample i is left out of the training. A positive score helps, a
-negative score harms. Source: Koh & Liang 2017, arXiv:1703.04730, equation 2 (sign, ε = −1/N).
+The score `influence` is s(q, i) = (1/N) g_qᵀ (H + λ)⁻¹ gᵢ with N training samples. To first order,
+it is the rise of the loss of query q if sample i is left out of the training. A positive score
+helps, a negative score harms. Source: Koh & Liang 2017, arXiv:1703.04730, equation 2 (sign,
+ε = −1/N).
+
+`relative` is s(q, i) / √s(i, i): samples that change every prediction, such as outliers, lose their
+lead. Source: Barshan, Brunet & Dziugaite 2020, arXiv:2003.11630, ℓ-RelatIF. `cosine` is
+s(q, i) / √(s(q, q) s(i, i)), the cosine of H^(-1/2) g_q and H^(-1/2) gᵢ: both gradients have unit
+norm after the preconditioner. Source: Chang et al. 2024, arXiv:2410.17413 (TrackStar). With several
+checkpoints, the scores of each are normalised before the weighted sum, as in LESS (Xia et al. 2024,
+arXiv:2402.04333). The score of a zero gradient is 0.
 
 With `refine`, cheap scores select candidates for each query, which are scored again exactly
 (`Refining`). Both runs are opened again without projections, and only the gradients of the
@@ -11,6 +19,7 @@ candidates are computed in full. These gradients are not stored.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +29,9 @@ from torch import Tensor
 from gradscope.attribution.methods import (
     AttributionSettings,
     CurvatureSteps,
+    Form,
     curved,
+    own_products,
     precision,
     products_of,
     sum_of,
@@ -40,10 +51,15 @@ from gradscope.errors import SpecError
 from gradscope.process.memory import slices
 from gradscope.run import Job, prepare
 
-UNIT = (
-    "the change of the query's loss if the training {} had been left out, to first order: "
-    "positive helps, negative harms"
-)
+_UNITS: dict[Form, str] = {
+    "influence": "the change of the query's loss if the training {0} had been left out, to first "
+    "order: positive helps, negative harms",
+    "relative": "the change of the query's loss if the training {0} had been left out, to first "
+    "order, divided by the root of the same change of the {0}'s own loss: positive helps, negative "
+    "harms",
+    "cosine": "the cosine, from -1 to 1, of the gradients of the query and of the training {0}, in "
+    "the metric of the inverse curvature: positive helps, negative harms",
+}
 _EXACT = 2**24  # the most scores that are stored in float64; more are stored in float32
 
 
@@ -68,8 +84,10 @@ class Comparing:
         asked: AttributionSettings,
         known: CurvatureSteps | None = None,
     ) -> None:
-        notes = require_same(pair.train.facts, pair.query.facts)
+        require_same(pair.train.facts, pair.query.facts)
+        notes: tuple[str, ...] = ()
         self.pair, self.curved = pair, known or curved(pair.train, asked)
+        self._form = asked.score
         if "without" in self.curved.record:
             why = str(self.curved.record["without"]).partition("\n")[0]
             notes += (f"the curvature is the Fisher alone, because EK-FAC failed: {why}",)
@@ -84,22 +102,61 @@ class Comparing:
         """Whether each training sample has a finite gradient (N,)."""
         return self.pair.train.table()["finite"]
 
-    def scores(self, tile: Tile, dtype: torch.dtype) -> Tensor:
+    @cached_property
+    def _own(self) -> Tensor:
+        """gᵢᵀ H⁻¹ gᵢ (N,), 0 for samples left out."""
+        steps, train = self.curved, self.pair.train
+        return own_products(train, steps.before) if steps.own is None else steps.own()
+
+    def scores(self, tile: Tile) -> Tensor:
         """Return the scores (m, N) of a tile of queries in float64, NaN for samples left out."""
-        products = products_of(tile.map(self.curved.before), self.pair.train, self.curved.groups)
-        found, finite = self.curved.after(products), self.finite
-        found *= self.pair.weight / max(1, int(finite.sum()))
-        found[:, ~finite] = torch.nan
-        return found
+        own = None if self._form == "influence" else self._own
+        n = int(self.finite.sum())
+        return self.pair.weight * scores_of(self._form, tile, self.pair.train, self.curved, own, n)
 
     def self_influence(self) -> Tensor | None:
         """Return s(i, i) (N,) where it costs little, NaN of what is left out."""
-        if self.curved.own is None:
+        if self.curved.own is None and self._form == "influence":
             return None
-        found, finite = self.curved.own(), self.finite
-        found = found * (self.pair.weight / max(1, int(finite.sum())))
+        finite = self.finite
+        found = self._own * (self.pair.weight / max(1, int(finite.sum())))
         found[~finite] = torch.nan
         return found
+
+
+def scores_of(
+    form: Form,
+    tile: Tile,
+    source: GradientSource,
+    steps: CurvatureSteps,
+    own: Tensor | None,
+    n: int,
+) -> Tensor:
+    """Return scores (m, k) of m queries with the k samples of a source, NaN for samples left out.
+
+    Args:
+        form: The form of the scores.
+        tile: The queries.
+        source: All training samples, or some of them.
+        steps: The curvature of all training samples.
+        own: gᵢᵀ H⁻¹ gᵢ (k,), which `influence` does not need.
+        n: The number of all training samples, N.
+    """
+    prepared = tile.map(steps.before)
+    products = products_of(prepared, source, steps.groups)
+    found = steps.after(products) / max(1, n)
+    if own is not None:
+        found *= _inverse_root(own / n)
+    if form == "cosine":
+        of_query = steps.own_query(tile.with_rows(prepared, steps.groups), products)
+        found *= _inverse_root(of_query / n).unsqueeze(1)
+    found[:, ~source.table()["finite"]] = torch.nan
+    return found
+
+
+def _inverse_root(squares: Tensor) -> Tensor:
+    """Return 1 / √s, or 0 where s is 0: a zero gradient has the score 0."""
+    return torch.where(squares > 0, squares.clamp(min=0.0).rsqrt(), 0.0)
 
 
 class Scoring:
@@ -145,8 +202,8 @@ class Scoring:
         """The settings and their values, for the result."""
         each = [{**one.curved.record, "weight": one.pair.weight} for one in self._every]
         refined = {} if self.refining is None else {"refined": self.refining.record}
-        unit = UNIT.format(self.pairs[0].train.facts.rows)
-        return {"unit": unit, "checkpoints": each, **refined}
+        unit = _UNITS[self.asked.score].format(self.pairs[0].train.facts.rows)
+        return {"score": self.asked.score, "unit": unit, "checkpoints": each, **refined}
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -171,8 +228,8 @@ class Scoring:
             if queries.stop <= self.done:
                 continue
             count, found = queries.stop - start, torch.zeros(())
-            for one, tile, dtype in zip(self._every, each, dtypes, strict=True):
-                own = one.scores(tile, dtype)
+            for one, tile in zip(self._every, each, strict=True):
+                own = one.scores(tile)
                 if tile.n < count:
                     all_of_them = own.new_full((count, n), torch.nan)
                     all_of_them[tile.places - start] = own
@@ -258,7 +315,8 @@ class _Exact:
         self._whole = job_source(self._train, pair.train.facts.name)
         self._memory = asked.room(self._whole)
         self.curved = curved(self._whole, asked)
-        self._share = pair.weight / max(1, int(pair.train.table()["finite"].sum()))
+        self._form, self._weight = asked.score, pair.weight
+        self._n = int(pair.train.table()["finite"].sum())
 
     def scores(self, queries: slice, places: Tensor) -> Tensor:
         """Return the scores of `places` (m, 2K) for some queries, in float64."""
@@ -276,10 +334,10 @@ class _Exact:
         asked = [*selected_source(self._query, "queries", queries).batches()]
         tile = Tile(asked, precision(self._whole, len(queries)))
         source = selected_source(self._train, "candidates", union)
-        products = products_of(tile.map(self.curved.before), source)[""] * self._share
-        products[:, ~source.table()["finite"]] = torch.nan
+        own = None if self._form == "influence" else own_products(source, self.curved.before)
+        scores = scores_of(self._form, tile, source, self.curved, own, self._n) * self._weight
         found = torch.full((len(queries), len(union)), torch.nan, dtype=torch.float64)
-        found[tile.places] = products
+        found[tile.places] = scores
         return found.gather(1, torch.searchsorted(union, places.clamp_min(int(union[0]))))
 
 

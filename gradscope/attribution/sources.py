@@ -21,7 +21,7 @@ from torch import Tensor
 from gradscope.attribution.products import GradientBatch
 from gradscope.blocks import Gradients, wide
 from gradscope.blocks.base import as_rows
-from gradscope.config import RunSpec, load, resolve
+from gradscope.config import RunSpec, resolve
 from gradscope.core.batch import Batch, Tokens
 from gradscope.core.grammar import parse
 from gradscope.engine.chains import bind
@@ -34,6 +34,7 @@ from gradscope.run.execute import batches, samples_of, table_of
 from gradscope.run.overlap import BatchSize
 from gradscope.scope import Scope
 from gradscope.stages.chain import Chain
+from gradscope.stages.losses import options
 from gradscope.storage import GradientFile, StoredChain, find_chain, open_file, stored_gradients
 
 _SAME = {
@@ -57,7 +58,7 @@ class SourceFacts:
     chain: str  # the chain applied to each gradient
     parameters: Mapping[str, tuple[int, ...]]
     digests: Mapping[str, Any]  # SHA-256: checkpoint, model, dataset
-    loss: str
+    loss: Mapping[str, Any]  # its name and options
     spec: Mapping[str, Any] | None = None  # the run, if any
     rows: RowKind = "sample"  # the kind of row that has a gradient
 
@@ -113,7 +114,7 @@ class FileSource(GradientSource):
             chain=self._rows.text,
             parameters=file.parameters,
             digests={k: digests.get(k) for k in ("checkpoint", "model", "dataset", "stages")},
-            loss=str(file.run.get("loss", {})),
+            loss=file.run.get("loss", {}),
             spec=file.run.get("spec"),
             rows="token" if "position" in file.samples else "sample",
         )
@@ -282,7 +283,7 @@ def _job_source(
     job: Job, name: str, chain: Chain, n: int, walk: Callable[[], Iterable[Batch]]
 ) -> SessionSource:
     record = job.record()
-    run = (job.digests, str(record["loss"]), record["spec"], job.spec.compute.rows)
+    run = (job.digests, record["loss"], record["spec"], job.spec.compute.rows)
     facts = SourceFacts(name, chain.text, job.shapes, *run)
     return SessionSource(job.session, chain, walk, partial(samples_of, job), n, facts)
 
@@ -294,6 +295,8 @@ def scope_source(name: str, scope: Scope, inputs: Any, targets: Any = None) -> S
         remedy = "Give (gradscope.Scope(model, loss), inputs, targets)."
         raise SpecError(what, where=name, remedy=remedy)
     session, whole = scope.session, Batch.of(inputs, targets)
+    loss = scope.problem.loss
+    described = {"name": getattr(loss, "__name__", type(loss).__name__), **options(loss)}
     tokens = session.settings.rows == "token"
     shapes = {name: tuple(p.shape) for name, p in scope.problem.parameters.items()}
     return SessionSource(
@@ -302,7 +305,7 @@ def scope_source(name: str, scope: Scope, inputs: Any, targets: Any = None) -> S
         lambda: scope.parts(whole),
         partial(table_of, session),
         sum(map(len, scope.parts(whole))) if tokens else len(whole),
-        SourceFacts(name, "identity", shapes, {}, "", rows=session.settings.rows),
+        SourceFacts(name, "identity", shapes, {}, described, rows=session.settings.rows),
     )
 
 
@@ -323,12 +326,13 @@ def recorded_run(spec: Mapping[str, Any] | None, where: str | None) -> RunSpec:
         ) from error
 
 
-def query_run(path: Path, like: RunSpec, chain: str) -> RunSpec:
+def query_run(path: Path, like: RunSpec, chain: str, loss: str | None = None) -> RunSpec:
     """Return the run for the queries in a run file, a dataset spec or a data file.
 
     A run file is used with the chain and parameters of the training side. A dataset replaces the
-    dataset of the training run.
+    dataset of the training run. `loss` replaces the loss of the run.
     """
+    own_loss = {} if loss is None else {"loss": {"name": loss, "kwargs": {}}}
     asked = {
         "transform": (chain,),
         "parameters": like.compute.parameters,
@@ -337,7 +341,7 @@ def query_run(path: Path, like: RunSpec, chain: str) -> RunSpec:
         "batch_size": None,
     }
     if path.suffix == ".toml" and "model" in _sections(path):
-        return load(path).computing(**asked)
+        return resolve(path, own_loss).computing(**asked)
     plain = like.model_dump(mode="json")
     given = {k: plain[k] for k in ("model", "checkpoint", "loss", "compute")}
     given["dataset"] = {"path": path}
@@ -345,6 +349,7 @@ def query_run(path: Path, like: RunSpec, chain: str) -> RunSpec:
         own = like.dataset.model_dump(mode="json", exclude_defaults=True)
         given["dataset"] |= {k: v for k, v in own.items() if k not in ("path", "select", "id")}
     given["compute"] |= {"samples": None}
+    given |= own_loss
     given = {k: {n: v for n, v in table.items() if v is not None} for k, table in given.items()}
     return resolve(None, given).computing(samples=None, **asked)
 
@@ -403,8 +408,8 @@ def _joined(columns: list[Tensor]) -> Tensor:
     return torch.cat(padded)
 
 
-def require_same(train: SourceFacts, query: SourceFacts) -> tuple[str, ...]:
-    """Check that model, checkpoint, chain and parameters agree; return notes.
+def require_same(train: SourceFacts, query: SourceFacts) -> None:
+    """Check that model, checkpoint, chain and parameters agree.
 
     Raises:
         SpecError: They differ.
@@ -428,9 +433,6 @@ def require_same(train: SourceFacts, query: SourceFacts) -> tuple[str, ...]:
             where=query.name,
             remedy="Compute both with the same checkpoint, model and chain.",
         )
-    if train.loss != query.loss:
-        return (f"the losses differ: {query.loss} for queries, {train.loss} for training samples",)
-    return ()
 
 
 def stored_aggregate(path: str, train: SourceFacts, chain: str) -> dict[str, Tensor]:

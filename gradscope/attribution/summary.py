@@ -107,6 +107,7 @@ class ScoreSummary(Record, Displayable):
             ("curvature", _curvature(chosen)),
             *_refined(self.record),
             ("unit", str(self.record.get("unit"))),
+            *query_loss(self.record),
             *self._order(),
             *facts_under("note", self.notes),
         ]
@@ -129,6 +130,21 @@ class ScoreSummary(Record, Displayable):
             pictures=[_picture(row, noun) for row in self.ordered[:_DRAWN]],
             noun=noun,
         )
+
+
+def query_loss(record: Mapping[str, Any]) -> list[Fact]:
+    """Return a sentence about the loss of the queries, if it differs from the training loss."""
+    query, train = ((record.get(side) or {}).get("loss") for side in ("query", "train"))
+    if not isinstance(query, dict) or not isinstance(train, dict) or query == train:
+        return []
+
+    def text(own: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+        name = str(own.get("name")).rpartition("/")[2]  # FILE.py:LOSS without folders
+        if own.get("name") != other.get("name"):
+            return name
+        return " ".join([name, *(f"{k}={v}" for k, v in own.items() if v != other.get(k))])
+
+    return [("query loss", f"{text(query, train)}, not the training loss {text(train, query)}")]
 
 
 def _refined(record: Mapping[str, Any]) -> list[Fact]:

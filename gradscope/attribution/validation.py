@@ -179,6 +179,13 @@ class ValidationRun:
                 )
             n = scores.shape[1]
             _require_sizes(path, n, asked)
+            form = scores.record.get("score", "influence")
+            if asked.removal and form != "influence":
+                raise SpecError(
+                    f"the scores are {form}, which do not predict the size of a change of the loss",
+                    where="--removal",
+                    remedy="Leave --removal out, or score with gradscope attribute --score influence.",
+                )
             found = identity_of(scores, fit, asked.seed, asked.fraction)
             self._known = np.flatnonzero(scores.queries["finite"])
             if not len(self._known):

@@ -25,6 +25,7 @@ def attribute(options: AttributeOptions) -> None:
         memory=None if memory is None else parse_memory(memory),
         factors=None if factors is None else str(factors),
         refine=options.refine,
+        score=options.score,
     )
     stops.raise_on_signal()
     if options.more and not options.checkpoints:
@@ -44,6 +45,7 @@ def attribute(options: AttributeOptions) -> None:
             checkpoints=[*options.checkpoints, *options.more],
             weights=options.weights,
             samples=options.samples,
+            query_loss=options.query_loss,
             stream=options.stream,
             output=output,
         ) as pairs,

@@ -192,6 +192,21 @@ class AttributeOptions(Options):
         help="λ, relative to H's mean eigenvalue",
         accepted="auto, or a number such as 0.1",
     )
+    score: Literal["influence", "relative", "cosine"] = option(
+        "influence",
+        "--score",
+        help="The change of the query's loss; relative: divided by the root of the training "
+        "sample's self-influence; cosine: also by the query's",
+    )
+    query_loss: values.LossName | None = option(
+        None,
+        "--query-loss LOSS",
+        help="Measure the queries with this loss, a name or FILE.py:LOSS, then options as "
+        ":key=value,...; a positive score means that the training sample lowers it [the loss of "
+        "the run]",
+        accepted=f"a name from `gradscope list losses`, or {values.REFERENCE_FORMS}; then options "
+        "as :key=value,...",
+    )
     chain: str | None = option(
         None, "--chain K|TEXT", help="The chain whose rows are scored [the first chain with rows]"
     )

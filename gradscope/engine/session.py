@@ -226,6 +226,10 @@ class Session:
                 self.problem, asked.verify, self.auditor, self._record
             )
 
+    def with_loss(self, loss: str | Callable[..., Tensor]) -> "Session":
+        """Return a new session with the same model and settings, and another loss."""
+        return Session(self._model, loss, self.settings)
+
     def rehearsal(self, verify: Verify | None) -> "Session":
         """Return a new session with the same settings, which compiles nothing."""
         verify = verify or self.settings.verify

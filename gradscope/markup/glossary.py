@@ -92,7 +92,7 @@ TERMS = {
     "overhead": "The time of all measurements divided by the time of the training without them.",
     # attribution
     "score": (
-        "The estimated rise of the query's loss if the training sample were removed. "
+        "The effect of the training sample on the query's loss, in the unit that is shown. "
         "Positive samples helped, negative samples harmed."
     ),
     "helped most": _HELPED,

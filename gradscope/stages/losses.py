@@ -439,6 +439,40 @@ def nll(
     return per_sample_loss(values, per_sample, targets != ignore_index)
 
 
+@loss("margin", _CLASSES)
+def margin(
+    outputs: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = IGNORED,
+    per_sample: Normaliser = "mean",
+) -> Tensor:
+    """Minus the margin of class y, log Σ_{j≠y} exp z_j - z_y, of logits z (n, c, ...).
+
+    The margin is the log odds of class y, log p_y - log(1 - p_y), by which TRAK measures queries
+    (Park et al. 2023, arXiv:2303.14186). The loss is its negative, so that less is better, as with
+    every loss. Classes are (n, ...). `ignore_index` and `per_sample` are as in `cross_entropy`.
+    """
+    values = _in_range(_less_the_margin, outputs, targets, weight=None, ignore_index=ignore_index)
+    return per_sample_loss(values, per_sample, targets != ignore_index)
+
+
+def _less_the_margin(
+    outputs: Tensor, targets: Tensor, weight: None, *, ignore_index: int, reduction: str
+) -> Tensor:
+    """Return -log p_y + log(1 - p_y) of each entry, 0 for ignored entries."""
+    classes = outputs.shape[1]
+    if classes < 2:
+        raise _misfit(
+            "a margin needs at least two classes", outputs, targets, "Give logits (n, c, ...)."
+        )
+    values = F.cross_entropy(outputs, targets, ignore_index=ignore_index, reduction=reduction)
+    every = torch.arange(classes, device=outputs.device).reshape(-1, *[1] * (targets.dim() - 1))
+    others = outputs.masked_fill(targets.unsqueeze(1) == every, -inf)
+    rest = others.logsumexp(1) - outputs.logsumexp(1)
+    return values + rest.masked_fill(targets == ignore_index, 0.0)
+
+
 def _require_probabilities(outputs: Any, targets: Any) -> None:
     _require_tensors(outputs, targets)
     if not targets.is_floating_point():

@@ -287,6 +287,7 @@ class View:
         if "position" in table:
             some = {k: np.asarray(table[k])[used] for k in ("sample", "position")}
             known["ids"] = [*map(str, token_names(some))]
+        known["unit"] = str(scores.record.get("unit"))
         return {"of": found, "places": packed(np.asarray(used, np.int32)), **known, "album": album}
 
 

@@ -63,6 +63,14 @@ SMOOTHED = partial(CE, weight=W, label_smoothing=0.3, reduction="sum")
 RATES = partial(F.poisson_nll_loss, log_input=False, full=True)
 ONE, BIT = WIDE[:, 0, 0], BITS[:, 0, 0]
 
+
+def less_the_log_odds(outputs, targets, ignored=-100):
+    """-log p_y + log(1 - p_y) of each entry that counts, (n, c, ...) -> (entries,)."""
+    rows = outputs.movedim(1, -1).reshape(-1, C).softmax(1)
+    p = torch.stack([row[y] for row, y in zip(rows, targets.flatten(), strict=True)])
+    return ((1 - p).log() - p.log())[targets.flatten() != ignored]
+
+
 # name, outputs, targets, and torch's loss of one sample as a batch of one
 TABLE = [
     ("cross_entropy", LOGITS, CLASSES, CE),
@@ -82,6 +90,9 @@ TABLE = [
      lambda o, t: CE(o.flatten(0, 2), t.flatten())),
     ("nll", MAPS.log_softmax(1), GRID, F.nll_loss),
     (f"nll:{WEIGHTED}", LOGITS, CLASSES, partial(F.nll_loss, weight=W, reduction="sum")),
+    ("margin", LOGITS, CLASSES, less_the_log_odds),
+    ("margin", MAPS, GRID, lambda o, t: less_the_log_odds(o, t).mean()),
+    ("margin:ignore_index=2,per_sample=sum", MAPS, GRID, partial(less_the_log_odds, ignored=2)),
     ("bce", WIDE.sigmoid(), BITS, F.binary_cross_entropy),
     ("bce:per_sample=sum", WIDE.sigmoid(), ANY.sigmoid(),
      partial(F.binary_cross_entropy, reduction="sum")),
@@ -469,6 +480,8 @@ LINES, TEXTS = draw(2, 5, C, seed=3), torch.tensor([[1, 2], [3, 9]])  # 9 is no 
     [
         ("cross_entropy", LOGITS, CLASSES + C, r"sample \d(?s:.*)classes 0 to 3"),
         ("nll", MAPS, GRID - C, r"sample \d(?s:.*)Target -\d is out of bounds.*classes 0 to 3"),
+        ("margin", LOGITS, CLASSES + C, r"sample \d(?s:.*)classes 0 to 3"),
+        ("margin", LOGITS[:, :1], CLASSES * 0, "a margin needs at least two classes: outputs are"),
         ("bce_with_logits", LOGITS, LOGITS.long(), "not floating-point numbers: outputs are"),
         ("ctc", LINES, TEXTS, "sample 1: .*Target 9 is out of bounds.* 0 to 3"),
         ("ctc", LINES, TEXTS.double(), "do not fit the outputs as labels"),

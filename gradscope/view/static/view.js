@@ -361,8 +361,10 @@
       const title = `training ${scores.ids ? "token" : "sample"} ${(scores.ids ?? scores.index ?? [])[j] ?? p}`;
       return make("li", {}, card("div", picture(scores.album, j, title), title, lines, false));
     };
-    return ["Helped most: without them, the loss would be higher", "Harmed most: without them, the loss would be lower"].flatMap((title, side) =>
+    const titles = ["Helped most: without them, the loss would be higher", "Harmed most: without them, the loss would be lower"];
+    const shown = titles.flatMap((title, side) =>
       [make("h3", { textContent: title }), make("ul", { className: "cards", dataset: { scored: String(side) } }, ...lists[side].map(one))]);
+    return [...shown, make("p", { textContent: `A score is ${scores.unit}.` })];
   };
   const normsOf = (set, k) => {
     const size = data.parameters.length, row = set.norms.subarray(k * size, (k + 1) * size);
