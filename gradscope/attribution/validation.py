@@ -184,7 +184,8 @@ class ValidationRun:
                 raise SpecError(
                     f"the scores are {form}, which do not predict the size of a change of the loss",
                     where="--removal",
-                    remedy="Leave --removal out, or score with gradscope attribute --score influence.",
+                    remedy="Leave --removal out, or score with gradscope attribute "
+                    "--score influence.",
                 )
             found = identity_of(scores, fit, asked.seed, asked.fraction)
             self._known = np.flatnonzero(scores.queries["finite"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from benchmarks.attribution import run, truth
+from benchmarks.attribution import forms, run, truth
 from benchmarks.attribution.__main__ import document, table
 from benchmarks.attribution.methods import METHODS, Method
 from benchmarks.attribution.tasks import TASKS, Task
@@ -130,3 +130,45 @@ def test_the_table_shows_the_best_and_what_failed() -> None:
     assert lines[4] == "| c | 0.400 (0.300 to 0.500) | 0.400 (0.300 to 0.500) |"
     assert "| a | 1.50 | 2 |" in lines and "| b |  |  |" in lines
     assert json.dumps(document(rows))
+
+
+@pytest.mark.parametrize("kind", ["faults", "outliers", "copies"])
+def test_planted_samples_are_what_they_are_called(kind: str) -> None:
+    task = replace(TASKS["mlp"], size=50, queries=6)
+    made, places = forms.planted(task, kind, seed=1)
+    (inputs, labels), (before, own) = made.train, task.train
+    same = np.setdiff1d(np.arange(50), places)
+    assert torch.equal(inputs[same], before[same]) and torch.equal(labels[same], own[same])
+    if kind == "faults":
+        assert len(places) == 5 and (labels[places] != own[places]).all()
+        assert torch.equal(inputs, before) and labels.max() < 10
+    elif kind == "outliers":
+        first, second = np.split(places, 2)
+        assert torch.equal(inputs[first], inputs[second])
+        assert (labels[first] != labels[second]).all()
+    else:
+        query, wanted = task.query
+        assert torch.equal(labels[places], wanted)
+        assert 0.05 < float((inputs[places] - query).std()) < 0.2
+
+
+def test_shares_count_planted_samples() -> None:
+    values, places = np.zeros((3, 50)), np.array([4, 8, 9])
+    values[:, [4, 8]], values[:, 9], values[0, :5] = -1, 2, 3
+    wrong = np.array([False, True, False])
+    each, by_sum = forms.shares("faults", values, places, wrong)
+    assert each == pytest.approx(2 / 3) and by_sum == pytest.approx(1 / 3)
+    assert forms.shares("outliers", values, places, wrong) == [pytest.approx(3 / 15)]
+    assert forms.shares("copies", values, places, wrong) == [pytest.approx(1 / 3)]
+
+
+def test_each_curvature_and_form_is_a_line_of_the_table() -> None:
+    task = replace(TASKS["mlp"], size=40, queries=8, epochs=1)
+    small = truth.start(Path("none.npz"), task, 1, 4)
+    small.losses[:] = np.random.default_rng(0).random(small.losses.shape)
+    found = forms.measure(task, small, (0,))
+    lines = forms.table("MLP", found)
+    assert len(lines) == 2 + 6 and all(line.count("|") == 8 for line in lines)
+    np.testing.assert_allclose(
+        found["ekfac", "relative"][[0, 1, 3, 4]], found["ekfac", "cosine"][[0, 1, 3, 4]]
+    )
