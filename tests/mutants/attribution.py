@@ -76,8 +76,8 @@ scored = partial(mutant, scenario=Scored(), guard="tests", test=_test)
 scored(
     "attribution/scoring.py",
     "sum for mean: scores are not divided by the number of training samples",
-    "found *= self.pair.weight / max(1, int(finite.sum()))",
-    "found *= self.pair.weight",
+    "found = steps.after(products) / max(1, n)",
+    "found = steps.after(products)",
 )
 scored(
     "attribution/curvature.py",
