@@ -7,11 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Block, Gradients
+from gradscope.blocks import Block, Gradients, wide
 from gradscope.process.memory import slices
 
 Groups = Mapping[str, str]  # {parameter: group}; products are summed within a group
 
+_SMALL = 1e-24  # smaller squared norms are computed again in float64
 _PAIRS_BYTES = 2**26  # the most bytes for products of factors at a time
 
 
@@ -110,6 +111,8 @@ def row_products(
     for name, block in first.items():
         if first is second:
             sums = first.squared_norms[name].double()
+            if bool((few := sums < _SMALL).any()):  # squares in float32 may have been rounded to 0
+                sums[few] = wide(block.select(few.nonzero()[:, 0])).squared_norms()
         else:
             other = real_rows(second[name].dense(), torch.float64)
             sums = other.new_zeros(first.n)

@@ -111,16 +111,16 @@ class Comparing:
     def scores(self, tile: Tile) -> Tensor:
         """Return the scores (m, N) of a tile of queries in float64, NaN for samples left out."""
         own = None if self._form == "influence" else self._own
-        n = int(self.finite.sum())
-        return self.pair.weight * scores_of(self._form, tile, self.pair.train, self.curved, own, n)
+        train = self.pair.train
+        found = scores_of(self._form, tile, train, self.curved, own, train.count())
+        return found.mul_(self.pair.weight)
 
     def self_influence(self) -> Tensor | None:
         """Return s(i, i) (N,) where it costs little, NaN of what is left out."""
         if self.curved.own is None and self._form == "influence":
             return None
-        finite = self.finite
-        found = self._own * (self.pair.weight / max(1, int(finite.sum())))
-        found[~finite] = torch.nan
+        found = self._own * (self.pair.weight / self.pair.train.count())
+        found[~self.finite] = torch.nan
         return found
 
 
@@ -144,7 +144,7 @@ def scores_of(
     """
     prepared = tile.map(steps.before)
     products = products_of(prepared, source, steps.groups)
-    found = steps.after(products) / max(1, n)
+    found = steps.after(products) / n
     if own is not None:
         found *= _inverse_root(own / n)
     if form == "cosine":
@@ -316,7 +316,7 @@ class _Exact:
         self._memory = asked.room(self._whole)
         self.curved = curved(self._whole, asked)
         self._form, self._weight = asked.score, pair.weight
-        self._n = int(pair.train.table()["finite"].sum())
+        self._n = pair.train.count()
 
     def scores(self, queries: slice, places: Tensor) -> Tensor:
         """Return the scores of `places` (m, 2K) for some queries, in float64."""

@@ -90,6 +90,10 @@ class GradientSource(ABC):
     def table(self, stop: int | None = None) -> Table:
         """Return the columns (stop,): index, loss, norm, finite; target, id, ... if known."""
 
+    def count(self) -> int:
+        """Return the number of finite samples, at least 1."""
+        return max(1, int(self.table()["finite"].sum()))
+
     @abstractmethod
     def batches(self) -> Iterator[GradientBatch]:
         """Yield the finite samples, in order."""

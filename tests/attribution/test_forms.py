@@ -166,6 +166,16 @@ def test_a_zero_gradient_has_the_score_zero_and_a_tiny_one_keeps_its_cosine(
     assert own[5, 5] == pytest.approx(1, abs=1e-5) and own[4, 4] == pytest.approx(1, abs=1e-9)
 
 
+@pytest.mark.parametrize("curvature", ["identity", "ekfac", "diagonal", "shrunk"])
+def test_float32_does_not_round_small_gradients_to_zero(curvature: Any) -> None:
+    torch.manual_seed(0)
+    model, inputs = nn.Linear(4, 3, bias=False), torch.randn(10, 4)
+    inputs[1] = 1e-25 * inputs[0]
+    side = gradscope.Scope(model, "cross_entropy"), inputs, torch.randint(3, (10,))
+    found = gradscope.attribute(side, side, curvature, LAMBDA, score="cosine")
+    np.testing.assert_allclose(np.diag(found.values), 1, rtol=1e-5)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_checkpoints_are_normalised_one_by_one_and_then_added_up(place: Place, form: Any) -> None:
     weights = [0.3, -0.7]

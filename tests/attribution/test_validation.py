@@ -180,6 +180,24 @@ def test_removals_are_those_of_the_closed_form(ridge: Ridge) -> None:
             assert len(set(row.drawn)) == 3  # each seed draws others
 
 
+def test_scores_of_another_loss_are_compared_with_that_loss(ridge: Ridge) -> None:
+    run, query = ridge.folder / "run.toml", ridge.folder / "query.npz"
+    how: Any = {"score": "cosine", "query_loss": "l1", "output": ridge.scores, "overwrite": True}
+    with gradscope.attribute(run, query, "fisher", 0.1, **how) as scores:
+        own = np.stack([scores.row(q) for q in range(M)])
+    found = validate(ridge.scores, ridge.fit, asked())
+    kept = np.stack([subset(0, k, N, 0.5).kept for k in range(12)])
+    losses = np.sqrt(np.stack([ridge.losses(row) for row in kept]))
+    expected = [stats.spearmanr(-(kept @ own[q]), losses[:, q]).statistic for q in range(M)]
+    assert [q.lds for q in found.by_query] == pytest.approx(expected, abs=1e-12)
+    with pytest.raises(SpecError) as caught:
+        ValidationRun(ridge.scores, ridge.fit, asked(removal=8))
+    assert str(caught.value) == (
+        "--removal: the scores are cosine, which do not predict the size of a change of the loss\n"
+        "Leave --removal out, or score with gradscope attribute --score influence."
+    )
+
+
 def test_what_is_done_is_not_done_again(ridge: Ridge) -> None:
     first = validate(ridge.scores, ridge.fit, asked())
     assert len(ridge.calls) == 12

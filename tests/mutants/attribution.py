@@ -76,7 +76,7 @@ scored = partial(mutant, scenario=Scored(), guard="tests", test=_test)
 scored(
     "attribution/scoring.py",
     "sum for mean: scores are not divided by the number of training samples",
-    "found = steps.after(products) / max(1, n)",
+    "found = steps.after(products) / n",
     "found = steps.after(products)",
 )
 scored(
