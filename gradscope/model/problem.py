@@ -51,6 +51,7 @@ class Predictive(NamedTuple):
     probabilities: Callable[[Tensor], Tensor]  # maps outputs to (n, *positions, c)
     # maps classes (n, *positions), the data's targets and the loss's options to targets
     targets: Callable[[Tensor, Any, dict[str, Any]], Tensor]
+    of_loss: bool = True  # whether the loss is its negative log-likelihood
 
 
 class Gaussian(NamedTuple):

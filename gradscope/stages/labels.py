@@ -200,9 +200,9 @@ def require(mode: Mode, loss: Loss, chains: Iterable[Chain] = ()) -> None:
     """Raise if the loss has no predictive distribution, or a chain no expectation over labels."""
     if mode == "data":
         return
-    if _predictive(loss) is None:
+    if not _has_labels(loss):
         name = getattr(loss, "__name__", type(loss).__name__)
-        known = [name for name in losses.names() if _predictive(losses.get(name)) is not None]
+        known = [name for name in losses.names() if _has_labels(losses.get(name))]
         raise SpecError(
             f"the loss {name!r} defines no distribution of labels",
             where=f"labels {mode}",
@@ -261,8 +261,9 @@ def chosen(batch: Batch, mask: Tensor) -> Batch:
     return LabelledBatch(part.inputs, part.targets, part.index, batch.weights[kept], split)
 
 
-def _predictive(loss: Loss) -> Predictive | Gaussian | None:
-    return loss.predictive if isinstance(loss, BoundLoss) else None
+def _has_labels(loss: Loss) -> bool:
+    found = loss.predictive if isinstance(loss, BoundLoss) else None
+    return found.of_loss if isinstance(found, Predictive) else found is not None
 
 
 def _checked(outputs: Any, n: int) -> Tensor:

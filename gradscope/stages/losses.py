@@ -439,7 +439,7 @@ def nll(
     return per_sample_loss(values, per_sample, targets != ignore_index)
 
 
-@loss("margin", _CLASSES)
+@loss("margin", _CLASSES._replace(of_loss=False))
 def margin(
     outputs: Tensor,
     targets: Tensor,

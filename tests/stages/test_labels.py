@@ -194,6 +194,7 @@ def test_a_sample_that_is_not_finite_is_left_out_with_all_its_labels():
     [
         ("l1", {"labels": "sampled"}, "bce_with_logits, causal_lm, cross_entropy, mse, nll"),
         (lambda o, t: o.sum(1), {"labels": "exact"}, "no distribution"),
+        ("margin", {"labels": "sampled"}, "the loss 'margin' defines no distribution of labels"),
         ("cross_entropy", {"labels": "drawn"}, "exact"),
         ("cross_entropy", {"labels": "exact", "coupling": "own-loss"}, "sampled"),
     ],
