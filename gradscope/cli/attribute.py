@@ -1,9 +1,10 @@
 """`gradscope attribute` scores training samples for queries; `validate` checks scores."""
 
+import os
 from typing import Any, cast
 
 from gradscope.cli.options import show, with_flags
-from gradscope.config import parse_memory
+from gradscope.config import parse_memory, this_worker
 from gradscope.config.commands import AttributeOptions, ValidateOptions
 from gradscope.errors import SpecError
 from gradscope.process import stops
@@ -27,6 +28,12 @@ def attribute(options: AttributeOptions) -> None:
         refine=options.refine,
         score=options.score,
     )
+    if (worker := this_worker(os.environ)) is not None:  # all would write the same file
+        raise SpecError(
+            f"attribute runs in one process, but {worker.shard.count} were started",
+            remedy="Start it without torchrun. torchrun -m gradscope compute computes its input "
+            "files in several processes.",
+        )
     stops.raise_on_signal()
     if options.more and not options.checkpoints:
         raise SpecError(
