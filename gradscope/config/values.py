@@ -174,8 +174,8 @@ def this_worker(environment: Mapping[str, str]) -> Worker | None:
         raise SpecError(
             f"found RANK={index!r} and WORLD_SIZE={count!r}",
             where="environment",
-            remedy="Start the workers with torchrun, or unset WORLD_SIZE. To name the shard yourself, use "
-            "`gradscope compute --shard I/N`.",
+            remedy="Start the workers with torchrun, or unset WORLD_SIZE. To name the shard "
+            "yourself, use `gradscope compute --shard I/N`.",
         ) from error
     return Worker(shard, int(local) if local.isdecimal() else None, restarts not in ("", "0"))
 
