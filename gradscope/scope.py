@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gradscope.backends.base import ROWS, Request
 from gradscope.blocks import Evaluation, Gradients
 from gradscope.core.batch import Batch, Tokens, is_empty
+from gradscope.core.groups import GroupIds, Groups, Reduction, decoded
 from gradscope.engine.audit import Auditor
 from gradscope.engine.certificate import Certificate
 from gradscope.engine.chains import bind
@@ -28,7 +29,7 @@ from gradscope.engine.session import (
     SessionSettings,
     Verify,
 )
-from gradscope.errors import CertificateError, SpecError
+from gradscope.errors import CertificateError, SpecError, located
 from gradscope.model.problem import Problem, RowKind
 from gradscope.model.ranks import Ranks
 from gradscope.stages.chain import Chain, Chained
@@ -91,6 +92,12 @@ class Scope(UncopiedHandle):
             return a pair (losses, counted), both (n, t), where the booleans select positions.
             `positions` returns sample and position of each row. Every other n here is then the
             number of rows.
+        group: An id for each sample of the data set, (N,) integers or texts. A row is then the sum
+            of the gradients of all samples with one id. Rows are in ascending order of the ids.
+            With rows="token", ids (N, t) for all positions are possible, such as the document of
+            each token. Every other n here is then the number of groups, and `groups` returns their
+            ids. A call with a part of the samples gives `index`.
+        group_reduction: "sum", or "mean": the mean over the samples or tokens of a group.
 
     Attributes:
         session: The `Session` that evaluates and proves batches.
@@ -113,6 +120,8 @@ class Scope(UncopiedHandle):
         compile: bool = False,
         randomness: Randomness = "refuse",
         rows: RowKind = "sample",
+        group: Any = None,
+        group_reduction: Reduction = "sum",
     ) -> None:
         settings = SessionSettings(
             parameters=parameters,
@@ -125,7 +134,10 @@ class Scope(UncopiedHandle):
             compile=compile,
             randomness=randomness,
             rows=rows,
+            group=None if group is None else group_reduction,
         )
+        with located("group"):
+            self._groups = None if group is None else GroupIds.of(group, group_reduction)
         self.session = Session(model, loss, settings)
         self.session.warn = _warn
         self._bound: dict[str, Chain] = {}
@@ -193,7 +205,7 @@ class Scope(UncopiedHandle):
                 Sampled labels and fixed random numbers depend on them.
         """
         self.session.labels.require_one()
-        batch = self.session.rows_of(self._batch(inputs, targets, index, "per_sample_gradients"))
+        batch = self._rows_of(self._batch(inputs, targets, index, "per_sample_gradients"))
         for name, buffer in (out or {}).items():
             want = (len(batch), *self.problem.parameters[name].shape)
             if tuple(buffer.shape) != want:
@@ -216,6 +228,10 @@ class Scope(UncopiedHandle):
             inputs: A tensor, tuple or dict, sample axis first.
             targets: As `inputs`, or None.
         """
+        if self._groups is not None:
+            raise SpecError(
+                "the rows are groups, which have no position", remedy="Use groups instead."
+            )
         batch = Batch.of(inputs, targets, empty=True)
         rows = [self.session.rows_of(part) for part in self.parts(batch)]
         found = [row for row in rows if isinstance(row, Tokens)]
@@ -226,6 +242,21 @@ class Scope(UncopiedHandle):
                 "positions are defined for token rows only", remedy='Use Scope(rows="token").'
             )
         return torch.cat([row.samples for row in found]), torch.cat([row.position for row in found])
+
+    def groups(
+        self, inputs: Any, targets: Any = None, *, index: Tensor | None = None
+    ) -> tuple[list[int | str], Tensor]:
+        """Return the id of each row, and its number of samples or tokens (n,), with `group`.
+
+        Args:
+            inputs: A tensor, tuple or dict, sample axis first.
+            targets: As `inputs`, or None.
+            index: (n,), the samples' positions in the data set; see `per_sample_gradients`.
+        """
+        rows = self._rows_of(self._batch(inputs, targets, index, "groups"))
+        if not isinstance(rows, Groups):
+            raise SpecError("the scope has no groups", remedy="Use Scope(group=ids).")
+        return decoded(rows.ids), rows.sizes
 
     def _rows(self, batch: Batch, out: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """Return {name: (n, *shape)}; for a proved batch, also check the norms of the proof."""
@@ -379,6 +410,9 @@ class Scope(UncopiedHandle):
             what: A description of the call; it must be the same on every process.
             ranks: The processes; if None, the processes of a sharded model.
         """
+        if self._groups is not None and index is None:
+            with located("group"):
+                self._groups.require_length(len(Batch.of(inputs, targets, empty=True)))
         ranks, empty = ranks or self.problem.model_parallel, self.problem.model_parallel is None
         if ranks is None:
             return Batch.of(inputs, targets, index, empty=empty)
@@ -408,11 +442,21 @@ class Scope(UncopiedHandle):
             self._bound[found.text] = found
         return found
 
+    def _rows_of(self, batch: Batch) -> Batch:
+        """Return the rows of samples: samples, tokens or groups."""
+        rows = self.session.rows_of(batch)
+        with located("group"):
+            return rows if self._groups is None or is_empty(rows) else self._groups.batch(rows)
+
     def parts(self, batch: Batch) -> list[Batch]:
         """Split a batch into the parts in which it is evaluated."""
         session = self.session
         if is_empty(batch):
             return [batch]
+        if self._groups is not None:
+            rows = self._rows_of(batch)
+            assert isinstance(rows, Groups)
+            return [*rows.split(_STREAMED)]
         each = max(1, _STREAMED // session.labels.each(batch))
         step = len(batch) if session.settings.own_loss else each
         parts = [batch.select(slice(k, k + step)) for k in range(0, len(batch), step)]

@@ -144,6 +144,8 @@ def curved(train: GradientSource, asked: AttributionSettings) -> CurvatureSteps:
         SpecError: The curvature does not fit the rows, or there are too many samples.
     """
     method = asked.curvature
+    if train.facts.rows == "group" and method != "identity":
+        method = _of_samples(train, asked)
     if method == "auto" and train.facts.chain != "identity":
         method = "fisher"
     elif method == "auto":
@@ -163,6 +165,25 @@ def curved(train: GradientSource, asked: AttributionSettings) -> CurvatureSteps:
     found = _approximate(train, method, asked)
     record |= {"damping": found.relative, "lambda": found.damping}
     return CurvatureSteps(record, before=_applied(found))
+
+
+def _of_samples(train: GradientSource, asked: AttributionSettings) -> Method:
+    """Return the curvature for groups: stored factors of samples, because H is that of samples.
+
+    Raises:
+        SpecError: The curvature would be computed from the rows of groups.
+    """
+    method: Method = "ekfac" if asked.curvature == "auto" else asked.curvature
+    if asked.factors is None or method not in _CURVATURES:
+        raise SpecError(
+            f"curvature {asked.curvature} cannot be computed from rows of groups: the Fisher needs "
+            "the gradients of single samples",
+            where=train.facts.name,
+            remedy="Compute factors without group (gradscope compute -t ekfac), and give them as "
+            '`factors` with curvature="ekfac". Or use curvature="identity". Or score samples, and '
+            "add up the scores: gradscope stats SCORES.h5 --by COLUMN.",
+        )
+    return method
 
 
 def _pairs_pay(train: GradientSource, room: int) -> bool:

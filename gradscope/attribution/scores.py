@@ -168,7 +168,8 @@ class Scores:
                 where=str(file.path),
                 remedy="Give the file that gradscope attribute -o wrote.",
             )
-        samples = {name: np.asarray(array[...]) for name, array in file.chains[1].items()}
+        stored = {k: torch.from_numpy(np.asarray(v[...])) for k, v in file.chains[1].items()}
+        samples = _plain(stored)
         return cls(
             values=file.chains[0]["scores"],
             queries=file.samples,
@@ -246,8 +247,7 @@ class ScoreWriter:
 
     def finish(self) -> None:
         """Complete the file."""
-        table = _training(self.scoring)
-        columns = {k: v for k, v in table.items() if v.dim() == 1}  # no texts
+        columns = _training(self.scoring)
         numbers = {k: v.to(torch.uint8) if v.dtype == torch.bool else v for k, v in columns.items()}
         self._writer.finish({1: numbers}, _CERTIFICATE)
 

@@ -2,8 +2,8 @@
 
 The score `influence` is s(q, i) = (1/N) g_qᵀ (H + λ)⁻¹ gᵢ with N training samples. To first order,
 it is the rise of the loss of query q if sample i is left out of the training. A positive score
-helps, a negative score harms. Source: Koh & Liang 2017, arXiv:1703.04730, equation 2 (sign,
-ε = −1/N).
+helps, a negative score harms. The score of a group is the sum (or mean) of its samples' scores.
+Source: Koh & Liang 2017, arXiv:1703.04730, equation 2 (sign, ε = −1/N).
 
 `relative` is s(q, i) / √s(i, i): samples that change every prediction, such as outliers, lose their
 lead. Source: Barshan, Brunet & Dziugaite 2020, arXiv:2003.11630, ℓ-RelatIF. `cosine` is

@@ -24,11 +24,11 @@ from gradscope.blocks.base import as_rows
 from gradscope.config import RunSpec, resolve
 from gradscope.core.batch import Batch, Tokens
 from gradscope.core.grammar import parse
+from gradscope.core.texts import noun_of
 from gradscope.engine.chains import bind
 from gradscope.engine.fold import fold, prepare_chains, usable
 from gradscope.engine.session import Session
 from gradscope.errors import ResultFileError, SpecError
-from gradscope.model.problem import RowKind
 from gradscope.run import Job, plan, prepare
 from gradscope.run.execute import batches, samples_of, table_of
 from gradscope.run.overlap import BatchSize
@@ -44,7 +44,7 @@ _SAME = {
 _READ = 2**26  # bytes of rows read at a time
 COLUMNS = (  # the columns of a sample table that a score file keeps
     *("index", "loss", "norm", "finite", "sample", "position", "target", "prediction", "margin"),
-    "id",
+    *("id", "size"),
 )
 
 Table = dict[str, Tensor]  # columns (n,) by name; `id` may be UTF-8 (n, w) uint8
@@ -60,7 +60,7 @@ class SourceFacts:
     digests: Mapping[str, Any]  # SHA-256: checkpoint, model, dataset
     loss: Mapping[str, Any]  # its name and options
     spec: Mapping[str, Any] | None = None  # the run, if any
-    rows: RowKind = "sample"  # the kind of row that has a gradient
+    rows: str = "sample"  # the kind of row that has a gradient: sample, token or group
 
     @property
     def measured(self) -> str:
@@ -91,8 +91,10 @@ class GradientSource(ABC):
         """Return the columns (stop,): index, loss, norm, finite; target, id, ... if known."""
 
     def count(self) -> int:
-        """Return the number of finite samples, at least 1."""
-        return max(1, int(self.table()["finite"].sum()))
+        """Return the number of finite samples, or of the members of finite groups; at least 1."""
+        table = self.table()
+        finite = table["finite"]
+        return max(1, int(table["size"][finite].sum() if "size" in table else finite.sum()))
 
     @abstractmethod
     def batches(self) -> Iterator[GradientBatch]:
@@ -120,7 +122,7 @@ class FileSource(GradientSource):
             digests={k: digests.get(k) for k in ("checkpoint", "model", "dataset", "stages")},
             loss=file.run.get("loss", {}),
             spec=file.run.get("spec"),
-            rows="token" if "position" in file.samples else "sample",
+            rows=noun_of(file.run),
         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -271,9 +273,14 @@ def selected_source(job: Job, name: str, places: Tensor) -> SessionSource:
             remedy="Leave `refine` out.",
         )
     chosen, data = torch.arange(job.rows.start, job.rows.stop)[places], job.dataset
-    tokens, used = (None, chosen) if job.tokens is None else job.tokens.some(chosen)
-    inner = replace(data, chosen=used if data.chosen is None else data.chosen[used])
-    selected = replace(job, dataset=inner, rows=range(len(chosen)), tokens=tokens)
+    selected = replace(job, rows=range(len(chosen)))
+    used = chosen
+    if job.groups is not None:
+        selected = replace(selected, groups=job.groups.some(chosen))
+    else:
+        tokens, used = (None, chosen) if job.tokens is None else job.tokens.some(chosen)
+        inner = replace(data, chosen=used if data.chosen is None else data.chosen[used])
+        selected = replace(selected, dataset=inner, tokens=tokens)
 
     def walk() -> Iterator[Batch]:
         for batch in batches(selected, BatchSize(job.batch_size)):
@@ -287,7 +294,7 @@ def _job_source(
     job: Job, name: str, chain: Chain, n: int, walk: Callable[[], Iterable[Batch]]
 ) -> SessionSource:
     record = job.record()
-    run = (job.digests, record["loss"], record["spec"], job.spec.compute.rows)
+    run = (job.digests, record["loss"], record["spec"], job.noun)
     facts = SourceFacts(name, chain.text, job.shapes, *run)
     return SessionSource(job.session, chain, walk, partial(samples_of, job), n, facts)
 
@@ -301,15 +308,16 @@ def scope_source(name: str, scope: Scope, inputs: Any, targets: Any = None) -> S
     session, whole = scope.session, Batch.of(inputs, targets)
     loss = scope.problem.loss
     described = {"name": getattr(loss, "__name__", type(loss).__name__), **options(loss)}
-    tokens = session.settings.rows == "token"
+    settings = session.settings
+    noun = settings.rows if settings.group is None else "group"
     shapes = {name: tuple(p.shape) for name, p in scope.problem.parameters.items()}
     return SessionSource(
         session,
         bind("identity"),
         lambda: scope.parts(whole),
         partial(table_of, session),
-        sum(map(len, scope.parts(whole))) if tokens else len(whole),
-        SourceFacts(name, "identity", shapes, {}, described, rows=session.settings.rows),
+        len(whole) if noun == "sample" else sum(map(len, scope.parts(whole))),
+        SourceFacts(name, "identity", shapes, {}, described, rows=noun),
     )
 
 

@@ -171,12 +171,14 @@ class ValidationRun:
         self.path, self.asked = path, asked
         self.folder = path.with_suffix(FOLDER) if folder is None else folder
         with open_scores(path) as scores:
-            if "position" in scores.samples or "position" in scores.queries:
-                raise SpecError(
-                    "the scores are for tokens, but retraining leaves out whole samples",
-                    where=str(path),
-                    remedy='Compute the scores with rows="sample".',
-                )
+            columns = {*scores.samples, *scores.queries}
+            for column, noun in (("position", "tokens"), ("size", "groups")):
+                if column in columns:
+                    raise SpecError(
+                        f"the scores are for {noun}, but retraining leaves out single samples",
+                        where=str(path),
+                        remedy="Compute the scores with rows of samples.",
+                    )
             n = scores.shape[1]
             _require_sizes(path, n, asked)
             form = scores.record.get("score", "influence")

@@ -23,6 +23,7 @@ from gradscope.blocks.derived import (
     SquaredBlock,
 )
 from gradscope.blocks.gradients import Evaluation, Gradients
+from gradscope.blocks.groups import grouped, in_groups
 from gradscope.blocks.joined import JoinedBlock, joined
 from gradscope.blocks.layers import LayerWeights, belongs, bias_of, layer_of
 from gradscope.blocks.outer import OuterBlock
@@ -59,6 +60,8 @@ __all__ = [
     "belongs",
     "bias_of",
     "from_factors",
+    "grouped",
+    "in_groups",
     "joined",
     "layer_of",
     "segmented",

@@ -204,7 +204,7 @@ class SegmentBlock(TensorBlock):
         finite stay with their sample.
         """
         keys, counts, starts = self._segments
-        block, lengths = self.ordered, [_rounded(count) for count in counts]
+        block, lengths = self.ordered, [rounded(count) for count in counts]
         for t in sorted(set(lengths)):
             which = [s for s, length in enumerate(lengths) if length == t]
             own = torch.tensor(which, device=self.device)
@@ -273,7 +273,7 @@ def segmented(
     return kind(left, right, sample, group, sizes, shape, right_is_gradient)
 
 
-def _rounded(count: int) -> int:
+def rounded(count: int) -> int:
     """Round up to one of 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: few lengths, little padding."""
     power = 1 << max(0, count - 1).bit_length()
     return power * 3 // 4 if power > 3 and count <= power * 3 // 4 else power

@@ -14,7 +14,7 @@ from gradscope.process import stops, streams
 
 if TYPE_CHECKING:
     from gradscope.comparison import Comparison
-    from gradscope.model.problem import RowKind
+    from gradscope.core.batch import Batch
     from gradscope.run import Job
 
 DISAGREEMENT = 5
@@ -30,6 +30,7 @@ def compare(options: CompareOptions) -> None:
     from gradscope.comparison import PEERS, peer_version
     from gradscope.report.screens import render_comparison
     from gradscope.run import prepare
+    from gradscope.run.job import read
     from gradscope.sources.code import code_digests
 
     stops.raise_on_signal()
@@ -37,12 +38,18 @@ def compare(options: CompareOptions) -> None:
     job = prepare(spec)
     size = spec.compute.batch_size if spec.is_flag("compute", "batch_size") else _SAMPLES
     rows = job.samples if spec.compute.samples else job.samples[:size]
-    others = {name: _loaded(name, rows, spec.compute.rows) for name in options.against}
+    batch: Batch | None = None
+    if job.groups is not None:
+        most = job.work() if spec.compute.samples else max(size or _SAMPLES, job.least)
+        batch = job.load(0, most)
+        rows = range(len(batch))
+    others = {name: _loaded(name, rows, job) for name in options.against}
     if options.dry_run:
-        names = ", ".join(spec.compare.backends)
-        typer.echo(f"would compare {names} on {count(len(rows), 'sample')}", file=streams.out())
+        names, noun = ", ".join(spec.compare.backends), "sample" if batch is None else "group"
+        typer.echo(f"would compare {names} on {count(len(rows), noun)}", file=streams.out())
         return
-    result = _compared(job, rows, others)
+    batch = batch or read(job.dataset, job.session.problem, rows)
+    result = _compared(job, batch, others)
     found: Any = result
     if options.as_json:
         codes = {name: code_digests(name, "implementation") for name in others if ":" in name}
@@ -56,19 +63,17 @@ def compare(options: CompareOptions) -> None:
         raise typer.Exit(RefusedError.exit_code)
 
 
-def _compared(job: "Job", rows: range, others: dict[str, Any]) -> "Comparison":
+def _compared(job: "Job", batch: "Batch", others: dict[str, Any]) -> "Comparison":
     """Compare the backends of the run's spec and the implementations of --against."""
     from gradscope.comparison import COMPILED, compare, compiled
-    from gradscope.run.job import read
 
     asked, problem = job.spec.compute, job.session.problem
     if asked.compile:
         others = others | {COMPILED: compiled(asked.parameters)}
-    batch = read(job.dataset, problem, rows)
     return compare(
         problem.model,
         problem.loss,
-        batch.inputs,
+        batch if job.groups is not None else batch.inputs,
         batch.targets,
         backends=job.spec.compare.backends,
         parameters=None if asked.parameters is None else list(asked.parameters),
@@ -80,12 +85,12 @@ def _compared(job: "Job", rows: range, others: dict[str, Any]) -> "Comparison":
     )
 
 
-def _loaded(reference: str, samples: range, rows: "RowKind") -> Any:
+def _loaded(reference: str, samples: range, job: "Job") -> Any:
     """Return the implementation of a user or a library, or the rows of a result file."""
     from gradscope.comparison import PEERS, peer
 
     if reference in PEERS:
-        return peer(reference, rows)
+        return peer(reference, job.noun)
     if ":" in reference:
         from gradscope.sources.code import load_function
 
@@ -105,6 +110,12 @@ def _loaded(reference: str, samples: range, rows: "RowKind") -> Any:
                 "the result file has no per-sample gradients (chain identity)",
                 where=reference,
                 remedy="Run gradscope compute -t identity.",
+            )
+        if dict(file.run).get("groups") != job.record().get("groups"):
+            raise SpecError(
+                "the result file has other groups",
+                where=reference,
+                remedy="Compute it with the same data, --samples, --rows and --group.",
             )
         # with rows of tokens, a sample may have several rows or none
         places: dict[int, list[int]] = {

@@ -110,7 +110,7 @@ def _run(job: "Job", output: Path, options: ComputeOptions) -> "RunReport":
             for note in run.notes:
                 typer.echo(note, file=streams.err())
         total, screen = len(job.rows) - run.writer.completed, console(stderr=True)
-        unit, shown = f"{job.spec.compute.rows}s", set[str]()
+        unit, shown = f"{job.noun}s", set[str]()
         for batch in track(run.remaining(), total, unit=unit, quiet=quiet, console=screen):
             run.add(batch)
             for note in () if quiet else run.warnings:
@@ -130,7 +130,7 @@ def _stopped(job: "Job", run: "Run | None", output: Path, resume: bool) -> str:
         return f"stopped; {output} is complete"
     words = [word for word in sys.argv[1:] if word not in ("--overwrite", "--resume")]
     command = shlex.join(["gradscope", *words, "--resume"])
-    far = f"{finished:,} of {len(job.rows):,} {job.spec.compute.rows}s"
+    far = f"{finished:,} of {len(job.rows):,} {job.noun}s"
     return f"stopped after {far}; continue with\n  {command}"
 
 

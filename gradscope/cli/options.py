@@ -26,7 +26,8 @@ _OPTION = re.compile(r'(?<![\w.:,])(?P<name>[a-z_]+)=(?P<value>"[^"]*"|True)|`(?
 GROUPS = {
     "Model and loss": "model mode key ignore unsafe_pickle loss",
     "Data": "samples shard",
-    "Gradients and transforms": "transform parameters labels rows randomness nonfinite seed",
+    "Gradients and transforms": "transform parameters rows group group_reduction labels randomness "
+    "nonfinite seed",
     "Result": "output resume overwrite layout compression predictions previews dry_run",
     "Precision, memory and speed": "backend dtype device batch_size memory compile cache sharded",
     "Trust": "coupling verify",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradscope.backends.base import backends
+from gradscope.blocks import in_groups
 from gradscope.blocks.base import as_rows
 from gradscope.comparison.mistakes import (
     GradientPair,
@@ -19,6 +20,7 @@ from gradscope.comparison.mistakes import (
     wrong_shape,
 )
 from gradscope.core.batch import Batch, Tokens, tensors
+from gradscope.core.groups import Groups
 from gradscope.errors import CoupledSamplesError, ModelError
 from gradscope.model.independence import coupled_remedy
 from gradscope.model.locate import alone_remedy
@@ -78,7 +80,7 @@ class Oracle:
     gradients: Mapping[str, Tensor]  # {name: (n, *shape)}
     norms: Tensor  # (n,), ‖gᵢ‖ over all parameters; zero where not finite
     coupled: bool = False  # losses in the batch differ from losses in batches of one
-    noun: str = "sample"  # the kind of row: sample or token
+    noun: str = "sample"  # the kind of row: sample, token or group
     parameters: Mapping[str, Tensor] = field(default_factory=dict)  # their values
     facts: Mapping[str, Tensor] = field(default_factory=dict)  # (n,) each; see `GradientPair`
 
@@ -89,25 +91,29 @@ class Oracle:
         Raises:
             CoupledSamplesError: The model runs on the batch, but not on one sample alone.
         """
-        together = problem.losses(batch).detach()
+        samples = batch.computed
+        together = problem.losses(samples).detach()
         try:
             with backends.get("loop")(problem) as evaluate:
-                evaluation = evaluate(batch)
+                evaluation = evaluate(samples)
         except ModelError as error:  # it ran on the batch
             raise CoupledSamplesError(
                 f"on one sample alone {error.what}",
                 where=error.where,
-                remedy=alone_remedy(error, problem.model, batch, batch.one(0))
-                or coupled_remedy(None, batch, problem.model),
+                remedy=alone_remedy(error, problem.model, samples, samples.one(0))
+                or coupled_remedy(None, samples, problem.model),
             ) from error
+        coupled = not same(evaluation.losses, together)
+        if isinstance(batch, Groups):
+            evaluation = in_groups(evaluation, batch.sizes, batch.index, batch.shares)
         gradients, alone = evaluation.gradients.dense(), evaluation.losses
         norms = torch.stack([as_rows(g.abs().square()).sum(1) for g in gradients.values()])
         norms = torch.nan_to_num(norms.double().sum(0).sqrt(), nan=0.0, posinf=0.0)
         return cls(
             gradients,
             norms,
-            coupled=not same(alone, together),
-            noun=problem.rows,
+            coupled=coupled,
+            noun="group" if isinstance(batch, Groups) else problem.rows,
             parameters={k: p.detach() for k, p in problem.parameters.items()},
             facts=_facts(batch, alone, norms),
         )
@@ -124,7 +130,7 @@ def _facts(batch: Batch, losses: Tensor, norms: Tensor) -> dict[str, Tensor]:
         "exp(its loss) (a perplexity)": positive.exp(),
     }
     targets = tensors(batch.targets)
-    if isinstance(batch, Tokens) or len(targets) != 1 or targets[0].dtype != torch.int64:
+    if isinstance(batch, Tokens | Groups) or len(targets) != 1 or targets[0].dtype != torch.int64:
         return facts
     labels = targets[0]
     if labels.shape == (len(batch),):

@@ -13,7 +13,7 @@ from gradscope.comparison.run import Implementation
 from gradscope.core.batch import call
 from gradscope.errors import SpecError, UnsupportedError
 from gradscope.model.locate import layer_of
-from gradscope.model.problem import Loss, RowKind, is_model_loss
+from gradscope.model.problem import Loss, is_model_loss
 
 
 class Peer(NamedTuple):
@@ -24,18 +24,18 @@ class Peer(NamedTuple):
     make: Callable[[], Implementation]  # an implementation that prepares each model once
 
 
-def peer(name: str, rows: RowKind = "sample") -> Implementation:
+def peer(name: str, rows: str = "sample") -> Implementation:
     """Return a new implementation of the library `name`, one of `PEERS`.
 
     Raises:
         SpecError: The library is not installed, or does not support such rows.
     """
     found = PEERS[name]
-    if rows == "token":
+    if rows != "sample":
         raise SpecError(
-            f"{found.package} does not support rows of tokens",
+            f"{found.package} does not support rows of {rows}s",
             where=f"against {name}",
-            remedy='Use rows="sample".',
+            remedy="Compare rows of samples.",
         )
     if find_spec(found.module) is None:
         raise SpecError(

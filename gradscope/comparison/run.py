@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gradscope import markup
 from gradscope.backends.base import Backend, Evaluate, backend_of, backends
-from gradscope.blocks import ChosenVariant, Tuner
+from gradscope.blocks import ChosenVariant, Evaluation, Tuner, in_groups
 from gradscope.comparison.agreement import (
     VAGUE,
     Oracle,
@@ -27,6 +27,7 @@ from gradscope.comparison.agreement import (
 from gradscope.comparison.alternatives import EXPLAINED, MODAL, explain
 from gradscope.comparison.mistakes import Mistake
 from gradscope.core.batch import Batch, Tokens, arguments
+from gradscope.core.groups import GroupIds, Groups, Reduction, decoded
 from gradscope.core.precision import dtype_name
 from gradscope.core.texts import count, listed, visible
 from gradscope.engine.certificate import Answer, prove_samples
@@ -37,6 +38,7 @@ from gradscope.errors import (
     RefusedError,
     SpecError,
     UnsupportedError,
+    located,
 )
 from gradscope.model.locate import first_line, layer_of
 from gradscope.model.problem import Loss, Problem, RowKind, double_precision
@@ -111,6 +113,7 @@ class Comparison:
     rows: tuple[BackendRow, ...]  # backends first, then implementations and stored results
     ways: tuple[ChosenVariant, ...] = ()  # the chosen kernel variants
     tokens: tuple[str, ...] | None = None  # SAMPLE:POSITION of each row, for rows of tokens
+    groups: tuple[str, ...] | None = None  # the id of each row, for rows of groups
 
     def to_json(self) -> dict[str, Any]:
         """Return a document of plain JSON values. Numbers that are not finite become null."""
@@ -119,8 +122,8 @@ class Comparison:
 
     @property
     def noun(self) -> str:
-        """The kind of row: sample or token."""
-        return "sample" if self.tokens is None else "token"
+        """The kind of row: sample, token or group."""
+        return "group" if self.groups else "sample" if self.tokens is None else "token"
 
     def __repr__(self) -> str:
         """Return a row for each backend and the largest errors, in about twenty lines."""
@@ -176,11 +179,9 @@ def distance(parameter: ParameterAgreement) -> float:
 
 def parameter_errors(wrong: Sequence[ParameterAgreement], comparison: Comparison) -> Table:
     """Return a row for each parameter that disagrees."""
-    noun, tokens = comparison.noun, comparison.tokens or ()
+    noun, names = comparison.noun, comparison.groups or comparison.tokens
     worst = [p.worst_sample for p in wrong]
-    places = [
-        NONE if k is None else index_and_name(k, tokens[k] if tokens else None) for k in worst
-    ]
+    places = [NONE if k is None else index_and_name(k, names[k] if names else None) for k in worst]
     columns = [
         Column("relative error", [short(p.relative) for p in wrong]),
         Column("absolute error", [short(p.absolute) for p in wrong], rank=3),
@@ -226,6 +227,8 @@ def compare(
     seed: int = 0,
     index: Tensor | None = None,
     rows: RowKind = "sample",
+    group: Any = None,
+    group_reduction: Reduction = "sum",
 ) -> Comparison:
     """Compare backends, and implementations of yours, with the float64 loop.
 
@@ -248,6 +251,9 @@ def compare(
         seed: The seed of the random numbers.
         index: (n,) int64, the samples' positions in their data set, which select random numbers.
         rows: The kind of row, "sample" or "token"; see `Scope`.
+        group: The id of each sample or position, for a row for each id; see `Scope`. A stored
+            result has the rows in ascending order of the ids.
+        group_reduction: "sum" or "mean"; see `Scope`.
 
     Raises:
         SpecError: A name is unknown or used twice, or there is nothing to compare.
@@ -260,9 +266,15 @@ def compare(
     chosen = _chosen([backends] if isinstance(backends, str) else backends, others, rows)
     fixed = FixedRandomness(seed) if randomness == "fixed" else None
     problem = _problem(model, loss, parameters, rows, fixed)
-    batch = Batch.of(inputs, targets, index).detached().to(problem.device, None)
-    if rows == "token":
+    batch = inputs if isinstance(inputs, Groups) else Batch.of(inputs, targets, index)
+    batch = batch.detached().to(problem.device, None)
+    if rows == "token" and not isinstance(batch, Groups):
         batch = Tokens.among(batch, problem.position_mask(batch)[0])
+    if group is not None:
+        with located("group"):
+            batch = GroupIds.of(group, group_reduction).batch(batch)
+    if isinstance(batch, Groups):
+        _require_stored(others)
     with locating_lost_axis(problem, batch):
         case = _Case.of(problem, batch)
         seconds, peak = measure(lambda: _backward(problem, batch), problem.device)
@@ -279,7 +291,19 @@ def compare(
         rows=tuple(found),
         ways=tuple(tuner.chosen.values()),
         tokens=tuple(batch.row_names) if isinstance(batch, Tokens) else None,
+        groups=tuple(map(str, decoded(batch.ids))) if isinstance(batch, Groups) else None,
     )
+
+
+def _require_stored(others: Mapping[str, Any]) -> None:
+    """Raise if groups are compared with an implementation, which returns rows of samples."""
+    functions = [label for label, other in others.items() if not isinstance(other, Mapping)]
+    if functions:
+        raise SpecError(
+            f"{functions[0]!r} computes rows of samples, and the rows are groups",
+            where="against",
+            remedy="Compare it without group. Or give its rows of groups as a stored result.",
+        )
 
 
 def _problem(
@@ -297,7 +321,7 @@ def _problem(
 
 def _backward(problem: Problem, batch: Batch) -> None:
     """Run a plain forward and backward pass."""
-    total = problem.losses(batch).sum()
+    total = problem.losses(batch.computed).sum()
     if total.requires_grad:
         torch.autograd.grad(total, list(problem.parameters.values()), allow_unused=True)
 
@@ -330,15 +354,23 @@ def _in_every_order(name: str, evaluate: Evaluate, case: _Case) -> BackendRow:
     """Compare a backend in two orders of the samples, because stored state may be wrong."""
     n = len(case.wide)
     shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(0))
-    row = _judged(name, agreements(evaluate(case.wide).gradients.dense(), case.oracle))
+    row = _judged(name, agreements(_evaluated(evaluate, case.wide).gradients.dense(), case.oracle))
     if n == 1 or row.status == "disagrees":
         return row
-    found = evaluate(case.wide.select(shuffled)).gradients.dense()
+    found = _evaluated(evaluate, case.wide.select(shuffled)).gradients.dense()
     back = shuffled.argsort()
     again = _judged(name, agreements({k: g[back] for k, g in found.items()}, case.oracle))
     if again.status == "agrees":
         return row
     return replace(again, reason=f"with the samples in another order: {again.reason}")
+
+
+def _evaluated(evaluate: Evaluate, batch: Batch) -> Evaluation:
+    """Return the evaluation of the rows of a batch: samples, tokens or groups."""
+    found = evaluate(batch.computed)
+    if not isinstance(batch, Groups):
+        return found
+    return in_groups(found, batch.sizes, batch.index, batch.shares)
 
 
 def _backend_row(name: str, backend: Backend, case: _Case) -> BackendRow:
@@ -353,12 +385,15 @@ def _backend_row(name: str, backend: Backend, case: _Case) -> BackendRow:
         return row
     try:
         with problem.state.restoring(), backend(problem) as evaluate:
-            evaluation = evaluate(batch)
+            samples = batch.computed
+            evaluation = evaluate(samples)
             if name != REFERENCE:
-                every = Answer(problem, name, batch, evaluation, singles=len(batch))
+                every = Answer(problem, name, samples, evaluation, singles=len(samples))
                 prove_samples(every)
             del evaluation
-            seconds, peak = measure(lambda: evaluate(batch).gradients.dense(), problem.device)
+            seconds, peak = measure(
+                lambda: _evaluated(evaluate, batch).gradients.dense(), problem.device
+            )
     except CertificateError as error:
         reason = f"only in {problem.precision}: {error.what}".replace("torch.", "")
         return replace(row, status="disagrees", reason=reason)
@@ -509,6 +544,7 @@ def _explained(
         row.name: row.kind
         for row in rows
         if row.kind in EXPLAINED
+        and not isinstance(case.batch, Groups)
         and not values[row.name].is_complex()
         and bool(values[row.name].isfinite().all())
     }

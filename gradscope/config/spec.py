@@ -247,6 +247,14 @@ class DatasetSpec(_Section):
     id: values.Text | None = option(
         None, accepted="the name of an array with a different number or text for each sample"
     )
+    group: values.Text | None = option(
+        None,
+        "--group COLUMN",
+        _RUNS,
+        "One row for each different id in this array: the sum of the gradients of a user, a source "
+        "or a document; ids of samples, or with --rows token of positions",
+        "the name of an array with the id of each sample's group, or of each position's group",
+    )
     select: values.Text | Annotated[tuple[values.Position, ...], Field(min_length=1)] | None = (
         option(
             None, accepted="positions of samples, or the name of an array of booleans or positions"
@@ -399,6 +407,12 @@ class ComputeSpec(_Section):
         "--rows",
         _RUNS,
         "A row for each sample, or for each counted position (token) of a loss (n, t)",
+    )
+    group_reduction: Literal["sum", "mean"] = option(
+        "sum",
+        "--group-reduction",
+        _RUNS,
+        "How the gradients of a group make one row; the mean is over its samples or tokens",
     )
     predictions: values.Switch = option(
         True,

@@ -335,6 +335,25 @@ class Batch:
         return int(self.index.shape[0])
 
     @property
+    def work(self) -> int:
+        """The number of samples or tokens to compute; a group is one row with several."""
+        return len(self)
+
+    @property
+    def computed(self) -> "Batch":
+        """The samples or tokens whose gradients a backend computes."""
+        return self
+
+    @property
+    def sample_batch(self) -> "Batch":
+        """The samples; of tokens, those they are positions of."""
+        return self
+
+    def head(self, most: int) -> "Batch":
+        """Return the first rows, with at most `most` samples or tokens."""
+        return self if len(self) <= most else self.select(slice(0, most))
+
+    @property
     def description(self) -> str:
         """The samples of the batch in words."""
         if not len(self):
@@ -455,11 +474,6 @@ class Tokens(Batch):
         """Return the batch with `fn` applied to every tensor among inputs and targets."""
         mapped = self.sample_batch.map(fn, whole=whole)
         return replace(self, inputs=mapped.inputs, targets=mapped.targets)
-
-
-def sample_batch_of(batch: Batch) -> Batch:
-    """Return the samples of a batch: `batch.whole` for tokens, else the batch."""
-    return batch.sample_batch if isinstance(batch, Tokens) else batch
 
 
 def is_empty(batch: Batch) -> bool:

@@ -1,7 +1,8 @@
 """Texts for messages: counts, lists of names, and strings with escaped control characters."""
 
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 def printable(text: str) -> str:
@@ -19,6 +20,11 @@ def listed(names: Iterable[str], limit: int = 10) -> str:
 def count(n: int, noun: str) -> str:
     """Return "1 sample", "1,797 samples", "2 batches"."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}{'es' if noun.endswith('ch') else 's'}"
+
+
+def noun_of(run: Mapping[str, Any]) -> str:
+    """Return the kind of row of a run, from its record: sample, token or group."""
+    return "group" if "groups" in run else "token" if "tokens" in run else "sample"
 
 
 def article(noun: str) -> str:

@@ -111,6 +111,8 @@ def prepare_chains(
         SpecError: No sample has a finite gradient in an earlier pass.
     """
     for chain in chains:
+        if session.settings.group is not None:
+            _require_rows_only(chain)
         chain.prepare(session.problem)
     untried = [c for c in chains if c.reducer is not None and c.text not in session.checked_chains]
     for chain in untried if session.settings.verify != "never" else ():
@@ -146,6 +148,21 @@ def prepare_chains(
     notes = (chain.reducer.note for chain in ready if chain.reducer is not None)
     session.notes += [note for note in notes if note and note not in session.notes]
     return ready
+
+
+def _require_rows_only(chain: Chain) -> None:
+    """Raise if a chain needs more than the rows of groups."""
+    if any(isinstance(step, NeedsProblem) for step in chain.before):
+        what = "has a stage that evaluates the model for each sample"
+    elif chain.reducer is not None and chain.reducer.raw:
+        what = "has a reducer that needs the layers' inputs of each sample"
+    else:
+        return
+    raise SpecError(
+        f"the chain {chain.text!r} {what}, but the rows are groups",
+        where="group",
+        remedy="Compute this chain without group.",
+    )
 
 
 def state_of_none(problem: Problem, chain: Chain) -> State:

@@ -25,6 +25,7 @@ from torch import Tensor
 from gradscope.blocks import Block, Gradients
 from gradscope.blocks.base import PIECE_BYTES, as_rows, inner, precise, squared_sizes, squares
 from gradscope.core.batch import Batch
+from gradscope.core.groups import Groups
 from gradscope.core.precision import doubled, dtype_name, on_host, products
 from gradscope.engine.reference import compressed, gradients, tolerated
 from gradscope.errors import CertificateError
@@ -381,6 +382,38 @@ def require_norms(backend: str, rows: Mapping[str, Tensor], gradients: Gradients
         if bool(((found - claimed).abs() > most).any()):
             what = "is inconsistent: the norms of its rows differ from its reported norms"
             raise contradiction(backend, what, f"parameter {name!r}")
+
+
+def require_sums(backend: str, members: Gradients, groups: Gradients, batch: Groups) -> None:
+    """Compare the rows (g, *shape) of groups with the rows (n, *shape) of their members.
+
+    Σⱼ wⱼ Gⱼ over the groups must equal Σᵢ wⱼ sⱼ gᵢ over the members i of groups j, where sⱼ is the
+    share of the group (1 for sums). The weights have both signs, so a member in a wrong group is
+    detected. Shortcuts are compared for a few groups, as for a few samples.
+
+    Raises:
+        CertificateError: A sum or a shortcut differs.
+    """
+    draw = torch.Generator().manual_seed(groups.n)
+    signs = torch.randint(0, 2, (groups.n,), generator=draw, dtype=torch.float64) * 2 - 1
+    shares = batch.shares
+    weights = signs * (0.5 + torch.rand(groups.n, generator=draw, dtype=torch.float64))
+    for name, block in groups.items():
+        wide = weights.to(block.device, precise(torch.empty(0, dtype=block.dtype)).real.dtype)
+        found = block.weighted_sum(wide).flatten()
+        each = (wide if shares is None else wide * shares.to(wide)).repeat_interleave(
+            batch.sizes.to(wide.device)
+        )
+        right = members[name].weighted_sum(each).flatten()
+        size = (members.squared_norms[name].to(wide) @ each.square()).sqrt()
+        bound = _norm_bound(members[name], size)
+        most = _slip(block) * size + _ROUNDINGS * torch.finfo(block.dtype).eps * bound
+        gap = torch.linalg.vector_norm(found - right)
+        if bool(size.isfinite()) and not bool(gap <= most):
+            said = "is inconsistent: the gradients of groups are not the sums of their members'"
+            raise contradiction(backend, said, f"parameter {name!r}")
+    finite = groups.norms.isfinite().cpu().nonzero().flatten()
+    require_consistent(backend, groups, finite[torch.randperm(len(finite), generator=draw)])
 
 
 def _contradictions(few: Block, squared_norms: Tensor) -> Iterator[str]:

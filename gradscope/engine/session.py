@@ -19,12 +19,14 @@ from gradscope.backends.base import (
     refusing,
 )
 from gradscope.backends.compiled import Compiled, not_compiled
-from gradscope.blocks import Evaluation, Gradients, Tuner
+from gradscope.blocks import Evaluation, Gradients, Tuner, in_groups
 from gradscope.core.batch import Batch, Tokens, is_empty, require_positions, tensors
+from gradscope.core.groups import Groups, Reduction
 from gradscope.core.precision import double
 from gradscope.core.registry import suggestion
 from gradscope.engine.audit import Auditor, AuditPlan, derive_seed
 from gradscope.engine.certificate import Answer, Certificate, certify, prove, prove_samples
+from gradscope.engine.judge import require_sums
 from gradscope.engine.loss_inputs import WATCHED, watching_loss_inputs
 from gradscope.engine.model_parallel import ModelParallelEvaluator
 from gradscope.engine.zeros import zero_notes
@@ -49,6 +51,7 @@ from gradscope.stages.positions import by_position
 from gradscope.stages.predictions import Columns, Predictions
 
 T = TypeVar("T")
+_MASKED = 512  # samples in a forward pass that finds the positions that count
 
 Verify = Literal["audit", "first", "always", "never"]
 Coupling = Literal["refuse", "own-loss", "frozen"]
@@ -75,21 +78,24 @@ class SessionSettings:
     predictions: bool = False
     randomness: Randomness = "refuse"
     rows: RowKind = "sample"
+    group: Reduction | None = None  # how the rows of samples or tokens make a group's row
 
     def __post_init__(self) -> None:
         kinds = {"verify": Verify, "coupling": Coupling, "randomness": Randomness}
         kinds |= {"nonfinite": NonFinite, "labels": Mode, "rows": RowKind}
+        kinds |= {} if self.group is None else {"group": Reduction}
         for name, kind in kinds.items():
             word, known = getattr(self, name), list(get_args(kind))
             if word not in known:
-                remedy = suggestion(str(word), known)
+                remedy, name = suggestion(str(word), known), name.replace("group", "group_reduction")
                 raise SpecError(f"unknown value {word!r}", where=name, remedy=remedy)
-        if self.rows == "token" and (self.labels != "data" or self.coupling == "own-loss"):
+        where = "rows token" if self.rows == "token" else "group" if self.group else None
+        if where and (self.labels != "data" or self.coupling == "own-loss"):
             other = "coupling own-loss" if self.labels == "data" else f"labels {self.labels}"
             raise SpecError(
-                f"rows token cannot be combined with {other}, which needs whole samples",
-                where="rows token",
-                remedy="Use labels data and coupling refuse or frozen; or use rows sample.",
+                f"{where} cannot be combined with {other}, which needs rows of samples",
+                where=where,
+                remedy="Use labels data and coupling refuse or frozen; or use rows of samples.",
             )
 
     def require_for_model_parallel(self) -> None:
@@ -101,6 +107,7 @@ class SessionSettings:
             "compile": (self.compile, (False,)),
             "randomness": (self.randomness, ("refuse",)),
             "rows": (self.rows, ("sample",)),
+            "group": (self.group, (None,)),
         }
         for name, (word, accepted) in only.items():
             if word not in accepted:
@@ -198,12 +205,19 @@ class Session:
             observer=None if self.predictions is None else self.predictions.watch,
             rows=asked.rows,
         )
+        if asked.group and problem.ranks is not None:
+            raise SpecError(
+                "group does not support a model that several processes train: members of a group "
+                "could be in different processes",
+                where="group",
+                remedy="Use one process, or shards of a run.",
+            )
         self.labels = Labels(asked.labels, self.problem, asked.seed, own_loss=asked.own_loss)
         if asked.labels == "exact":
             self.problem = replace(self.problem, loss=by_position(self.problem.loss))
         self._compiled = None
         settled = (asked.backend, asked.verify, asked.coupling, asked.randomness, asked.rows)
-        against = not_compiled(*settled)
+        against = "groups have no compiled form" if asked.group else not_compiled(*settled)
         if asked.compile and against is not None:
             self.notes.append(f"not compiled: {against}")
         elif asked.compile:
@@ -264,14 +278,16 @@ class Session:
 
         Tokens need a forward pass, unless all positions count or the batch is empty.
         """
-        if self.settings.rows == "sample" or isinstance(batch, Tokens) or is_empty(batch):
+        if self.settings.rows == "sample" or isinstance(batch, Tokens | Groups) or is_empty(batch):
             return batch
         shapes = tuple((t.shape[1:], t.dtype) for t in tensors((batch.inputs, batch.targets)))
         t = self._positions.get(shapes)
         if t is not None:
             return Tokens.among(batch, torch.ones(len(batch), t, dtype=torch.bool))
         with torch.inference_mode(False):
-            counted, said = self.problem.position_mask(batch.detached())
+            spans = (slice(k, k + _MASKED) for k in range(0, len(batch), _MASKED))
+            masks = [self.problem.position_mask(batch.select(k).detached()) for k in spans]
+        counted, said = torch.cat([mask for mask, _ in masks]), masks[0][1]
         if not said:
             self._positions[shapes] = counted.shape[1]
         return Tokens.among(batch, counted)
@@ -295,6 +311,8 @@ class Session:
         Raises:
             RefusedError: No candidate backend gives an exact, proved result.
         """
+        if isinstance(batch, Groups):
+            return self._evaluate_groups(batch, request, ordinal=ordinal, last=last)
         with locating_lost_axis(self.problem, batch):
             batch = self.rows_of(batch)
         now = self.rebind_if_changed()
@@ -341,6 +359,23 @@ class Session:
         if request.stored and not request.factors:
             evaluation = replace(evaluation, gradients=evaluation.gradients.densify(always=True))
         return evaluation
+
+    def _evaluate_groups(
+        self, batch: Groups, request: Request, *, ordinal: int | None, last: bool
+    ) -> Evaluation:
+        """Return the losses (g,) and gradients of groups: sums or means over their members."""
+        own = Request(batches_left=request.batches_left)  # reductions take the rows of groups
+        of_members = self.evaluate(batch.members, own, ordinal=ordinal, last=last)
+        found = in_groups(of_members, batch.sizes, batch.index, batch.shares)
+        if self.last_is_proved and self.settings.verify != "never" and len(batch):
+            try:
+                require_sums(self.backend, of_members.gradients, found.gradients, batch)
+            except CertificateError as error:
+                self.drop_backend(error)
+                raise
+        if request.stored:
+            return replace(found, gradients=found.gradients.densify(always=True))
+        return found
 
     def _evaluate_batch(
         self, batch: Batch, request: Request, number: int, *, last: bool

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gradscope.core.batch import Batch, sample_batch_of
+from gradscope.core.batch import Batch
 from gradscope.core.texts import listed
 from gradscope.engine.certificate import Certificate
 from gradscope.model.problem import Problem
@@ -32,7 +32,7 @@ def zero_notes(problem: Problem, batch: Batch, proof: Certificate) -> list[str]:
     """
     lost = unreached(problem, batch, proof.unused) if proof.unused else ()
     still = [name for name in proof.unused if name not in lost]
-    which = sample_batch_of(batch).description
+    which = batch.sample_batch.description
     notes = [] if proof.proves else [f"{NOTHING} ({which})"]
     if lost:
         notes.append(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from gradscope.core.batch import Batch, Tokens, sample_batch_of, samples_of, tensors, with_samples
+from gradscope.core.batch import Batch, Tokens, samples_of, tensors, with_samples
 from gradscope.core.precision import doubled
 from gradscope.core.texts import unequal
 from gradscope.errors import CoupledSamplesError, ModelError, RefusedError, UnsupportedError
@@ -329,7 +329,7 @@ def _replaced(problem: Problem, batch: Batch, seed: int) -> Iterator[tuple[Tenso
 
     First half of the samples is kept, then the other half.
     """
-    whole, owner = sample_batch_of(batch), samples_of(batch)
+    whole, owner = batch.sample_batch, samples_of(batch)
     draw = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(whole), generator=draw)
     for kept, gone in (order.tensor_split(2), order.tensor_split(2)[::-1]):
@@ -386,7 +386,7 @@ def require_own_gradients(problem: Problem, batch: Batch, seed: int = 0) -> Tens
         return problem.losses(batch).detach()
     draw = torch.Generator().manual_seed(seed)
     owner = samples_of(batch)
-    n = len(sample_batch_of(batch))
+    n = len(batch.sample_batch)
     powers = torch.randint(0, 4 if problem.precision == torch.float16 else 12, (n,), generator=draw)
     signs = torch.randint(0, 2, (n,), generator=draw) * 2 - 1
     weights = signs * 2.0**powers
@@ -416,10 +416,10 @@ def _require_own(
         others = (samples_of(batch) != k).to(losses)
         left = [_rows(t).nan_to_num() for t in slopes(losses, inputs, others)]
         if any(bool(t[k].norm() > 64 * eps * t.norm()) for t in left):
-            where = mixing_layer(problem, sample_batch_of(batch), k)
+            where = mixing_layer(problem, batch.sample_batch, k)
             raise CoupledSamplesError(
                 "the loss of another sample has a gradient with respect to the inputs of "
-                f"{sample_batch_of(batch).one(k).description}",
+                f"{batch.sample_batch.one(k).description}",
                 where=where,
                 remedy=coupled_remedy(where, batch, problem.model),
             )

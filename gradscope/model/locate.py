@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gradscope.core.batch import Batch, WholeInputs, sample_batch_of, tensors, wholes
+from gradscope.core.batch import Batch, WholeInputs, tensors, wholes
 from gradscope.core.texts import count
 from gradscope.errors import GradscopeError, ModelError, UnsupportedError
 from gradscope.model.randomness import Unplanned
@@ -215,7 +215,7 @@ _GRAPH = (
 
 def shapes_of(batch: Batch) -> str:
     """Return "3 samples: inputs (3, 4) float32; targets (3,) int64"."""
-    samples = sample_batch_of(batch)
+    samples = batch.sample_batch
 
     def describe(tree: object, more: str = "") -> list[str]:
         found = (f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors(tree))
@@ -234,7 +234,7 @@ def graph_remedy(model: nn.Module, batch: Batch) -> str | None:
     A sign is an (n, n) matrix among the inputs of n samples or the model's buffers. Another sign is
     a whole input next to inputs with a sample axis.
     """
-    samples = sample_batch_of(batch)
+    samples = batch.sample_batch
     n, held = len(samples), (*tensors(samples.inputs), *model.buffers())
     parted = bool(wholes(samples.inputs)) and not isinstance(samples.inputs, WholeInputs)
     square = n > 1 and any(t.shape[:2] == (n, n) for t in held)
@@ -325,7 +325,7 @@ def _hint(error: BaseException, batch: Batch | None) -> tuple[str | None, str]:
     if (fits := _channels_hint(str(error), batch)) is not None:
         return None, f"The model was called with {shapes_of(batch)}. {fits}"
     product = _PRODUCT.search(str(error))
-    if product is not None and int(product[2]) == len(sample_batch_of(batch)) != int(product[1]):
+    if product is not None and int(product[2]) == len(batch.sample_batch) != int(product[1]):
         return None, f"{general} {_GRAPH}"  # the rows of the second matrix are samples
     if (fits := _width_hint(str(error), batch)) is not None:
         return None, f"The model was called with {shapes_of(batch)}. {fits}"
@@ -381,7 +381,7 @@ def _hint(error: BaseException, batch: Batch | None) -> tuple[str | None, str]:
 
 def _sample(tree: object, batch: Batch, value: int) -> str | None:
     """Return the first sample whose integers contain `value`."""
-    samples = sample_batch_of(batch)
+    samples = batch.sample_batch
     for tensor in tensors(tree):
         if tensor.dtype in _WHOLE and tensor.dim() and len(tensor) == len(samples):
             rows: Tensor = (tensor == value).reshape(len(samples), -1).any(1)

@@ -25,7 +25,6 @@ from gradscope.core.batch import (
     call,
     map_tensors,
     output,
-    sample_batch_of,
     token_losses,
 )
 from gradscope.core.precision import cast, double
@@ -280,9 +279,7 @@ class Problem:
         if fixed is None:
             return evaluate()
         losses = replace(self, observer=None)._of_samples
-        return fixed.evaluate_batch(
-            self.model, sample_batch_of(batch), evaluate, losses, single=single
-        )
+        return fixed.evaluate_batch(self.model, batch.sample_batch, evaluate, losses, single=single)
 
     def _evaluate(self, batch: Batch, *, graph: bool = True) -> Tensor:
         try:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradscope.core.batch import Batch, sample_batch_of, tensors
+from gradscope.core.batch import Batch, tensors
 from gradscope.errors import CoupledSamplesError, GradscopeError, ModelError, SpecError
 from gradscope.model.locate import is_installed
 from gradscope.model.problem import Problem
@@ -115,9 +115,9 @@ def locating_lost_axis(problem: Problem, batch: Batch) -> Iterator[None]:
 
 def _located(problem: Problem, batch: Batch, error: GradscopeError) -> ModelError | None:
     """Return the error of a call that loses the sample axis, or None if that is not the cause."""
-    if problem.ranks is not None or not len(sample_batch_of(batch)):
+    if problem.ranks is not None or not len(batch.sample_batch):
         return None
-    one, two, three = (_traced(problem, sample_batch_of(batch).resized(n)) for n in (1, 2, 3))
+    one, two, three = (_traced(problem, batch.sample_batch.resized(n)) for n in (1, 2, 3))
     names = [[call.name for call in trace.calls] for trace in (two, three)]
     if names[0] != names[1]:
         return None
@@ -126,7 +126,7 @@ def _located(problem: Problem, batch: Batch, error: GradscopeError) -> ModelErro
         fixed = _fixed(problem, one, two, batch) if coupled else None
         return fixed or _merged(problem, one, two, three)
     coupled = isinstance(error, CoupledSamplesError) and one.losses is not None
-    if coupled and not _equal_in_pairs(problem, sample_batch_of(batch)):
+    if coupled and not _equal_in_pairs(problem, batch.sample_batch):
         return None
     return _dropped(problem, one, two, three, values=coupled)
 

@@ -239,12 +239,12 @@ def render_inspection(found: "Inspection", console: Console, verbose: bool = Fal
     ]
     print_facts(console, rows)
     first = found.first
-    samples = count(first.samples, "sample")
+    samples = count(first.samples, found.plan.noun)
     took = [f"{p.phase}: {duration(p.seconds)}, {p.passes:.2g} plain passes" for p in found.phases]
     lost = Styled(f"{first.nonfinite:,} of {samples}", "bold red")
     heading(console, "The first batch")
     rows = [
-        ("samples", samples),
+        (f"{found.plan.noun}s", samples),
         ("loss", _range(first.loss)),
         ("norm", _range(first.norm)),
         *([] if first.wrong is None else [("wrong", _wrong(first.wrong))]),

@@ -102,7 +102,7 @@ def _choose_plan(job: Job, free: int | None, *, measured: bool) -> MemoryPlan:
             return _plan_within(rehearsed, parse_memory(asked.memory), free)
     given = asked.batch_size is not None or job.session.settings.own_loss
     if free is None and not given:
-        return MemoryPlan(min(job.batch_size, max_dense_samples(job.session)))
+        return MemoryPlan(max(job.least, min(job.batch_size, max_dense_samples(job.session))))
     if given and not measured:
         return MemoryPlan(job.batch_size, available=free)
     with rehearsal(job) as rehearsed:
@@ -119,8 +119,8 @@ def _require_independent(job: Job) -> None:
             require_unaffected(problem, batch, losses, judged=True)
 
     with rehearsal(job) as one:
-        problem = one.session.problem
-        known, two = problem.state.change_count, one.session.labels.of(one.load(0, 2)).detached()
+        problem, two = one.session.problem, one.load(0, max(2, one.least)).computed.head(2)
+        known, two = problem.state.change_count, one.session.labels.of(two).detached()
         try:
             compared(problem, two)
         except Exception as error:
@@ -133,15 +133,17 @@ def _require_independent(job: Job) -> None:
 
 def _plan_within(job: Job, memory: int, free: int | None) -> MemoryPlan:
     """Return the largest power of two whose measured peak stays within `--memory`."""
-    most, budget = min(len(job.rows), _LARGEST), _MARGIN * memory
+    most, budget = min(job.work(), max(job.least, _LARGEST)), _MARGIN * memory
     found = Rehearsals(job).curve(most, budget)
     if found is None:
         return MemoryPlan(job.batch_size, ("this system does not report memory use",), None, free)
     batch_size = found.most(budget, most)
     if not batch_size:
-        least = memory_text(int(found.peak(1) / _MARGIN))
+        least = memory_text(int(found.peak(job.least) / _MARGIN))
         raise SpecError(
-            f"a batch of one sample takes about {memory_text(found.peak(1))}",
+            f"a batch of {'one sample' if job.least == 1 else f'{job.least:,} samples'} takes "
+            f"about {memory_text(found.peak(job.least))}"
+            + (", and a group must be in one batch" if job.groups is not None else ""),
             where=f"memory {job.spec.compute.memory}",
             remedy=f"Give more than {least} ({_MARGIN:.0%} of it is used), or compute fewer "
             "`parameters` at a time.",
@@ -160,14 +162,15 @@ def _plan_by_sizes(job: Job, free: int | None, *, fixed: bool, measured: bool) -
     if sizes is not None and not fixed:
         raw = any(c.reducer is not None and c.reducer.raw for c in job.chains)
         least = 2 if raw or job.spec.compute.layout != "dense" else 1  # one hides structure
+        least = max(least, job.least)
         batch_size = min(batch_size, max(least, sizes.busy(job.session.problem.device)))
-        wanted = min(batch_size, len(job.rows))
-        fitting = sizes.fitting(wanted, _SHARE * limit)
+        wanted = min(batch_size, job.work())
+        fitting = max(job.least, sizes.fitting(wanted, _SHARE * limit))
         if fitting < wanted:
             batch_size, half = fitting, memory_text(_SHARE * limit)
             note = f"batches of {count(fitting, 'sample')}: larger batches may take over {half}"
             notes.append(f"{note}, half of the free memory")
-    most = min(batch_size, len(job.rows))
+    most = min(batch_size, job.work())
     takes = inf if sizes is None else sizes.most(most)
     if inf > takes > limit and not fixed:
         note = f"a batch may take up to {memory_text(takes)}; {memory_text(limit)} are free"
@@ -200,20 +203,24 @@ class Sizes:
         try:
             with rehearsal(job, verify="never") as one:
                 n = 1 if one.tokens is None else min(2, len(one.rows))  # to detect shared positions
-                sample = one.load(0, n)
-                graph = graph_bytes(one.session.problem, one.session.labels.of(sample))
+                sample = one.load(0, max(n, one.least))
+                sample = sample if one.groups is None else sample.one(0)
+                labelled = one.session.labels.of(sample).computed
+                graph = graph_bytes(one.session.problem, labelled)
+                graph //= 1 if one.groups is None else len(labelled.sample_batch)
                 chains = prepare_chains(one.session, one.chains, lambda: [sample])
                 rows, states = Run(one, chains, Path(), NullWriter(), BatchSize(n)).reduce_batch(
-                    sample, samples_left=n
+                    sample, samples_left=len(sample)
                 )
                 if one.tokens is not None and one.session.factored_tokens:
                     graph //= one.tokens.positions  # one pass for all tokens
         except Exception:  # the run will report the error
             return None
         blocks = [block for made in rows.chains for block in (made or {}).values()]
+        rows_bytes = sum(block.n * prod(block.shape) * block.dtype.itemsize for block in blocks)
         return cls(
             graph=graph,
-            rows=sum(block.n * prod(block.shape) * block.dtype.itemsize for block in blocks),
+            rows=rows_bytes * len(job.rows) // job.work(),
             states=sum(map(carried_bytes, states.values())),
             gradient=sum(p.nbytes for p in job.session.problem.parameters.values()),
         )
@@ -279,7 +286,8 @@ class PeakCurve:
 
         Powers of two do not change with small differences between measurements.
         """
-        known = [n for n in _powers(limit) if self.complete or n <= self.points[-1][0]]
+        first, last = self.points[0][0], self.points[-1][0]
+        known = [n for n in _powers(limit) if first <= n and (self.complete or n <= last)]
         return next((n for n in known if self.peak(n) <= budget), 0)
 
 
@@ -292,7 +300,7 @@ class Rehearsals:
 
     def __init__(self, job: Job) -> None:
         self._job, self._device = job, job.session.problem.device
-        job.load(0, min(2, len(job.rows)))  # raises errors in the data first
+        job.load(0, max(job.least, min(2, job.work())))  # raises errors in the data first
         gc.collect()  # a peak is relative to the memory in use
         release_freed_memory()
         self._base = used_memory(self._device)
@@ -314,11 +322,12 @@ class Rehearsals:
 
         Returns None if the system does not report memory.
         """
-        self.peak(1)  # loads code, so later differences come from the samples
-        first = self.peak(1)
+        least = self._job.least
+        self.peak(least)  # loads code, so later differences come from the samples
+        first = self.peak(least)
         if first is None:
             return None
-        points, rise = [(1, first)], 0
+        points, rise = [(least, first)], 0
         while points[-1][0] < most and rise < _CLEAR:
             n, last = points[-1]
             might = last + max(2 * rise, last - first)
@@ -391,7 +400,7 @@ def rehearse(job: Job, n: int) -> bool:
     batches = [job.load(0, n) for _ in range(2)]  # a run also holds two loaded batches
     chains = prepare_chains(job.session, job.chains, lambda: batches[:1])
     run = Run(job, chains, Path(), NullWriter(), size)
-    for done, batch in zip((0, len(job.rows) - n), batches, strict=True):
+    for done, batch in zip((0, len(job.rows) - len(batches[0])), batches, strict=True):
         run.done = done  # the first batch is proved, the last batch is audited
         run.add(batch)
     return size.samples == n

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradscope.blocks import Evaluation, Tuner
 from gradscope.core.batch import Batch, Tokens
+from gradscope.core.groups import Groups
 from gradscope.core.texts import unequal
 from gradscope.engine.audit import Audits
 from gradscope.engine.certificate import finite_samples
@@ -131,11 +132,11 @@ class Run:
         If an audit fails and `auto` has a further backend, the run returns to the last proved
         batch, and `remaining` yields the batches after it.
         """
-        done, returns = 0, self.returns
-        while done < len(batch) and self.returns == returns:
-            part = partial(self._add, batch, done)
+        left, returns = batch, self.returns
+        while len(left) and self.returns == returns:
             try:
-                done += self.size.fitting(part, len(batch) - done)
+                done = self.size.fitting(partial(self._add, left), left.work)
+                left = left.select(slice(done, None))
             except RefusedError as error:
                 if isinstance(error, OtherProcessError):  # the error is in another process
                     raise
@@ -222,12 +223,15 @@ class Run:
             path=str(self.path),
             chains=tuple(chain.text for chain in self.job.chains),
             audits=session.auditor.audits.text if session.settings.verify == "audit" else None,
-            noun=self.job.spec.compute.rows,
+            noun=self.job.noun,
         )
 
-    def _add(self, batch: Batch, start: int, n: int) -> int:
-        """Compute and append n samples of a batch; an error leaves the run unchanged."""
-        part = batch if n == len(batch) else batch.select(slice(start, start + n))
+    def _add(self, batch: Batch, n: int) -> int:
+        """Compute and append the first rows of a batch, of n samples or tokens; return how many.
+
+        An error leaves the run unchanged.
+        """
+        part = batch.head(n)
         rows, states = self.reduce_batch(part, samples_left=len(self.job.rows) - self.done)
         self.writer.wait()  # it may still use the states, which change here
         self.total.add(states)
@@ -243,8 +247,8 @@ class Run:
         )
         progress = {PROGRESS: self.progress.to_state()}
         self.writer.append(rows, self.states | progress, proved=self.job.session.last_is_proved)
-        self.done += n
-        return n
+        self.done += len(part)
+        return len(part)
 
     def reduce_batch(
         self, batch: Batch, samples_left: int
@@ -268,7 +272,7 @@ class Run:
             self._reducing_chains,
             sink,
             request=self.job.request(batches_left=-(-samples_left // n)),
-            ordinal=self.done // (self.progress.batch_size or n),
+            ordinal=self.job.work(0, self.done) // (self.progress.batch_size or batch.work),
             count=1 if n == samples_left else None,
         )
         ((rows, overflowed),) = made
@@ -345,7 +349,7 @@ def batches(job: Job, size: BatchSize, done: int = 0) -> Iterator[Batch]:
     def loaded() -> Iterator[Batch]:
         start = done
         while start < len(job.rows):
-            batch = size.fitting(partial(job.load, start), len(job.rows) - start)
+            batch = size.fitting(partial(job.load, start), job.work(start))
             start += len(batch)
             yield batch
 
@@ -370,7 +374,9 @@ def rows_of(
 def samples_of(job: Job, batch: Batch, evaluation: Evaluation) -> dict[str, Tensor]:
     """Return the columns of the sample table for a batch: `table_of`, ids and previews."""
     table = table_of(job.session, batch, evaluation)
-    ids = job.dataset.ids(batch.samples if isinstance(batch, Tokens) else batch.index)
+    ids = None
+    if not isinstance(batch, Groups):
+        ids = job.dataset.ids(batch.samples if isinstance(batch, Tokens) else batch.index)
     if ids is not None:
         table["id"] = ids
     if job.previews is not None:  # tokens have no previews
@@ -390,6 +396,8 @@ def table_of(session: Session, batch: Batch, evaluation: Evaluation) -> dict[str
     targets = batch.targets
     if isinstance(batch, Tokens):
         table |= {"sample": batch.samples, "position": batch.position}
+    elif isinstance(batch, Groups):
+        table |= {"id": batch.ids, "size": batch.sizes}
     elif isinstance(targets, Tensor) and targets.dim() > 0 and targets[0].numel() == 1:
         table["target"] = targets.flatten()  # targets of more than one number are not stored
     return table | session.predictions_of(batch, evaluation)

@@ -166,7 +166,7 @@ def inspect(job: Job) -> Inspection:
     problem, loaded = job.session.problem, job.checkpoint
     certificate = job.session.certificate
     assert certificate is not None  # the first batch was proved
-    batch = job.load(0, min(cost.batch_size, len(job.rows)))
+    batch = job.load(0, min(cost.batch_size, job.work()))
     evaluation = job.session.evaluate(batch, job.request())
     labelled = job.session.labels.of(batch)
     finite = finite_samples(evaluation).reshape(len(batch), -1).all(1)
@@ -213,7 +213,7 @@ def _phases(job: Job, batch: Batch, took: Mapping[str, float]) -> tuple[Phase, .
 
     def plain() -> tuple[Tensor, ...]:
         with problem.state.restoring():
-            return slopes(problem.losses(labelled), problem.parameters.values())
+            return slopes(problem.losses(labelled.computed), problem.parameters.values())
 
     once = min(timed(plain, problem.device)[0] for _ in range(2))
     return tuple(Phase(name, seconds, seconds / once) for name, seconds in took.items())
@@ -224,7 +224,7 @@ def estimate(job: Job, path: Path | None) -> Estimate:
     budget = plan(job, measured=True)
     size = BatchSize(budget.batch_size, fixed=job.session.settings.own_loss)
     with job.tuner().active() as tuner:
-        room = size.fitting(partial(_tried, job, path), len(job.rows))
+        room = size.fitting(partial(_tried, job, path), job.work())
     notes = (*job.notes, *budget.notes, *job.session.notes, *size.notes)
     return Estimate(
         samples=len(job.rows),
@@ -236,7 +236,7 @@ def estimate(job: Job, path: Path | None) -> Estimate:
         memory=budget.peak,
         available=budget.available,
         ways=tuple(tuner.chosen.values()),
-        noun=job.spec.compute.rows,
+        noun=job.noun,
     )
 
 
@@ -261,10 +261,10 @@ def preflight(
     sizes = Sizes.of(job)
     if sizes is not None and n * sizes.rows + others <= large:
         return None  # the chains make rows smaller
-    few = min(_FEW, job.batch_size, max(2, max_dense_samples(job.session)))
+    few = max(job.least, min(_FEW, job.batch_size, max(2, max_dense_samples(job.session))))
     size = BatchSize(few, fixed=job.session.settings.own_loss)
     with rehearsal(job, verify="never") as rehearsed:
-        found = size.fitting(partial(_tried, rehearsed, path), len(job.rows))
+        found = size.fitting(partial(_tried, rehearsed, path), job.work())
     found.require(path)
     return found if found.bytes > large else None
 
@@ -279,7 +279,7 @@ def _tried(job: Job, path: Path | None, n: int) -> DiskSpace:
         passes += 1
         return [batch]
 
-    left = -(-len(job.rows) // n)
+    left = -(-job.work() // n)
     chains = prepare_chains(job.session, job.chains, once_more, left)
     job.session.evaluate(batch, job.request(left))
     begun = time.perf_counter()
@@ -288,7 +288,7 @@ def _tried(job: Job, path: Path | None, n: int) -> DiskSpace:
         for block in (gradients or {}).values():
             for _ in block.tiles():
                 pass
-    seconds = (time.perf_counter() - begun) * passes * len(job.rows) / n
+    seconds = (time.perf_counter() - begun) * passes * job.work() / batch.work
     return _room(job, path, chains, batch, evaluation, seconds)
 
 

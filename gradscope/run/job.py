@@ -4,7 +4,7 @@ Names (chains, backend, loss) are resolved first, then the user's code, then wei
 that a misspelled name fails early.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from gradscope.backends.base import Request, backends, candidates
 from gradscope.blocks import Tuner
@@ -27,18 +27,20 @@ from gradscope.config import (
     parse_compression,
     parse_shard,
 )
-from gradscope.core.batch import Batch, Tokens, require_positions
+from gradscope.core.batch import Batch
 from gradscope.core.grammar import parse
+from gradscope.core.groups import fitting_groups
 from gradscope.core.precision import cast, dtype_name
 from gradscope.engine.chains import bind
 from gradscope.engine.fold import request_of
 from gradscope.engine.session import Session, SessionSettings
-from gradscope.errors import RefusedError, SpecError
+from gradscope.errors import RefusedError, SpecError, located
 from gradscope.model.locate import first_line
 from gradscope.model.problem import Loss, Problem, is_model_loss
 from gradscope.model.ranks import Ranks, apply_fully_shard
 from gradscope.process.shortage import is_shortage
 from gradscope.run.overlap import to_device
+from gradscope.run.rows import GroupRows, TokenRows
 from gradscope.sources import code
 from gradscope.sources.code import load_function
 from gradscope.sources.data import Dataset, open_dataset
@@ -55,83 +57,13 @@ from gradscope.version import VERSION
 
 _SAME = {
     *("backend", "coupling", "labels", "nonfinite", "layout", "seed", "predictions"),
-    *("previews", "randomness", "rows"),
+    *("previews", "randomness", "rows", "group_reduction"),
 }
 _BATCH_SAMPLES = 256  # the default batch size
 # small models get larger batches, up to these numbers of samples and of gradients' entries
 _MOST_SAMPLES, _BATCH_NUMBERS = 8192, 2**21
 _BATCH_TOKENS = 2048  # the default batch size with rows of tokens, rounded up to whole samples
-_AT_A_TIME = 256  # samples per batch when the positions that count are collected
 _DENSE_BYTES = 2**28  # the size of a batch's gradients if all of them are dense
-
-
-@dataclass(frozen=True)
-class TokenRows:
-    """The token rows of a run: the positions of some samples that count towards the loss."""
-
-    samples: range  # positions of the samples in the data set
-    positions: int  # t, the number of positions of each sample
-    # (m,) int64, for each row: sample's index in `samples` · t + position, or None if all count
-    row_numbers: Tensor | None
-
-    @classmethod
-    def of(cls, session: Session, load: Callable[[range], Batch], samples: range) -> "TokenRows":
-        """Find the positions that count; a loss with a position mask is called for each sample.
-
-        Raises:
-            SpecError: The loss does not return (n, t), t differs, or no position counts.
-        """
-        first, said = session.problem.position_mask(load(samples[:1]))
-        t = first.shape[1]
-        if not said:
-            return cls(samples, t, None)
-        found: list[Tensor] = []
-        for start in range(0, len(samples), _AT_A_TIME):
-            mask, _ = session.problem.position_mask(load(samples[start : start + _AT_A_TIME]))
-            if mask.shape[1] != t:
-                raise SpecError(
-                    f"the loss has {t} positions for the first sample, but {mask.shape[1]} for "
-                    "later samples",
-                    where="rows token",
-                    remedy="Pad all samples to the same length, and mark padding as ignored in "
-                    "the loss.",
-                )
-            found.append(mask.cpu().flatten().nonzero().flatten() + start * t)
-        counted = torch.cat(found)
-        require_positions(len(counted))
-        return cls(samples, t, counted)
-
-    def __len__(self) -> int:
-        rows = self.row_numbers
-        return len(self.samples) * self.positions if rows is None else len(rows)
-
-    def batch(self, load: Callable[[range], Batch], rows: range) -> Tokens:
-        """Return a range of rows, with their samples."""
-        places = torch.arange(rows.start, rows.stop)
-        places = places if self.row_numbers is None else self.row_numbers[places]
-        sample, position = places // self.positions, places % self.positions
-        used, own = torch.unique(sample, return_inverse=True)
-        first = int(used[0])
-        loaded = load(self.samples[first : int(used[-1]) + 1]).select(used - first)
-        index = torch.arange(rows.start, rows.stop)
-        data = (loaded.inputs, loaded.targets, index, loaded.index, own, position)
-        return Tokens(*data, self.positions)
-
-    def some(self, rows: Tensor) -> tuple["TokenRows", Tensor]:
-        """Return a `TokenRows` of only these rows (m,), and their samples (n,)."""
-        places = rows if self.row_numbers is None else self.row_numbers[rows]
-        used, own = torch.unique(places // self.positions, return_inverse=True)
-        counted = own * self.positions + places % self.positions
-        part = TokenRows(range(len(used)), self.positions, counted)
-        return part, used + self.samples.start
-
-    def record(self) -> dict[str, Any]:
-        """Return plain data that identify these rows."""
-        counted = (
-            None if self.row_numbers is None else int(self.row_numbers.double().square().sum())
-        )
-        span = [self.samples.start, self.samples.stop]
-        return {"samples": span, "positions": self.positions, "rows": len(self), "sum": counted}
 
 
 @dataclass(frozen=True)
@@ -143,15 +75,16 @@ class Job:
     session: Session  # model, loss and backend, with the proof of its results
     checkpoint: CheckpointReport  # the checkpoint loaded into the model
     dataset: Dataset
-    rows: range  # indices of the selected rows (samples, or tokens with rows="token")
+    rows: range  # indices of the selected rows (samples, tokens or groups)
     run_rows: range  # the rows of the whole run, which differ from `rows` in a shard
-    batch_size: int  # the batch size, if memory allows it
+    batch_size: int  # the batch size in samples or tokens, if memory allows it
     shard: Shard | None  # the part of the run, or None for the whole run
     compression: Compression | None  # the compression of rows in the result file
     digests: dict[str, str | dict[str, str]]  # SHA-256 of checkpoint, data, code, stored vectors
     notes: tuple[str, ...]  # notes from loading
     previews: Previews | None = None  # previews of samples to store
     tokens: TokenRows | None = None  # the token rows, with rows="token"
+    groups: GroupRows | None = None  # the groups, if the data have a column of ids
 
     def place(self, output: Path) -> Path:
         """Return the path of the result; a shard's file is in the same folder as `output`."""
@@ -163,15 +96,43 @@ class Job:
         return {name: tuple(p.shape) for name, p in self.session.problem.parameters.items()}
 
     def load(self, start: int, n: int) -> Batch:
-        """Return n rows from the selected row `start` on, on the model's device."""
-        rows = self.rows[start : start + n]
+        """Return n samples or tokens from the selected row `start` on, on the model's device.
+
+        With groups, return the next groups with at most n members.
+        """
         load = partial(read, self.dataset, self.session.problem)
-        return load(rows) if self.tokens is None else self.tokens.batch(load, rows)
+        if self.groups is not None:
+            return self.groups.batch(load, self.rows[start:], n)
+        rows = self.rows[start : start + n]
+        if self.tokens is None:
+            return load(rows)
+        return self.tokens.batch(load, torch.arange(rows.start, rows.stop))
+
+    def work(self, start: int = 0, stop: int | None = None) -> int:
+        """Return the number of samples or tokens in the selected rows from `start` on."""
+        rows = self.rows[start:stop]
+        if self.groups is None:
+            return len(rows)
+        return int(self.groups.starts[rows.stop] - self.groups.starts[rows.start])
+
+    @property
+    def least(self) -> int:
+        """The smallest possible batch size: the size of the largest group, or 1."""
+        if self.groups is None:
+            return 1
+        return int(self.groups.sizes[self.rows.start : self.rows.stop].max())
+
+    @property
+    def noun(self) -> str:
+        """The kind of row: sample, token or group."""
+        return self.spec.compute.rows if self.groups is None else "group"
 
     @property
     def samples(self) -> range:
         """The positions of the selected samples in the data set."""
-        return self.rows if self.tokens is None else self.tokens.samples
+        if self.tokens is not None:
+            return self.tokens.samples
+        return self.rows if self.groups is None else self.dataset.rows(self.spec.compute.samples)
 
     def request(self, batches_left: int | None = None) -> Request:
         """Return the request for every batch: the chains and the mean gradient."""
@@ -203,8 +164,7 @@ class Job:
             "dtype": dtype_name(problem.dtype),
             "threads": torch.get_num_threads(),
         }
-        if self.tokens is not None:
-            record["tokens"] = self.tokens.record()
+        record |= {k: rows.record() for k, rows in self._other_rows.items()}
         if self.previews is not None:
             record["previews"] = self.previews.record
         if self.shard is not None:
@@ -213,6 +173,12 @@ class Job:
                 "samples": [self.run_rows.start, self.run_rows.stop],
             }
         return record
+
+    @property
+    def _other_rows(self) -> dict[str, TokenRows | GroupRows]:
+        """The rows that are not samples, by their key in the record."""
+        pairs = ("tokens", self.tokens), ("groups", self.groups)
+        return {key: rows for key, rows in pairs if rows is not None}
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the values that must be equal to resume a stopped run."""
@@ -224,8 +190,7 @@ class Job:
         parts = ["chains", "loss", "samples", "digests", "versions", "dtype"]
         if self.session.settings.own_loss:
             parts.append("batch_size")  # otherwise rows do not depend on it
-        if self.tokens is not None:
-            parts.append("tokens")
+        parts += [*self._other_rows]
         if self.shard is not None:
             parts.append("shard")
         record = self.record()
@@ -239,7 +204,7 @@ class Job:
         }
 
 
-def read(dataset: Dataset, problem: Problem, rows: range) -> Batch:
+def read(dataset: Dataset, problem: Problem, rows: Sequence[int]) -> Batch:
     """Return samples of a data set on the model's device and in its dtype.
 
     For a complex model, real data get the dtype of the model's real part.
@@ -265,29 +230,47 @@ def prepare(spec: RunSpec) -> Job:
             where="memory",
             remedy="Give `batch_size` instead of `memory`.",
         )
+    if spec.dataset.group is not None and asked.layout != "dense":
+        raise SpecError(
+            f"layout {asked.layout} cannot be combined with group: factors of groups have "
+            "different lengths",
+            where="layout",
+            remedy="Use layout dense, or store a projection (project:dim=4096).",
+        )
     compression = None if asked.compression is None else parse_compression(asked.compression)
     require_compression(compression)
     torch.manual_seed(asked.seed)
     together = asked.sharded and dist.is_available() and dist.is_initialized()
     loaded, model = _in_turn(spec) if together else _built(spec)
-    dataset = open_dataset(spec.dataset)
+    dataset, grouped = open_dataset(spec.dataset), spec.dataset.group is not None
+    dataset = dataset.in_any_order if grouped else dataset
     if not is_model_loss(loss):  # a model loss calls the model with its own order of inputs
         require_order(loaded.model, spec.dataset.inputs)
     run_rows = dataset.rows(asked.samples)
     settings = asked.model_dump(
         mode="json", include={field.name for field in fields(SessionSettings)}
     )
-    if asked.rows == "token":
-        settings["predictions"] = False  # predictions belong to samples, not tokens
+    if grouped or asked.rows == "token":
+        settings["predictions"] = False  # predictions belong to samples
+    settings["group"] = asked.group_reduction if grouped else None
     session = Session(model, loss, SessionSettings(**settings))
-    tokens = None
+    tokens, groups = None, None
     if asked.rows == "token":
         tokens = TokenRows.of(session, partial(read, dataset, session.problem), run_rows)
         run_rows = range(len(tokens))
-    size = asked.previews if tokens is None else 0  # previews belong to samples, not tokens
+    ids = dataset.groups(asked.group_reduction)
+    if ids is not None:
+        with located(f"{spec.dataset.path}: {spec.dataset.group}"):
+            groups = GroupRows.of(ids, run_rows, tokens)
+    size = asked.previews if tokens is None and groups is None else 0  # previews belong to samples
     each = 1 if tokens is None else tokens.positions
     asked_size = (asked.batch_size or 0) * each
     batch_size = asked_size or _usual_batch(spec, chains, session, dataset, run_rows, each)
+    if groups is not None:
+        run_rows = range(len(groups))
+        worst = int(groups.sizes.argmax())
+        batch_size = asked_size or max(batch_size, groups.largest)
+        fitting_groups(groups.sizes[worst:], groups.ids[worst:], batch_size)
     if asked.sharded and shard is not None and not asked.batch_size:
         batch_size = min(batch_size, max(1, len(run_rows) // shard.count))  # no empty shard
     return Job(
@@ -296,7 +279,7 @@ def prepare(spec: RunSpec) -> Job:
         session=session,
         checkpoint=loaded.checkpoint,
         dataset=dataset,
-        rows=run_rows if shard is None else shard.rows(run_rows, batch_size),
+        rows=run_rows if shard is None else shard.rows(run_rows, 1 if grouped else batch_size),
         run_rows=run_rows,
         batch_size=batch_size,
         shard=shard,
@@ -305,6 +288,7 @@ def prepare(spec: RunSpec) -> Job:
         notes=(*loaded.notes, *dataset.notes),
         previews=Previews(dataset, size, run_rows[0]) if size else None,
         tokens=tokens,
+        groups=groups,
     )
 
 

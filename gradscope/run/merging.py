@@ -191,9 +191,7 @@ def _plan(parts: RunFiles) -> FilePlan:
     compression = stored.get("compression")
     run = deepcopy(parts.run) | {"samples": samples}
     compute = run.get("spec", {}).get("compute", {})
-    if (
-        run.pop("shard", None) is None and compute.get("rows") != "token"
-    ):  # token rows are not numbered by sample
+    if run.pop("shard", None) is None and parts.noun == "sample":  # other rows have own numbers
         compute["samples"] = f"{parts.start}:{parts.stop}"
     compute["shard"] = None
     return FilePlan(
@@ -324,7 +322,8 @@ def _recompute(
         job = prepare(_single_sample_spec(parts, spec))
         _require_same_run(parts, job)
         for sample in samples:
-            batch, error = job.load(sample.index, 1), partial(_not_reproduced, sample.path)
+            k, error = sample.index, partial(_not_reproduced, sample.path)
+            batch = job.load(k, job.work(k, k + 1))
             numbers = _numbers(job, sample, batch)
             require_reproduced(batch, numbers, job.session.problem.precision, error)
     return len(samples), ()
@@ -335,9 +334,10 @@ def _single_sample_spec(parts: RunFiles, spec: RunSpec) -> RunSpec:
     kept: Any = parts.run.get("spec", {}).get("compute", {})
     settings = ("parameters", "dtype", "seed", "labels", "coupling", "randomness")
     own = {key: kept[key] for key in settings if key in kept}
-    if kept.get("rows") == "token":  # token rows are numbered from the first sample
-        own |= {"rows": "token", "samples": kept.get("samples")}
-    more = {"backend": "loop", "transform": ["mean"], "batch_size": 1, "verify": "never"}
+    if parts.noun != "sample":  # other rows are numbered from the first selected sample
+        own |= {k: kept[k] for k in ("rows", "samples", "group_reduction") if k in kept}
+    size = None if parts.noun == "group" else 1
+    more = {"backend": "loop", "transform": ["mean"], "batch_size": size, "verify": "never"}
     try:
         compute = ComputeSpec.model_validate(own | more | {"device": spec.compute.device})
     except ValidationError as error:

@@ -61,7 +61,7 @@ def start(
         done, budget = writer.completed, _budget(job, before, writer.completed)
         layout.run["batch_size"] = budget.batch_size  # the first batch lays out the file
         size = BatchSize(budget.batch_size, fixed=job.session.settings.own_loss)
-        batches_left = -(-len(job.rows) // size.samples)
+        batches_left = -(-job.work() // size.samples)
         tuner = job.tuner(before.choices)
         with (
             tuner.active(),
@@ -73,7 +73,7 @@ def start(
                 lambda n: prepare_chains(
                     job.session, job.chains, lambda: batches(job, size), batches_left
                 ),
-                len(job.rows),
+                job.work(),
             )
             progress = replace(before, batch_size=size.samples)
             if 0 < done < len(job.rows):
@@ -116,7 +116,7 @@ def _recheck(
     """Prove the first batch of a stopped run again, and compare it with the stored numbers."""
     if before.first is None:
         return
-    batch = size.fitting(partial(job.load, 0), len(job.rows))
+    batch = size.fitting(partial(job.load, 0), job.work())
     evaluation = job.session.evaluate(batch, job.request(), ordinal=0)
     found = first_of(rows_of(job, chains, batch, evaluation))
 

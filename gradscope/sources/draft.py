@@ -154,8 +154,17 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     else:
         held = model == FROM_CHECKPOINT if model else _description(checkpoint) is not None
         dataset_lines, found, why = _dataset(
-            result, data, folder, keywords=held, forward=drafted.inputs, loss=loss, called=called
+            result,
+            data,
+            folder,
+            keywords=held,
+            forward=drafted.inputs,
+            loss=loss,
+            called=called,
+            group=spec.dataset.group,
         )
+    if spec.dataset.group is not None:
+        dataset_lines.append(f"group = {quoted(spec.dataset.group)}")
     if each:
         text = _METHOD.format(each=_comment(each), line=_comment(line))
         found, loss_lines = "loss.py:loss", text.splitlines()
@@ -435,6 +444,7 @@ def _dataset(
     forward: Sequence[str],
     loss: str | None,
     called: Sequence[str],
+    group: str | None,
 ) -> tuple[list[str], str, str]:
     """Return the lines for a data file, a loss for its targets, and why.
 
@@ -446,9 +456,10 @@ def _dataset(
         forward: The names of the parameters of the model's forward, as far as they are known.
         loss: The loss that was given on the command line, if any.
         called: The losses that scripts call.
+        group: The array of the ids of groups, which is no input.
     """
     kind, opened = open_arrays(data)
-    arrays = {name: _DataArray.of(opened.load(name)) for name in opened.names}
+    arrays = {name: _DataArray.of(opened.load(name)) for name in opened.names if name != group}
     held = listed(f"{name} {array}" for name, array in arrays.items())
     lines = [f"# {kind}: {_comment(held)}", f"path = {quoted(_relative(data, folder))}"]
 

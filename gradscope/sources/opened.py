@@ -64,6 +64,8 @@ class ShownData:
             return cls(None, "the file has no path of the data")
         if run.get("tokens") and "position" not in (samples or {}):
             return cls(None, "the rows are tokens: the table has their sample and position")
+        if "size" in (samples or {}) or run.get("groups"):
+            return cls(None, "the rows are groups: the table has their ids and sizes")
         why = ""
         if spec.factory is not None:
             why = f"{spec.factory} makes the data, and gradscope runs no code to show samples"

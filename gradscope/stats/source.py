@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gradscope.core import texts
 from gradscope.core.grammar import Stage, parse
 from gradscope.errors import ResultFileError, SpecError
 from gradscope.stats.records import Floats, Mask, Positions, number, plain, wide
@@ -51,13 +53,14 @@ class Samples:
     id: NDArray[Any] | None = None  # the samples' names (n,), if stored
     prediction: NDArray[Any] | None = None  # the model's predictions (n,), if stored
     margin: Floats | None = None  # log p - log(1 - p) of the target class (n,), if stored
+    size: NDArray[Any] | None = None  # the number of members (n,), if the rows are groups
 
     @classmethod
     def of(cls, file: Source) -> "Samples":
         """Return the finite samples of `file`."""
         rows = np.flatnonzero(finite_samples(file))
-        names = ("target", "id", "prediction", "margin")
-        target, own, prediction, margin = map(file.samples.get, names)
+        names = ("target", "id", "prediction", "margin", "size")
+        target, own, prediction, margin, size = map(file.samples.get, names)
         own = own if "position" not in file.samples else token_names(file.samples)
         return cls(
             rows=rows,
@@ -69,6 +72,7 @@ class Samples:
             id=None if own is None else np.asarray(own)[rows],
             prediction=None if prediction is None else np.asarray(prediction)[rows],
             margin=None if margin is None else wide(margin)[rows],
+            size=None if size is None else np.asarray(size)[rows],
         )
 
     @property
@@ -107,8 +111,13 @@ def token_names(table: Mapping[str, Any]) -> NDArray[Any]:
 def keys_of(table: Mapping[str, Any]) -> Positions:
     """Return a key for each row (n,) that is the same in every run: its position in the data set.
 
-    The key of a token is (sample + 1) · 2³² + position, which differs from every sample's key.
+    The key of a token is (sample + 1) · 2³² + position, which differs from every sample's key. The
+    key of a group is a hash of its id.
     """
+    if "size" in table:
+        names = np.atleast_1d(table["id"]).tolist()
+        digests = [blake2b(str(plain(name)).encode(), digest_size=8).digest() for name in names]
+        return np.frombuffer(b"".join(digests), np.int64)
     if "position" not in table:
         return np.asarray(table["index"], np.int64)
     sample, position = (np.asarray(table[k], np.int64) for k in ("sample", "position"))
@@ -146,8 +155,8 @@ def labels_of(file: Source) -> str:
 
 
 def noun_of(file: Source) -> str:
-    """Return the kind of row: sample or token."""
-    return "token" if "tokens" in dict(file.run) else "sample"
+    """Return the kind of row: sample, token or group."""
+    return texts.noun_of(dict(file.run))
 
 
 def stages_of(file: Source, chain: Any) -> tuple[Stage, ...]:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradscope.core.texts import noun_of
 from gradscope.errors import OutputError, RefusedError, ResultFileError
 from gradscope.storage.format.files import (
     locked,
@@ -90,8 +91,8 @@ class RunFiles:
 
     @property
     def noun(self) -> str:
-        """The word for a row: sample or token."""
-        return "token" if "tokens" in self.run else "sample"
+        """The word for a row: sample, token or group."""
+        return noun_of(self.run)
 
 
 def check_files(paths: Iterable[Path]) -> RunFiles:

@@ -78,10 +78,11 @@ class View:
                     remedy="Give files that were computed from one data set.",
                 )
             table = record.queries if isinstance(record, Scores) else getattr(record, "samples", {})
-            if record is not None and ("position" in table) != ("position" in self.file.samples):
+            kinds = sorted({_kind(table), _kind(self.file.samples)})
+            if record is not None and len(kinds) > 1:
                 raise SpecError(
-                    f"the {what} and {self.file.path} have different rows: samples and tokens",
-                    remedy="Give files of the same gradscope compute --rows.",
+                    f"the {what} and {self.file.path} have different rows: {' and '.join(kinds)}",
+                    remedy="Give files of the same gradscope compute --rows and --group.",
                 )
 
     @property
@@ -91,7 +92,7 @@ class View:
 
     @cached_property
     def noun(self) -> str:
-        """The kind of row: "sample" or "token"."""
+        """The kind of row: "sample", "token" or "group"."""
         return FileFacts.of(self.file).noun
 
     @cached_property
@@ -191,7 +192,7 @@ class View:
     def _columns(self) -> dict[str, NDArray[Any]]:
         samples = self.data.samples
         found = {"index": samples.index, "loss": samples.loss, "norm": samples.norm}
-        more = {"cosine": self.data.cosines, "margin": samples.margin}
+        more = {"cosine": self.data.cosines, "margin": samples.margin, "size": samples.size}
         one = {"target": samples.target, "prediction": samples.prediction}
         more |= {k: v for k, v in one.items() if v is not None and v.ndim == 1}
         found |= {name: np.asarray(v, np.float64) for name, v in more.items() if v is not None}
@@ -287,7 +288,9 @@ class View:
         if "position" in table:
             some = {k: np.asarray(table[k])[used] for k in ("sample", "position")}
             known["ids"] = [*map(str, token_names(some))]
-        known["unit"] = str(scores.record.get("unit"))
+        elif "size" in table:
+            known["ids"] = [str(plain(name)) for name in np.asarray(table["id"])[used]]
+        known |= {"unit": str(scores.record.get("unit")), "noun": scores.noun}
         return {"of": found, "places": packed(np.asarray(used, np.int32)), **known, "album": album}
 
 
@@ -323,6 +326,11 @@ class Neighbours:
                 known = np.take_along_axis(cosines, order, 1)
                 ranked[:] = np.where(np.isnan(known), -1, order), known
         return found
+
+
+def _kind(table: Mapping[str, Any]) -> str:
+    """Return the kind of the rows of a sample table."""
+    return "tokens" if "position" in table else "groups" if "size" in table else "samples"
 
 
 def _digests(record: GradientFile | Scores) -> set[str]:

@@ -29,6 +29,7 @@ from gradscope.blocks import (
     base,
     derived,
     from_factors,
+    grouped,
     joined,
     total,
 )
@@ -149,6 +150,36 @@ def in_parts(*pairs: Pair) -> Pair:
     return joined(blocks, place), values[place]
 
 
+GROUPS = torch.tensor([3, 1, 7, 1, 2])  # of unequal sizes, so that some are padded
+ONE_SIZE = torch.full((N,), 3)
+
+
+def in_groups(dtype, kind: str, *sizes, groups=GROUPS) -> Pair:
+    """N sums of consecutive rows."""
+    block, values = drawn(dtype, kind, *sizes, n=int(groups.sum()))
+    return _added(block, values, groups)
+
+
+def groups_of_total(dtype) -> Pair:
+    """An outer product and a scatter, as in a tied embedding; of outer products in two places."""
+    pairs = [drawn(dtype, "outer", 1, t, 4, 3, (4, 3), n=14) for t in (1, 2)]
+    pairs.append(drawn(dtype, "scatter", 4, 3, 2, n=14))
+    return _added(total([b for b, _ in pairs]), sum(d for _, d in pairs), GROUPS)
+
+
+def groups_of_sides(dtype) -> Pair:
+    """The weight is used transposed as well, so that both factors are gradients somewhere."""
+    (one, a), (other, b) = (
+        drawn(dtype, "outer", 1, 2, *sides, sides, n=10) for sides in ((4, 3), (3, 4))
+    )
+    return _added(total([one, other.transpose(0, 1)]), a + b.mT, torch.full((N,), 2))
+
+
+def _added(block: Block, values: Tensor, groups: Tensor) -> Pair:
+    rows = [part.sum(0) for part in values.split(groups.tolist())]
+    return grouped(block, groups), torch.stack(rows)
+
+
 KINDS: dict[str, Callable[[torch.dtype], Pair]] = {
     "dense": lambda t: dense(t, 4, 3),
     "dense scalar": lambda t: dense(t),
@@ -198,6 +229,15 @@ KINDS: dict[str, Callable[[torch.dtype], Pair]] = {
     "sparse": sparse,
     "expected": expected,
     "expected square": lambda t: expected(t, squared),
+    "groups of dense": lambda t: in_groups(t, "dense", 4, 3),
+    "groups of outers": lambda t: in_groups(t, "outer", 1, 1, 4, 3, (4, 3)),
+    "groups of positions": lambda t: in_groups(t, "outer", 3, 4, 6, 2, (18, 2)),
+    "groups of one size": lambda t: in_groups(t, "outer", 2, 3, 6, 2, (12, 2), groups=ONE_SIZE),
+    "groups of segments": lambda t: in_groups(t, "segments", 60, 3, 4, 3, (3, 4, 3)),
+    "groups of scatters": lambda t: in_groups(t, "scatter", 4, 3, 2),
+    "groups of scatters, of one size": lambda t: in_groups(t, "scatter", 4, 3, 6, groups=ONE_SIZE),
+    "groups of a total": groups_of_total,
+    "groups of both sides": groups_of_sides,
     "joined outers": lambda t: in_parts(outer(t), outer(t)),
     "joined scatters": lambda t: in_parts(scatter(t), scatter(t)),
     "joined, of two lengths": lambda t: in_parts(outer(t, t=2), outer(t, t=5)),

@@ -15,6 +15,7 @@ import torch
 from gradscope.config import DatasetSpec
 from gradscope.errors import DatasetError, SpecError
 from gradscope.sources.data import Dataset, open_dataset
+from gradscope.sources.data.files import FileSamples
 
 N = 11
 RANDOM = np.random.default_rng(0)
@@ -133,9 +134,18 @@ def test_samples_and_rows(tmp_path: Path) -> None:
             data.rows(samples)
     with pytest.raises(SpecError):
         data.rows("5:2")
-    for rows in (range(0), range(9, 12), range(-1, 3), range(5, 2, -1), slice(11, 12)):
+    for rows in (range(0), range(9, 12), range(-1, 3), [3, 11], slice(11, 12)):
         with pytest.raises(DatasetError, match="the data set has 11 samples"):
             data.batch(rows)
+    whole, some = data.batch(range(N)), data.batch([5, 2, 9])  # in any order
+    assert some.index.tolist() == [5, 2, 9]
+    assert torch.equal(some.inputs, whole.inputs[some.index])
+    held = data.in_any_order
+    assert isinstance(held.samples, FileSamples)
+    assert all(isinstance(column, torch.Tensor) for column in held.samples.columns.values())
+    assert torch.equal(held.batch([5, 2, 9]).inputs, some.inputs)
+    assert isinstance(data.samples, FileSamples)
+    assert data.samples.in_memory(100) is data.samples
 
 
 X, Y = np.ones((4, 6)), np.zeros(4, dtype=np.int64)

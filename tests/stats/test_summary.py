@@ -142,7 +142,7 @@ def test_json_names_are_stable_and_read_back():
         "parameters": "name shape entries mean_norm max_norm share mean_gradient_norm "
         "signal_to_noise noise_scale entry_signal_to_noise opposing",
         "norm": "mean std min max percentiles histogram",
-        "samples": "index id loss norm target prediction times_median cosine",
+        "samples": "index id size loss norm target prediction times_median cosine",
         "noise_scale": "trace_covariance gradient_norm_squared simple flag simple_interval "
         "trace_covariance_interval gradient_norm_squared_interval",
     }.items():

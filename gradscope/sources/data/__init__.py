@@ -1,7 +1,7 @@
 """Data sets: samples from data files or from user code, and their batches."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradscope.config import DatasetSpec, parse_samples
 from gradscope.core.batch import Batch, Whole, WholeInputs
+from gradscope.core.groups import GroupIds, Reduction
 from gradscope.core.precision import dtype_name
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import count, listed
@@ -17,9 +18,12 @@ from gradscope.errors import DatasetError, located
 from gradscope.sources.data.columns import NumberColumn
 from gradscope.sources.data.files import FileSamples, open_files
 from gradscope.sources.data.python import PythonSamples
-from gradscope.sources.data.recipes import ids_of, words
+from gradscope.sources.data.recipes import groups_of, ids_of, words
 
 __all__ = ["Dataset", "open_dataset", "words"]
+
+_AT_A_TIME = 256  # samples to read at a time for their ids
+_HELD = 2**28  # the most bytes of arrays in memory if samples are read in another order
 
 
 @dataclass(frozen=True)
@@ -81,21 +85,20 @@ class Dataset:
             )
         return range(start, stop)
 
-    def batch(self, rows: range | slice) -> Batch:
+    def batch(self, rows: Sequence[int] | slice) -> Batch:
         """Return the samples at `rows`; index (n,) has each sample's position in the data set.
 
         Raises:
             DatasetError: A row is out of range, `rows` is empty, or a value does not fit its dtype.
         """
         chosen = range(*rows.indices(len(self))) if isinstance(rows, slice) else rows
-        if not chosen or chosen.step < 1 or chosen[0] < 0 or chosen[-1] >= len(self):
+        if not chosen or min(chosen) < 0 or max(chosen) >= len(self):
             raise self._error(
                 f"the rows {rows} are out of range: the data set has {count(len(self), 'sample')}",
-                f"Give ascending rows from 0 to {len(self) - 1}.",
+                f"Give rows from 0 to {len(self) - 1}.",
             )
-        positions: Sequence[int] = chosen
-        if self.chosen is not None:
-            positions = self.chosen[chosen.start : chosen.stop : chosen.step].tolist()
+        index = torch.tensor(chosen)
+        positions = chosen if self.chosen is None else self.chosen[index].tolist()
         found = self.samples.read(positions)
         spec = self.spec
 
@@ -118,7 +121,6 @@ class Dataset:
             values = tuple(map(value, names))
             return values if len(values) > 1 else next(iter(values), None)
 
-        index = torch.arange(chosen.start, chosen.stop, chosen.step)
         inputs = arrays(spec.inputs, self.whole)
         if {*spec.input_arrays} <= {*spec.whole}:
             inputs = WholeInputs(inputs, torch.tensor(positions), len(self.samples))
@@ -138,6 +140,45 @@ class Dataset:
         if self.named is None:
             return None
         return self.named(index if self.chosen is None else self.chosen[index])
+
+    def groups(self, reduction: Reduction) -> GroupIds | None:
+        """Return the groups of all samples, or None without a column of ids.
+
+        Raises:
+            DatasetError: An id is neither an integer nor a text.
+        """
+        name = self.spec.group
+        if name is None:
+            return None
+        with located(f"{self.spec.path}: {name}"):
+            if isinstance(self.samples, FileSamples):
+                found = groups_of(self.samples.load(name), reduction)
+            else:
+                found = GroupIds.of(self._column(name), reduction)
+            if len(found.codes) != len(self.samples):
+                raise DatasetError(
+                    f"there are {count(len(found.codes), 'id')} for "
+                    f"{count(len(self.samples), 'sample')}",
+                    remedy="Give an id for each sample.",
+                )
+        return found if self.chosen is None else replace(found, codes=found.codes[self.chosen])
+
+    @property
+    def in_any_order(self) -> "Dataset":
+        """The same samples, to read in any order; small data are in memory."""
+        if not isinstance(self.samples, FileSamples):
+            return self
+        return replace(self, samples=self.samples.in_memory(_HELD))
+
+    def _column(self, name: str) -> Tensor:
+        """Return an array of all samples (N, ...); every sample is read."""
+        parts = []
+        for start in range(0, len(self.samples), _AT_A_TIME):
+            found = self.samples.read(range(start, min(start + _AT_A_TIME, len(self.samples))))
+            if not isinstance(found.get(name), Tensor):
+                raise self._error(f"a sample has no number {name!r}", f"It has {listed([*found])}.")
+            parts.append(found[name])
+        return torch.cat(parts)
 
     def describe(self) -> dict[str, Any]:
         """Return the facts on the data set for messages and `--dry-run`."""

@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -100,6 +100,17 @@ class FileSamples:
     def headings(self, name: str) -> list[str]:
         """Return the names of an array's columns if several columns form the array, else []."""
         return headings(self.names, self.spec.columns.get(name))
+
+    def in_memory(self, most: int) -> Self:
+        """Return the samples with their arrays in memory if these have at most `most` bytes.
+
+        Most files are slow to read in another order than their own.
+        """
+        free = self.memory(torch.device("cpu"))
+        size = len(self) * sum(map(_row_bytes, self.columns.values()))
+        if size > (most if free is None else min(most, free // _COPIES)):
+            return self
+        return replace(self, columns={k: v[0 : len(self)] for k, v in self.columns.items()})
 
     def read(self, rows: Sequence[int]) -> dict[str, Tensor]:
         """Return {name: (n, ...)} for the samples `rows`; raise MemoryError for too many rows."""
@@ -275,7 +286,8 @@ def _check_names(spec: DatasetSpec, names: tuple[str, ...]) -> None:
     keys = ("dtype", "scale", "reshape", "classes", "tokenizer", "pad", "length")
     used: dict[str, Any] = {"inputs": spec.input_arrays, "targets": spec.targets}
     used |= {key: getattr(spec, key) for key in keys}
-    used |= {key: [n] for key in ("id", "select") if isinstance(n := getattr(spec, key), str)}
+    names_of = {key: getattr(spec, key) for key in ("id", "group", "select")}
+    used |= {key: [name] for key, name in names_of.items() if isinstance(name, str)}
     known = set(names)
     for key, name in ((key, name) for key, some in used.items() for name in some):
         if name not in known:

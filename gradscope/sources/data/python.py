@@ -59,11 +59,11 @@ class PythonSamples:
             self._iterable |= not hasattr(self._data, "__getitem__")
             self._n = self._length()
         self._iterator: tuple[int, Iterator[Any]] | None = None
-        self._seen: dict[tuple[int, ...], str] = {}
+        self._seen: dict[Sequence[int], str] = {}
         first = self._batch(self._samples(range(1)))
         self._first = _digest(first)
         self.names = [*first]
-        self.unused = [name for name in first if name not in spec.arrays]
+        self.unused = [name for name in first if name not in (*spec.arrays, spec.group)]
         self.code = code_digests(spec.factory, "data set")
         facts = [self.code, spec.kwargs, self._n, self._first]
         self.sha256 = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
@@ -95,7 +95,7 @@ class PythonSamples:
         found = self._batch(samples)
         if rows[0] == 0 and _digest(self._batch(samples[:1])) != self._first:
             raise self._other("sample 0 is")
-        key, digest = (rows[0], rows[-1], len(rows)), _digest(found)
+        key, digest = rows if isinstance(rows, range) else tuple(rows), _digest(found)
         if self._seen.setdefault(key, digest) != digest:
             raise self._other(f"samples {rows[0]} to {rows[-1]} are")
         used = {name: found[name] for name in self._spec.arrays if name in found}

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gradscope.config import DatasetSpec
+from gradscope.core.groups import GroupIds, Reduction
 from gradscope.core.precision import dtype_name
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import count
@@ -98,7 +99,7 @@ def headings(names: Sequence[str], recipe: str | Sequence[str] | None) -> list[s
 def used(names: Sequence[str], spec: DatasetSpec) -> set[str]:
     """Return the names of a file's arrays that the spec uses."""
     found: set[str] = set()
-    for name in (*spec.arrays, spec.id, spec.select):
+    for name in (*spec.arrays, spec.id, spec.group, spec.select):
         if not isinstance(name, str):
             continue
         source = name.removesuffix(MASK)
@@ -425,6 +426,22 @@ def ids_of(stored: StoredColumn, n: int) -> Callable[[Tensor], Tensor]:
         raise DatasetError("ids must be an integer or a text for each sample", remedy=_OWN_ID)
     _require_distinct(stored[0:n].to(torch.int64).numpy(), lambda k: int(stored[k : k + 1]))
     return lambda index: torch.cat([stored[a:b] for a, b in runs(index.tolist())]).long()
+
+
+def groups_of(stored: StoredColumn, reduction: Reduction) -> GroupIds:
+    """Return the groups for a column of ids: one of each sample, or one of each position.
+
+    Shorter sequences of ids are padded with missing ids.
+    """
+    if isinstance(stored, TextColumn):
+        return GroupIds.of([*stored.read(0, stored.n)], reduction)
+    if not isinstance(stored, SequenceColumn):
+        return GroupIds.of(stored[0 : length_of(stored)], reduction)
+    rows = stored.read(0, length_of(stored))
+    wide = np.full((len(rows), int(stored.lengths.max())), None)
+    for row, sequence in zip(wide, rows, strict=True):
+        row[: len(sequence)] = sequence.tolist()
+    return GroupIds.of(wide, reduction)
 
 
 def _text_ids(texts: TextColumn) -> Callable[[Tensor], Tensor]:

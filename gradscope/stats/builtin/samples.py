@@ -20,6 +20,7 @@ from gradscope.stats.sections import (
     ScatterPicture,
     Section,
     Table,
+    count_column,
     index_and_name,
     index_columns,
     numbers,
@@ -40,6 +41,7 @@ class SampleRow(Record):
 
     index: int
     id: int | str | None = None
+    size: int | None = None  # the number of members of a group
     loss: float | None
     norm: float
     target: Plain
@@ -59,6 +61,7 @@ def _rows(data: Data, places: Positions, cosines: Floats | None) -> tuple[Sample
     return tuple(
         SampleRow(
             **samples.described(int(k)),
+            size=None if samples.size is None else int(samples.size[k]),
             prediction=None if samples.prediction is None else plain(samples.prediction[k]),
             loss=number(samples.loss[k]),
             norm=float(samples.norm[k]),
@@ -70,8 +73,10 @@ def _rows(data: Data, places: Positions, cosines: Floats | None) -> tuple[Sample
 
 
 def _table(rows: Sequence[SampleRow]) -> Table:
+    sizes = [row.size for row in rows if row.size is not None]
     columns = [
         *index_columns(rows),
+        *([count_column("size", sizes)] if sizes else []),
         numbers("norm", [r.norm for r in rows]),
         numbers("times median", [r.times_median for r in rows], rank=1),
         numbers("loss", [r.loss for r in rows]),
@@ -94,7 +99,7 @@ def _sample_sections(
 
 
 def _answer_losses(rows: Sequence[SampleRow], summary: Summary) -> Iterator[tuple[str, str]]:
-    if rows:
+    if rows and summary.noun != "group":  # the loss of a group is a sum
         listed = ", ".join(index_and_name(row.index, row.id) for row in rows[:_ANSWERED])
         found = summary.predictions
         wrong = "" if found is None else f"; {percent(found.wrong)} predicted wrongly"

@@ -12,7 +12,7 @@
   };
   const columns = Object.fromEntries(Object.entries(data.columns).map(([k, v]) => [k, unpack(v)]));
   const { index, norm, loss } = columns, count = data.samples;
-  const COUNTED = data.noun === "token" ? "row" : "position";  // what index says of each
+  const COUNTED = data.noun === "sample" ? "position" : "row";  // what index says of each
   const every = Array.from({ length: count }, (_, place) => place);
   const positive = Float64Array.from(norm).sort();
   const median = count ? (positive[(count - 1) >> 1] + positive[count >> 1]) / 2 : NaN;
@@ -318,6 +318,7 @@
     if (columns.target) rows.push(["target", label(columns.target[place])]);
     if (columns.prediction) rows.push(["prediction", predicted(place)]);
     rows.push(["norm", `${short(norm[place])}, ${short(norm[place] / median)} times the median`], ["loss", short(loss[place])]);
+    if (columns.size) rows.push(["size", whole(columns.size[place])]);
     if (columns.margin) rows.push(["margin", `${short(columns.margin[place])}, probability of the target ${short(1 / (1 + Math.exp(-columns.margin[place])))}`]);
     if (columns.cosine) rows.push(["cosine with the mean gradient", short(columns.cosine[place])]);
     if (data.second) {
@@ -358,7 +359,7 @@
       if (scores.target) lines.push(`target ${label(scores.target[j])}`);
       if (scores.prediction) lines.push(`predicted ${label(scores.prediction[j])}`);
       lines.push(`score ${short(score)}`);
-      const title = `training ${scores.ids ? "token" : "sample"} ${(scores.ids ?? scores.index ?? [])[j] ?? p}`;
+      const title = `training ${scores.noun} ${(scores.ids ?? scores.index ?? [])[j] ?? p}`;
       return make("li", {}, card("div", picture(scores.album, j, title), title, lines, false));
     };
     const titles = ["Helped most: without them, the loss would be higher", "Harmed most: without them, the loss would be lower"];
