@@ -87,7 +87,10 @@ class SessionSettings:
         for name, kind in kinds.items():
             word, known = getattr(self, name), list(get_args(kind))
             if word not in known:
-                remedy, name = suggestion(str(word), known), name.replace("group", "group_reduction")
+                remedy, name = (
+                    suggestion(str(word), known),
+                    name.replace("group", "group_reduction"),
+                )
                 raise SpecError(f"unknown value {word!r}", where=name, remedy=remedy)
         where = "rows token" if self.rows == "token" else "group" if self.group else None
         if where and (self.labels != "data" or self.coupling == "own-loss"):

@@ -91,7 +91,7 @@ def coupled_remedy(where: str | None, batch: Batch, model: nn.Module) -> str:
 
 def _broadcasting(batch: Batch) -> list[str]:
     """Return a remedy for outputs that broadcast with targets (n,) or (n, 1)."""
-    samples = sample_batch_of(batch)
+    samples = batch.sample_batch
     n, target = len(samples), next(iter(tensors(samples.targets)), None)
     if target is None or target.shape not in ((n,), (n, 1)) or not target.is_floating_point():
         return []
