@@ -431,3 +431,12 @@ def test_groups_have_no_positions() -> None:
     with pytest.raises(SpecError) as raised:
         Scope(Documents(), of_words, rows="token").groups(words, words)
     assert str(raised.value) == "the scope has no groups\nUse Scope(group=ids)."
+
+
+def test_no_position_counts() -> None:
+    words = torch.randint(11, (3, 7))
+    ids = np.array(DOCUMENTS)
+    scope = Scope(Documents(), of_counted_words, rows="token", group=ids)
+    with pytest.raises(SpecError) as raised:
+        scope.norms(words, torch.full_like(words, -1))
+    assert raised.value.what == "no position of these samples counts towards the loss"

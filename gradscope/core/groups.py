@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradscope.core.batch import Batch, Tokens
+from gradscope.core.batch import Batch, Tokens, require_positions
 from gradscope.core.texts import count, listed
 from gradscope.errors import DatasetError, SpecError
 
@@ -229,6 +229,7 @@ class GroupIds:
 
     def batch(self, rows: Batch) -> Groups:
         """Return the groups of samples or tokens, in the order of their ids."""
+        require_positions(len(rows))
         if isinstance(rows, Tokens):
             codes = self.of_rows(rows.samples, rows.position, rows.positions)
         else:
