@@ -170,7 +170,7 @@ class Scope(UncopiedHandle):
     def with_loss(self, loss: str | Callable[..., Tensor]) -> Self:
         """Return a scope with the same model and settings, and another loss."""
         made = object.__new__(type(self))
-        made.session, made._bound = self.session.with_loss(loss), {}
+        made.session, made._bound, made._groups = self.session.with_loss(loss), {}, self._groups
         made.session.warn = _warn
         return made
 

@@ -139,7 +139,7 @@ def test_what_merge_refuses(
     other, before = made / "other.shard-1-of-3.h5", sorted(tmp_path.iterdir())
     for arguments, words in (
         ([files[0], files[2]], "samples are missing: 21 to 42 (shard 1)"),
-        ([*files, files[1]], "samples 21 to 42 are in two files"),
+        ([*files, files[1]], "o.shard-1-of-3.h5: the file is given twice"),
         ([files[0], other, files[2]], "seed is 0 there, 5 here"),
     ):
         done = gradscope("merge", *arguments, "-o", tmp_path / "o.h5")

@@ -222,7 +222,7 @@ def spoilt(content: dict[str, Tensor]) -> dict[str, Tensor]:
             "not floating-point numbers but torch.int8: base_model.model.transformer.h.0",
             CheckpointError,
         ),
-        (lambda f: rewritten(f, spoilt), "12 tensors have values that are not", CheckpointError),
+        (lambda f: rewritten(f, spoilt), "values are not finite in 12 tensors", CheckpointError),
         (
             lambda f: rewritten(f, lambda c: {k: v * 1j for k, v in c.items()}),
             "not named real tensors",

@@ -125,7 +125,7 @@ def test_a_model_without_parameters_or_with_bad_ones(tmp_path: Path) -> None:
     broken = trained()
     with torch.no_grad():
         broken[0].weight[0, 0] = torch.nan
-    with pytest.raises(CheckpointError, match=r"not finite: 0\.weight \(1 of 6\)"):
+    with pytest.raises(CheckpointError, match=r"not finite in 1 tensor: 0\.weight \(1 of 6\)"):
         held(written(tmp_path, "saved", broken))
 
 
