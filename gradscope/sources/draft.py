@@ -5,6 +5,7 @@ No user code is executed: Python files are parsed, not imported.
 
 import ast
 import inspect
+import json
 import os
 import re
 from collections import Counter, deque
@@ -47,6 +48,17 @@ _GRAPHS = {"adj", "adjacency", "edge", "edges", "laplacian"}
 _KEYWORDS = {"input_ids", "attention_mask", "token_type_ids", "pixel_values", "position_ids"}
 # {padded input: the keyword of its mask}
 _PADDING = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}
+# the losses of transformers' classes, by the end of the class's name
+_LOSS_OF_CLASS = {
+    "ForSequenceClassification": "cross_entropy",
+    "ForImageClassification": "cross_entropy",
+    "ForAudioClassification": "cross_entropy",
+    "ForMultipleChoice": "cross_entropy",
+    "ForTokenClassification": "token_cross_entropy",
+    "ForMaskedLM": "token_cross_entropy",
+    "ForCausalLM": "causal_lm",
+    "LMHeadModel": "causal_lm",
+}
 # losses that are chosen from the targets only
 _GENERAL = ("cross_entropy", "token_cross_entropy", "mse", "bce_with_logits")
 _REAL = {"mse", "l1", "huber", "bce", "bce_with_logits"}  # losses with floating-point targets
@@ -147,7 +159,9 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     if described or function_of(str(data)) is not None:
         reference = _relative(data, folder) if described else _anchored(str(data), folder)
         dataset_lines = [f"{'spec' if described else 'path'} = {quoted(reference)}"]
-        if called:
+        if drafted.loss:
+            found, why = drafted.loss.split(": ")
+        elif called:
             found, why = _loss_of_script(called, "", why)
         else:
             result.missing |= {} if loss else {"loss.name": _REPLACE}
@@ -228,6 +242,7 @@ class _Model:
     inputs: Sequence[str] = ()  # the names of the parameters of forward, if they are known
     file: Path | None = None
     argv: str = _ARGV
+    loss: str = ""  # the loss of a class of transformers, with the class
 
 
 def _model(
@@ -285,12 +300,29 @@ def _model(
     ]
     lines = [f"# guessed: {_comment(why)}", *others, f"factory = {quoted(value)}"]
     if held is not None or not likely:
-        return _Model(lines, [], _forward(stored.content))
+        loss = _loss_of_class(_architecture(checkpoint))
+        return _Model(lines, [], _forward(stored.content), loss=loss)
     best, argv = likely[0], _ARGV
     if best.of_arguments:
         result.missing["model.argv"] = f"the arguments of the training, if {best.file.name} had any"
         argv = f"argv = []  # fill in: {best.file.name} parses arguments when imported"
-    return _Model(lines, _arguments(result, best), best.inputs, best.file, argv)
+    loss = "" if "num_labels" in best.arguments else _loss_of_class(best.name.partition(".")[0])
+    return _Model(lines, _arguments(result, best), best.inputs, best.file, argv, loss)
+
+
+def _architecture(checkpoint: Path) -> str:
+    """Return the name of the class that a checkpoint folder's config.json names, "" without one."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        config = json.loads((checkpoint / CONFIG).read_bytes())
+        if len(config.get("id2label", "01")) > 1 and "problem_type" not in config:
+            return str(config["architectures"][0])
+    return ""
+
+
+def _loss_of_class(name: str) -> str:
+    """Return the loss of a class of transformers and why, "LOSS: WHY", or ""."""
+    loss = next((loss for end, loss in _LOSS_OF_CLASS.items() if name.endswith(end)), "")
+    return f"{loss}: the loss of {name}" if loss else ""
 
 
 def _forward(model: Any) -> Sequence[str]:

@@ -84,6 +84,8 @@ _LOSSES = {
     "GaussianNLLLoss": "gaussian_nll", "triplet_margin_loss": "triplet",
     "TripletMarginLoss": "triplet", "ctc_loss": "ctc", "CTCLoss": "ctc",
 }  # fmt: skip
+_LOADER = ".from_pretrained"
+_WRAPPER = 0.5  # the largest fit of a class whose only part may be the model
 _LOSS_OPTIONS = {"ignore_index", "label_smoothing", "delta", "margin"}
 
 
@@ -127,12 +129,19 @@ def find_models(files: Iterable[Path], shapes: Shapes, stored: Any = None) -> li
     scripts = [script for file in files if (script := Script.read(file)) is not None]
     known = {_PREFIX.sub("", key): shape for key, shape in shapes.items()}
     given = stored_arguments(stored)
-    found = [
-        model
-        for script, sources in ((script, Sources(script, scripts)) for script in scripts)
-        for name in (*script.classes, *script.functions)
-        if (model := _examined(sources, script, name, known, given)) is not None
-    ]
+
+    def fitting(shapes: Shapes) -> list[FoundModel]:
+        return [
+            model
+            for script, sources in ((script, Sources(script, scripts)) for script in scripts)
+            for name in (*script.classes, *script.functions)
+            if (model := _examined(sources, script, name, shapes, given)) is not None
+        ]
+
+    found = fitting(known)
+    first = {key.partition(".")[0] for key in known}
+    if len(first) == 1 and not any(model.fit > _WRAPPER for model in found):
+        found += fitting(_below(known, first.pop()))  # the attribute of a wrapper
 
     def rank(model: FoundModel) -> tuple[float, bool, bool, bool]:
         # a function without arguments passes the arguments of its class
@@ -169,7 +178,7 @@ def find_trained(files: Iterable[Path], stored: Any = None) -> list[FoundModel]:
             sources = Sources(script, scripts)
             own = _tail(getattr(made.value, "func", made.value))
             dotted = _called_name(made.value, script, sources, given)
-            package, _, last = dotted.rpartition(".")
+            package, last = _split(dotted)
             if sources.is_module(own):
                 model = ModelClass(sources, own)
                 known, unknown = _given(made.value, list(model.parameters), sources, given)
@@ -177,7 +186,8 @@ def find_trained(files: Iterable[Path], stored: Any = None) -> list[FoundModel]:
                 taken = model.inputs()
                 found.append(FoundModel(file, own, True, 1.0, why, known, unknown, inputs=taken))
             elif package and package.partition(".")[0] not in {*local, "self", "torch"}:
-                known, unknown = _given(made.value, (), sources, given)
+                names = ["pretrained_model_name_or_path"] if last.endswith(_LOADER) else []
+                known, unknown = _given(made.value, names, sources, given)
                 found.append(
                     FoundModel(script.file, last, False, 1.0, why, known, unknown, package)
                 )
@@ -205,6 +215,13 @@ def _called_name(
         called = called.value
     first = script.imported.get(called.id, "") if isinstance(called, ast.Name) else ""
     return ".".join([first, *reversed(names)]) if first and all(names) else ""
+
+
+def _split(dotted: str) -> tuple[str, str]:
+    """Split package.module.NAME; NAME includes a class: transformers, AutoModel.from_config."""
+    names = dotted.split(".")
+    first = next((k for k, name in enumerate(names) if name[:1].isupper()), len(names) - 1)
+    return ".".join(names[:first]), ".".join(names[first:])
 
 
 def _named_constant(node: ast.expr, sources: "Sources", given: Mapping[str, Any]) -> str:
@@ -510,10 +527,11 @@ def _option(call: ast.Call) -> dict[str, Any]:
     texts = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
     long = next((t for t in texts if t.startswith("--")), texts[0] if texts else "")
     named = {k.arg: k.value for k in call.keywords}
-    name = long.lstrip("-").replace("-", "_")
+    name = getattr(named.get("dest"), "value", None) or long.lstrip("-").replace("-", "_")
+    action = getattr(named.get("action"), "value", None)
     with suppress(ValueError, KeyError):
         return {name: ast.literal_eval(named["default"])}
-    return {}
+    return {name: action == "store_false"} if action in ("store_true", "store_false") else {}
 
 
 @dataclass(frozen=True)
@@ -1069,6 +1087,8 @@ def _arguments(
         value = _stored(given, name) or solved.get(name) or called.get(name)
         if value is not None:
             found[name] = value
+        elif default is None and name == "device":
+            found[name] = Argument("cpu", "the default device of a run")
         elif default is None:
             unknown.append(name)
     return found, unknown

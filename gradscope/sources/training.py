@@ -11,7 +11,7 @@ from pathlib import Path
 _DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 _PARSERS = {"parse_args", "parse_known_args"}
 _FIT = {"fit", "train", "run"}  # methods of a trainer that train
-_DEPTH = 3  # the longest chain of imports to follow
+_PLACES = 2  # the folders to search for an imported file: the script's folder, and the one above
 
 
 def without_training(tree: ast.Module, path: Path) -> tuple[ast.Module, int | None]:
@@ -24,9 +24,10 @@ def without_training(tree: ast.Module, path: Path) -> tuple[ast.Module, int | No
 
     Args:
         tree: The script.
-        path: Its file. Functions imported from files in its folder are also analysed.
+        path: Its file. Functions imported from files in its folder, or in the folder above, are
+            also analysed.
     """
-    functions, methods = _training_names(tree, path)
+    functions, methods = _training_names(tree, path, {})
     trainers = {
         target.id
         for node in tree.body
@@ -60,9 +61,14 @@ def parses_arguments(tree: ast.Module) -> bool:
     )
 
 
-def _training_names(tree: ast.Module, path: Path, depth: int = 0) -> tuple[set[str], set[str]]:
-    """Return the names of a script's functions that train, and of its methods that train."""
-    functions, methods = set(_imported(tree, path, depth)), set[str]()
+def _training_names(
+    tree: ast.Module, path: Path, known: dict[Path, set[str]]
+) -> tuple[set[str], set[str]]:
+    """Return the names of a script's functions that train, and of its methods that train.
+
+    `known` has the functions that train of the files that were analysed before.
+    """
+    functions, methods = set(_imported(tree, path, known)), set[str]()
     inside = {
         id(method)
         for node in ast.walk(tree)
@@ -79,14 +85,35 @@ def _training_names(tree: ast.Module, path: Path, depth: int = 0) -> tuple[set[s
     return functions, methods - {"__init__", "forward"}
 
 
-def _imported(tree: ast.Module, path: Path, depth: int) -> Iterator[str]:
-    """Yield the names of functions that train and are imported from files in the folder."""
-    for node in tree.body if depth < _DEPTH else ():
+def _imported(tree: ast.Module, path: Path, known: dict[Path, set[str]]) -> Iterator[str]:
+    """Yield the functions that train and are imported from files, as a script calls them.
+
+    A function is FUNCTION or, if its module is imported, MODULE.FUNCTION.
+    """
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
-            file = path.parent.joinpath(*node.module.split(".")).with_suffix(".py")
+            found = _functions_of(node.module, path, known)
+            yield from (a.asname or a.name for a in node.names if a.name in found)
+            modules = {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        elif isinstance(node, ast.Import):
+            modules = {a.asname or a.name: a.name for a in node.names}
+        else:
+            continue
+        for name, module in modules.items():
+            yield from (f"{name}.{each}" for each in _functions_of(module, path, known))
+
+
+def _functions_of(module: str, path: Path, known: dict[Path, set[str]]) -> set[str]:
+    """Return the functions that train of a module that the script `path` imports."""
+    for folder in path.parents[:_PLACES]:
+        file = folder.joinpath(*module.split(".")).with_suffix(".py")
+        if file not in known and file.is_file():
+            known[file] = set()  # two files may import each other
             with suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-                found, _ = _training_names(ast.parse(file.read_bytes()), file, depth + 1)
-                yield from (a.asname or a.name for a in node.names if a.name in found)
+                known[file] = _training_names(ast.parse(file.read_bytes()), file, known)[0]
+        if file in known:
+            return known[file]
+    return set()
 
 
 def _trains(node: ast.AST, functions: set[str], methods: set[str], trainers: set[str]) -> bool:
@@ -95,7 +122,7 @@ def _trains(node: ast.AST, functions: set[str], methods: set[str], trainers: set
             return True
         if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
             called, of = inner.func.attr, inner.func.value
-            if called == "backward" or called in methods:
+            if called == "backward" or called in methods or ast.unparse(inner.func) in functions:
                 return True
             if called in _FIT and isinstance(of, ast.Name) and of.id in trainers:
                 return True

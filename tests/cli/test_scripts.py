@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import sys
 import tomllib
 from argparse import Namespace
 from pathlib import Path
@@ -502,6 +503,9 @@ LOOPS = {
     "method": "class Solver:\n    def go(self):\n        criterion(model(data[0]), data[1])"
     ".backward()\n    def run(self):\n        self.go()\nSolver().run()\n",
     "imported function": "from engine import epoch\nepoch(model, *data)\n",
+    "imported module": "if 1:\n    import tools.engine as of\nof.epoch(model, *data)\n",
+    "module of a package": "from tools import engine\nengine.epoch(model, *data)\n",
+    "module of the folder above": "sys.path.append('..')\nimport upper\nupper.all(model, *data)\n",
     "trainer": "from engine import Trainer\ntrainer = Trainer(model)\ntrainer.fit(data)\n",
 }
 ENGINE = """
@@ -521,8 +525,13 @@ class Trainer:
 def test_a_script_that_trains_on_import_does_not_train_and_keeps_its_checkpoint(
     gradscope: Gradscope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    Path(tmp_path, "run/tools").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "run")
+    monkeypatch.setattr(sys, "path", [*sys.path])
     Path("engine.py").write_text(ENGINE)
+    Path("tools/engine.py").write_text(ENGINE)
+    above = "def all(model, *data):\n    from run.engine import epoch\n    epoch(model, *data)\n"
+    Path("../upper.py").write_text(above)
     Path("train.py").write_text(TRAINED.replace("LOOP\n", LOOPS[kind]))
     torch.manual_seed(0)
     weights = {"first.weight": torch.randn(5, 4), "first.bias": torch.randn(5)}
@@ -799,3 +808,112 @@ def test_a_variable_that_depends_on_arguments(
     )
     Path("run.toml").write_text(text.replace("argv = []", 'argv = ["--kind", "small"]'))
     assert gradscope("check", "--config", "run.toml").code == 0
+
+
+def test_a_module_that_wraps_the_model_and_a_data_module(
+    gradscope: Gradscope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lit.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Net(nn.Module):\n    def __init__(self, width, device):\n"
+        "        super().__init__()\n        self.body = nn.Sequential(nn.Linear(4, width),"
+        " nn.Tanh(), nn.Linear(width, 3))\n    def forward(self, x): return self.body(x)\n"
+        "class Lit(LightningModule if 0 else nn.Module):\n    def __init__(self, net):\n"
+        "        super().__init__()\n        self.net = net\n"
+        "    def training_step(self, batch, k):\n"
+        "        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])\n"
+        "class Data:\n    def __init__(self, n=5): self.n = n\n"
+        "    def setup(self, stage): self.stage = stage\n"
+        "    def train_dataloader(self):\n        assert self.stage == 'fit'\n"
+        "        x = torch.arange(self.n * 4.0).reshape(-1, 4) / 10\n"
+        "        return [(a, torch.tensor(k % 3)) for k, a in enumerate(x)]\n"
+    )
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    torch.save({f"net.body.{k}": v for k, v in net.state_dict().items()}, "w.pt")
+    done = gradscope("init", "w.pt", "lit.py:Data", "--json")
+    assert json.loads(done.out)["missing"] == [], done.err
+    text = Path("run.toml").read_text()
+    assert 'factory = "lit.py:Net"' in text and "width = 6" in text and 'device = "cpu"' in text
+    done = gradscope("compute", "--config", "run.toml", "-o", "o.h5", "-t", "norm")
+    assert done.code == 0, done.err
+    with package.open("o.h5") as file:
+        norms = file.samples["norm"][:]
+    net.double()
+    for k, norm in enumerate(norms):
+        net.zero_grad()
+        x = torch.arange(k * 4.0, k * 4.0 + 4).double()[None] / 10
+        nn.functional.cross_entropy(net(x), torch.tensor([k % 3])).backward()
+        squares = [float(p.grad.square().sum()) for p in net.parameters() if p.grad is not None]
+        assert norm == pytest.approx(sum(squares) ** 0.5, rel=1e-5)
+
+
+def test_samples_with_named_entries_are_used_by_their_names(
+    gradscope: Gradscope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text(
+        "import torch\nclass Net(torch.nn.Module):\n    def __init__(self):\n"
+        "        super().__init__()\n        self.fc = torch.nn.Linear(3, 2)\n"
+        "    def forward(self, left=None, right=None): return self.fc(left - right)\n"
+        "def data():\n    x = torch.arange(12.0).reshape(4, 3) / 7\n"
+        "    return [{'idx': k, 'label': k % 2, 'right': a, 'left': a * a}"
+        " for k, a in enumerate(x)]\n"
+        "def single(): return [{'picture': e['left'], 'target': e['label']} for e in data()]\n"
+    )
+    fc = nn.Linear(3, 2)
+    torch.save({f"fc.{k}": v for k, v in fc.state_dict().items()}, "w.pt")
+    given = ("w.pt", "--model", "model.py:Net", "--loss", "cross_entropy", "-t", "norm")
+    done = gradscope("compute", *given, "model.py:data", "-o", "o.h5", "--json")
+    assert done.code == 0, done.err
+    note = "the entries of a sample are used by their names: inputs right, left; targets label"
+    assert note in done.out
+    with package.open("o.h5") as file:
+        norms = file.samples["norm"][:]
+    x = torch.arange(12.0).reshape(4, 3).double() / 7
+    off = fc.double()(x * x - x).softmax(1) - torch.eye(2, dtype=torch.float64)[[0, 1, 0, 1]]
+    squares = off.square().sum(1) * ((x * x - x).square().sum(1) + 1)
+    np.testing.assert_allclose(norms, squares.sqrt().detach(), rtol=1e-5)
+    text = Path("model.py").read_text()
+    Path("model.py").write_text(text.replace("left=None, right=None", "x").replace("left -", "x -"))
+    Path("model.py").write_text(Path("model.py").read_text().replace("- right", "- 1"))
+    done = gradscope("check", *given, "model.py:single")
+    assert done.code == 0, done.err
+
+
+def test_a_class_of_transformers_names_its_loss(
+    gradscope: Gradscope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"fc.weight": torch.ones(2, 3)}, "w.pt")
+    Path("train.py").write_text(
+        "from transformers import AutoModelForSequenceClassification as Auto\n"
+        "import transformers\n"
+        "def data(): return []\n"
+        "def main(args):\n"
+        "    model = transformers.AutoModelForTokenClassification.from_pretrained('base', x=1)\n"
+        "    AdamW(model.parameters())\n"
+    )
+    done = gradscope("init", "w.pt", "train.py:data", "--json")
+    assert json.loads(done.out)["missing"] == [], done.err
+    text = Path("run.toml").read_text()
+    name = "AutoModelForTokenClassification"
+    assert f'factory = "transformers:{name}.from_pretrained"' in text
+    assert 'pretrained_model_name_or_path = "base"' in text
+    assert f'# guessed: the loss of {name}\nname = "token_cross_entropy"' in text
+
+
+def test_flags_of_argparse_have_defaults(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        HEAD + "class Net(nn.Module):\n    def __init__(self, wide, bias):\n"
+        "        super().__init__()\n        self.fc = nn.Linear(4, 3)\n"
+        "parser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--wide', action='store_true')\n"
+        "parser.add_argument('--no-bias', dest='bias', action='store_false')\n"
+        "def main(args): Net(wide=args.wide, bias=args.bias)\n"
+    )
+    (found,) = find_models([script], {"fc.weight": (3, 4), "fc.bias": (3,)})
+    values = {name: argument.value for name, argument in found.arguments.items()}
+    assert (values, list(found.unknown)) == ({"wide": False, "bias": True}, [])

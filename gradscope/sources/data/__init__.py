@@ -216,9 +216,7 @@ def open_dataset(spec: DatasetSpec) -> Dataset:
     _check_whole(spec)
     if spec.factory is not None:
         own = PythonSamples(spec)
-        if "targets" not in {*spec.model_fields_set, *own.names}:
-            spec = spec.model_copy(update={"targets": ()})
-        return Dataset(spec, own, _chosen(spec, None, len(own)))
+        return Dataset(own.spec, own, _chosen(own.spec, None, len(own)))
     files = open_files(spec)
     ids = None
     if spec.id is not None:

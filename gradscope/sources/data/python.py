@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from gradscope.config import DatasetSpec
 from gradscope.core.batch import map_tensors, strided, tensors
-from gradscope.core.texts import article
+from gradscope.core.texts import article, listed
 from gradscope.errors import DatasetError, ModelError, located
 from gradscope.model.locate import first_line
 from gradscope.sources.code import code_digests, load_value, loading, user_file
@@ -23,6 +23,8 @@ from gradscope.sources.data.recipes import converter
 Collate = Callable[[list[Any]], Any]
 
 _END = object()
+_LABELS = {"label", "labels", "target", "targets"}
+_INDICES = {"id", "ids", "idx", "index", "indices"}  # of samples
 _FILES_ONLY = ("files", "columns", "classes", "tokenizer", "pad", "length", "id")
 
 
@@ -36,7 +38,8 @@ class PythonSamples:
     format = "python"
 
     def __init__(self, spec: DatasetSpec) -> None:
-        assert spec.factory is not None
+        factory = spec.factory
+        assert factory is not None
         for key in _FILES_ONLY:
             if getattr(spec, key):
                 raise DatasetError(
@@ -47,8 +50,11 @@ class PythonSamples:
         self._spec, self._where = spec, f"data set {spec.factory}"
         made = load_value(spec.factory, "data set", lambda v: callable(v) or _is_data(v))
         if not _is_data(made):
-            with user_file(self._where), loading(spec.factory, "data set"):
+            with user_file(self._where), loading(factory, "data set"):
                 made = made(**spec.kwargs)
+                if hasattr(made, "train_dataloader") and hasattr(made, "setup"):
+                    made.setup("fit")  # a LightningDataModule
+                    made = made.train_dataloader()
         elif spec.kwargs:
             kind = article(type(made).__name__)
             what = f"[dataset.kwargs] applies to a function, but this is {kind}"
@@ -62,9 +68,20 @@ class PythonSamples:
         self._seen: dict[Sequence[int], str] = {}
         first = self._batch(self._samples(range(1)))
         self._first = _digest(first)
-        self.names = [*first]
+        known = {*spec.model_fields_set, *first}
+        if (
+            selected := {}
+            if "inputs" in known
+            else _selected([k for k in first if k != spec.group])
+        ):
+            spec = spec.model_copy(update=selected | spec.model_dump(include=spec.model_fields_set))
+            taken = f"inputs {listed([*selected['inputs']])}; targets {listed(spec.targets)}"
+            self.notes += (f"the entries of a sample are used by their names: {taken}",)
+        if "targets" not in {*known, *selected}:
+            spec = spec.model_copy(update={"targets": ()})
+        self.spec = self._spec = spec
         self.unused = [name for name in first if name not in (*spec.arrays, spec.group)]
-        self.code = code_digests(spec.factory, "data set")
+        self.code = code_digests(factory, "data set")
         facts = [self.code, spec.kwargs, self._n, self._first]
         self.sha256 = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
 
@@ -130,8 +147,9 @@ class PythonSamples:
             raise DatasetError(
                 f"its samples have different shapes: {first_line(error.__cause__ or error)}",
                 where=self._where,
-                remedy="Pad the samples, or return (dataset, collate_fn) with a collate_fn that "
-                "pads.",
+                remedy="For batches of one sample, write batch_size = 1 under [compute]. For "
+                "larger batches, pad the samples, or return (dataset, collate_fn) with a "
+                "collate_fn that pads.",
             ) from error
         with located(self._where):
             return _named(batch, len(samples))
@@ -140,7 +158,8 @@ class PythonSamples:
         return DatasetError(
             f"{what} different when read again",
             where=self._where,
-            remedy="Make each sample depend on its position only: do not shuffle, and seed random "
+            remedy="Name a data set without random augmentation, such as the one for evaluation. "
+            "Or make each sample depend on its position only: do not shuffle, and seed the "
             "augmentation with the position.",
         )
 
@@ -204,6 +223,19 @@ def _parts(made: Any) -> tuple[Any, Collate, tuple[str, ...]]:
         raise DatasetError(f"the function returned {type(made).__name__}", remedy=remedy)
     own = getattr(made, "collate_fn", None)
     return made, own if callable(own) else default_collate, ()
+
+
+def _selected(names: Sequence[str]) -> dict[str, Any]:
+    """Return the inputs and targets of samples with an entry named as labels, {} without one.
+
+    Several inputs are passed to the model by keyword.
+    """
+    targets = tuple(name for name in names if name.lower() in _LABELS)
+    inputs = [name for name in names if name.lower() not in _LABELS | _INDICES]
+    if len(targets) != 1 or not inputs:
+        return {}
+    of = tuple(inputs) if len(inputs) == 1 else {name: name for name in inputs}
+    return {"inputs": of, "targets": targets}
 
 
 def _named(batch: Any, n: int) -> dict[str, Any]:
