@@ -48,7 +48,7 @@ class PythonSamples:
                     remedy=f"Remove {key}, and do this step in the code of the data set.",
                 )
         self._spec, self._where = spec, f"data set {spec.factory}"
-        made = load_value(spec.factory, "data set", lambda v: callable(v) or _is_data(v))
+        made = load_value(factory, "data set", lambda v: callable(v) or _is_data(v))
         if not _is_data(made):
             with user_file(self._where), loading(factory, "data set"):
                 made = made(**spec.kwargs)
@@ -69,12 +69,9 @@ class PythonSamples:
         first = self._batch(self._samples(range(1)))
         self._first = _digest(first)
         known = {*spec.model_fields_set, *first}
-        if (
-            selected := {}
-            if "inputs" in known
-            else _selected([k for k in first if k != spec.group])
-        ):
-            spec = spec.model_copy(update=selected | spec.model_dump(include=spec.model_fields_set))
+        named = {} if "inputs" in known else _selected([k for k in first if k != spec.group])
+        if selected := {k: v for k, v in named.items() if k not in spec.model_fields_set}:
+            spec = spec.model_copy(update=selected)
             taken = f"inputs {listed([*selected['inputs']])}; targets {listed(spec.targets)}"
             self.notes += (f"the entries of a sample are used by their names: {taken}",)
         if "targets" not in {*known, *selected}:
