@@ -27,6 +27,7 @@ from gradscope.sources.data.files import open_arrays
 from gradscope.sources.data.recipes import MASK
 from gradscope.sources.scripts import (
     FoundModel,
+    Script,
     find_models,
     find_trained,
     loss_is_summed,
@@ -101,6 +102,8 @@ mode = {mode}
 _ARGV = '# argv = ["--width", "64"]         # command-line arguments, if the file parses any'
 _ARGV += " when imported"
 _REPLACE = "an example: replace it"
+_NO_VALUE = "fill in: no value was found"
+_FUNCTION = 'write a function that returns the model, factory = "FILE.py:FUNCTION"'
 
 # a loss that a script computes with a method of the model
 _METHOD = """\
@@ -149,7 +152,8 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     loss = _given(spec, "loss").get("name")
     checkpoint_lines, stored = _checkpoint(result, spec, folder)
     near, below = _scripts((checkpoint.absolute().parent, data.absolute().parent, Path.cwd()))
-    files = [*near, *below]
+    near += _imported(near)
+    files = [*near, *(file for file in below if file not in near)]
     drafted = _model(result, model, checkpoint, folder, files, stored)
     called = losses_called(near, drafted.file) or losses_called(files, drafted.file)
     each, line = ("", "") if loss else loss_method(files, drafted.file)
@@ -344,8 +348,10 @@ def _arguments(result: Draft, found: FoundModel | None) -> list[str]:
         result.guessed[f"model.kwargs.{name}"] = f"{_value(argument.value)}: {argument.why}"
     for name in found.unknown:
         table, _, key = name.rpartition(".")
-        lines.setdefault(table, []).append(f"# {_key(key)} =  # fill in: no value was found")
-        result.missing[f"model.kwargs.{name}"] = _REPLACE
+        module = found.modules.get(name, "")
+        what = f"a module, {_comment(module)}: {_FUNCTION}" if module else _NO_VALUE
+        lines.setdefault(table, []).append(f"# {_key(key)} =  # {what}")
+        result.missing[f"model.kwargs.{name}"] = what if module else _REPLACE
     tables = [f"\n[model.kwargs.{_key(table)}]" if table else "" for table in lines]
     blocks = zip(tables, lines.values(), strict=True)
     return [line for table, own in blocks for line in (*filter(None, [table]), *own)]
@@ -379,6 +385,20 @@ def _scripts(places: Iterable[Path]) -> tuple[list[Path], list[Path]]:
             folders = (entry for entry in entries if not _SKIPPED.match(entry.name))
             waiting.extend((folder, depth + 1) for folder in folders if folder.is_dir())
     return list(near), [file for file in below if file not in near]
+
+
+def _imported(files: Sequence[Path]) -> list[Path]:
+    """Return the files that scripts import from the folder above them."""
+    found = list(files)
+    for file in found:  # it grows: an imported file also imports
+        script = Script.read(file)
+        for dotted in script.imported.values() if script is not None else ():
+            name = f"{dotted.partition('.')[0]}.py"
+            near = (folder / name for folder in file.absolute().parents[:2])
+            other = next((place for place in near if place.is_file()), file)
+            if other.resolve() not in map(Path.resolve, found):
+                found.append(other)
+    return found[len(files) :]
 
 
 def _mentions_torch(file: Path) -> bool:

@@ -108,6 +108,8 @@ class FoundModel:
     why: str
     arguments: Mapping[str, Argument]  # known, by name; CONFIG.NAME within a config
     unknown: Sequence[str]  # names of arguments that must be given
+    # {unknown argument that is a module: the expression in the script}
+    modules: Mapping[str, str] = field(default_factory=dict)
     package: str = ""  # the installed module that defines it, if the file does not
     inputs: Sequence[str] = ()  # the names of the parameters of its forward
     of_arguments: bool = False  # whether command-line arguments may decide what it is
@@ -139,9 +141,13 @@ def find_models(files: Iterable[Path], shapes: Shapes, stored: Any = None) -> li
         ]
 
     found = fitting(known)
-    first = {key.partition(".")[0] for key in known}
-    if len(first) == 1 and not any(model.fit > _WRAPPER for model in found):
-        found += fitting(_below(known, first.pop()))  # the attribute of a wrapper
+    name, *others = {key.partition(".")[0] for key in known} or {""}
+    if not others and not any(model.fit > _WRAPPER for model in found):
+        wrappers = [
+            ModelClass(Sources(each, scripts), own) for each in scripts for own in each.classes
+        ]
+        if all(model.only_calls(name) for model in wrappers if name in model.parts):
+            found += fitting(_below(known, name))
 
     def rank(model: FoundModel) -> tuple[float, bool, bool, bool]:
         # a function without arguments passes the arguments of its class
@@ -183,13 +189,15 @@ def find_trained(files: Iterable[Path], stored: Any = None) -> list[FoundModel]:
                 model = ModelClass(sources, own)
                 known, unknown = _given(made.value, list(model.parameters), sources, given)
                 file = next(s.file for s in scripts if sources.classes[own] in s.tree.body)
-                taken = model.inputs()
-                found.append(FoundModel(file, own, True, 1.0, why, known, unknown, inputs=taken))
+                taken, parts = model.inputs(), _modules(sources, model, unknown)
+                found.append(
+                    FoundModel(file, own, True, 1.0, why, known, unknown, parts, inputs=taken)
+                )
             elif package and package.partition(".")[0] not in {*local, "self", "torch"}:
                 names = ["pretrained_model_name_or_path"] if last.endswith(_LOADER) else []
                 known, unknown = _given(made.value, names, sources, given)
                 found.append(
-                    FoundModel(script.file, last, False, 1.0, why, known, unknown, package)
+                    FoundModel(script.file, last, False, 1.0, why, known, unknown, package=package)
                 )
     return list({model.reference: model for model in reversed(found)}.values())[::-1]
 
@@ -288,6 +296,7 @@ def loss_method(files: Iterable[Path], model: Path | None) -> tuple[str, str]:
         for call in script.calls.get("backward", ()):
             name = _tail(getattr(call.func, "value", call))
             for value in values.get(name, ()):
+                line, value = ast.unparse(value), _with_outputs(value, script)
                 called = [inner for inner in ast.walk(value) if isinstance(inner, ast.Call)]
                 methods = [
                     each
@@ -297,12 +306,33 @@ def loss_method(files: Iterable[Path], model: Path | None) -> tuple[str, str]:
                     and each.func.attr != "forward"
                 ]
                 if methods and _LOSSES.keys().isdisjoint(_tail(each.func) for each in called):
-                    line = ast.unparse(value)
                     given = ", ".join(["x[None]", "y[None]"][: len(methods[0].args)])
                     own = f"model.{_tail(methods[0].func)}({given})"
-                    each = line.replace(ast.unparse(methods[0]), own)
+                    each = ast.unparse(value).replace(ast.unparse(methods[0]), own)
                     return each, f"{script.file.name}: {name} = {line}"
     return "", ""
+
+
+def _with_outputs(loss: ast.expr, script: "Script") -> ast.expr:
+    """Replace the outputs in LOSS(OUTPUTS, TARGETS) by the model's method that computes them."""
+    if not isinstance(loss, ast.Call):
+        return loss
+    made: dict[str, ast.expr] = {}
+    for node in loss.args:
+        value = script.values.get(node.id, node) if isinstance(node, ast.Name) else node
+        value = value.orelse if isinstance(value, ast.IfExp) else value
+        called = value.func if isinstance(value, ast.Call) else None
+        if (
+            isinstance(called, ast.Attribute)
+            and _tail(called.value) in script.owners
+            and called.attr not in ("forward", "module")
+        ):
+            made[_tail(node)] = value
+    others = [node.id for node in loss.args if isinstance(node, ast.Name) and node.id not in made]
+    if made and len(others) == 1:
+        made[others[0]] = ast.parse("y[None]", mode="eval").body
+    found: ast.expr = _Substituted(made).visit(_copied(loss))
+    return found
 
 
 def _training(files: Iterable[Path], model: Path | None) -> tuple[list["Script"], list["Script"]]:
@@ -401,6 +431,12 @@ class Script:
         return found
 
     @cached_property
+    def values(self) -> dict[str, ast.expr]:
+        """The last value of each variable and attribute, by its last name."""
+        assigned = (node for node in self.nodes if isinstance(node, ast.Assign))
+        return {_tail(node.targets[0]): node.value for node in assigned}
+
+    @cached_property
     def owners(self) -> set[str]:
         """The variables with a call of `parameters()`."""
         return {
@@ -478,6 +514,7 @@ class Sources:
         self.classes = ChainMap(*(script.classes for script in order))
         self.functions = ChainMap(*(script.functions for script in order))
         self.constants = ChainMap(*(script.constants for script in order))
+        self.values = ChainMap(*(script.values for script in order))
         self._scripts = scripts
 
     def calls(self, name: str) -> list[ast.Call]:
@@ -709,6 +746,17 @@ class ModelClass:
         """Return the names of the parameters of forward."""
         forward = self._method("forward")
         return [] if forward is None else list(_parameters(forward.args, skip=1))
+
+    def only_calls(self, part: str) -> bool:
+        """Whether forward, if there is one, only returns self.PART(...)."""
+        forward = self._method("forward")
+        last = None if forward is None else forward.body[-1]
+        called = last.value if isinstance(last, ast.Return) else None
+        return forward is None or (
+            len([node for node in forward.body if not isinstance(node, ast.Expr)]) == 1
+            and isinstance(called, ast.Call)
+            and _dotted(called.func) == f"self.{part}"
+        )
 
     def _made_by(self, method: ast.FunctionDef, call: ast.Call) -> Part:
         """Return the part of a method that appends modules to a list."""
@@ -1019,8 +1067,9 @@ def _examined(
     else:
         arguments, unknown = _arguments(sources, model, shapes, given)
     taken = model.inputs()
+    parts = _modules(sources, model, unknown)
     return FoundModel(
-        script.file, name, function is None, fit, why, arguments, unknown, inputs=taken
+        script.file, name, function is None, fit, why, arguments, unknown, parts, inputs=taken
     )
 
 
@@ -1134,6 +1183,17 @@ def _called(sources: Sources, model: ModelClass) -> dict[str, Argument]:
         if known:
             return {name: value for name, value in known.items() if value is not None}
     return {}
+
+
+def _modules(sources: Sources, model: ModelClass, names: Sequence[str]) -> dict[str, str]:
+    """Return {argument: expression} of the arguments that scripts pass a module of a class."""
+    found: dict[str, str] = {}
+    for call in sources.calls(model.name) if names else ():
+        for name, node in _bound(call, list(model.parameters)).items():
+            made = sources.values.get(_tail(node), node)
+            if name in names and isinstance(made, ast.Call) and sources.is_module(_tail(made.func)):
+                found.setdefault(name, ast.unparse(made))
+    return found
 
 
 def _solved(equations: Iterable[tuple[ast.expr, int, str]]) -> dict[str, Argument]:

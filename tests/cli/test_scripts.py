@@ -917,3 +917,59 @@ def test_flags_of_argparse_have_defaults(tmp_path: Path) -> None:
     (found,) = find_models([script], {"fc.weight": (3, 4), "fc.bias": (3,)})
     values = {name: argument.value for name, argument in found.arguments.items()}
     assert (values, list(found.unknown)) == ({"wide": False, "bias": True}, [])
+
+
+def test_a_module_of_the_folder_above_that_takes_a_module_and_trains_a_method(
+    gradscope: Gradscope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path(tmp_path, "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    Path("../parts.py").write_text(
+        "from torch import nn\nclass MLP(nn.Module):\n    def __init__(self, n):\n"
+        "        super().__init__()\n        self.fc = nn.Linear(n, 1)\n"
+        "    def forward(self, x): return self.fc(x).tanh()\n"
+    )
+    Path("../field.py").write_text(
+        "import torch\nfrom parts import MLP\nclass Field(torch.nn.Module):\n"
+        "    def __init__(self, net):\n        super().__init__()\n        self.net = net\n"
+        "    def forward(self, x): return self.net(x).split(1, 1)\n"
+        "    def slope(self, x):\n"
+        "        return torch.autograd.grad(self.net(x).sum(), x, create_graph=True)[0]\n"
+    )
+    Path("train.py").write_text(
+        "import sys, torch\nsys.path.append('..')\nfrom field import Field\nfrom parts import MLP\n"
+        "def distance(a, b): return (a - b).square().mean()\n"
+        "def data():\n    x = torch.arange(8.0).reshape(4, 2)\n    return list(zip(x, x.flip(1)))\n"
+        "def main(args):\n    net = MLP(args.n)\n    model = Field(net=net)\n"
+        "    optim = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "    found = model.slope2(x) if args.other else model.slope(x)\n"
+        "    loss = distance(y, found)\n    loss.backward()\n"
+    )
+    torch.save({"net.fc.weight": torch.ones(1, 2), "net.fc.bias": torch.ones(1)}, "w.pt")
+    done = gradscope("init", "w.pt", "train.py:data", "--json")
+    assert done.code == 0, done.err
+    text = Path("run.toml").read_text()
+    assert 'factory = "../field.py:Field"' in text
+    what = 'a module, MLP(args.n): write a function that returns the model, factory = "FILE.py:'
+    assert f'# net =  # {what}FUNCTION"\n' in text
+    each = "torch.stack([distance(y[None], model.slope(x[None])) for x, y in zip(inputs, targets)])"
+    assert "# train.py: loss = distance(y, found)\n" in text and each in text
+    Path("own.py").write_text(
+        "import gradscope, torch\nfrom train import Field, MLP, data, distance\n"
+        "def build(): return Field(net=MLP(2))\n@gradscope.model_loss\n"
+        "def loss(model, inputs, targets):\n    inputs = inputs.clone().requires_grad_()\n"
+        f"    return {each}\n"
+    )
+    given = ("--model", "own.py:build", "--loss", "own.py:loss", "-t", "norm", "-o", "o.h5")
+    done = gradscope("compute", "w.pt", "own.py:data", *given)
+    assert done.code == 0, done.err
+    with package.open("o.h5") as file:
+        norms = file.samples["norm"][:]
+    for k, norm in enumerate(norms):  # the slope is w (1 - tanh(wx + b)²)
+        w = torch.ones(2, dtype=torch.float64, requires_grad=True)
+        b = torch.ones(1, dtype=torch.float64, requires_grad=True)
+        x = torch.tensor([2.0 * k, 2.0 * k + 1]).double()
+        ((w * (1 - (w @ x + b).tanh() ** 2) - x.flip(0)) ** 2).mean().backward()
+        assert w.grad is not None and b.grad is not None
+        both = float(w.grad.square().sum() + b.grad.square().sum()) ** 0.5
+        assert norm == pytest.approx(both, rel=1e-3, abs=1e-5)
