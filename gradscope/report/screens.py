@@ -144,7 +144,8 @@ def _nonfinite(result: "RunReport | MergeReport") -> list[Fact]:
     lines = []
     if result.nonfinite:
         samples = count(result.samples, result.noun)
-        lines.append(f"{result.nonfinite:,} of {samples}, flagged in the file")
+        listing = "" if result.path is None else f": gradscope stats {result.path} lists them"
+        lines.append(f"{result.nonfinite:,} of {samples}{listing}")
     for chain, numbers in zip(result.chains, result.chains_nonfinite, strict=False):
         if numbers:
             lines.append(f"{count(numbers, 'number')} in the result of {chain}")

@@ -94,4 +94,5 @@ def differences(found: Any, wanted: Any, key: str = "") -> Iterator[str]:
         there, here = (str(digest)[:12] for digest in (found, wanted))
         yield f"{key.removeprefix('digests.')} has changed (SHA-256 {there}… there, {here}… here)"
     elif found != wanted:
-        yield f"{key} is {found!r} there, {wanted!r} here"
+        there, here = ("not set" if value is None else repr(value) for value in (found, wanted))
+        yield f"{key} is {there} there, {here} here"

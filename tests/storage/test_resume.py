@@ -126,7 +126,7 @@ def test_a_complete_run_has_nothing_left_to_do(tmp_path: Path) -> None:
 OTHERS: list[tuple[FilePlan, str]] = [
     (replace(PLAN, fingerprint={"checkpoint": "c2", "options": {"seed": 3}}), "checkpoint is 'c1'"),
     (replace(PLAN, fingerprint={"checkpoint": "c1", "options": {"seed": 4}}), "options.seed is 3"),
-    (replace(PLAN, fingerprint={"checkpoint": "c1"}), "options is {'seed': 3}"),
+    (replace(PLAN, fingerprint={"checkpoint": "c1"}), "options is {'seed': 3} there, not set here"),
     (replace(PLAN, n=99), "stored.samples is 100 there, 99 here"),
     (replace(PLAN, dtype=torch.float64), "stored.dtype is 'float32' there, 'float64' here"),
 ]
