@@ -24,6 +24,7 @@ from gradscope.core.texts import count, listed
 from gradscope.errors import CheckpointError, DatasetError, located
 from gradscope.sources.data.columns import SequenceColumn, StoredColumn, TextColumn
 from gradscope.sources.data.files import open_arrays
+from gradscope.sources.data.python import INDICES
 from gradscope.sources.data.recipes import MASK
 from gradscope.sources.scripts import (
     FoundModel,
@@ -42,7 +43,6 @@ from gradscope.sources.weights.readers import ADAPTER
 _SHOWN = 6  # number of tensors named in a comment
 _READ = 10_000  # number of targets to read for their texts
 _TARGETS = {"target", "targets", "label", "labels", "y", "class", "classes", "following"}
-_NO_INPUTS = {"id", "ids", "idx", "index", "indices"}  # full names of arrays that are not inputs
 # columns in which pandas stores row numbers
 _OF_PANDAS = re.compile(r"unnamed: \d+|__index_level_\d+__|level_\d+")
 _GRAPHS = {"adj", "adjacency", "edge", "edges", "laplacian"}
@@ -615,7 +615,7 @@ def _are_positions(array: _DataArray) -> bool:
 def _numbers_samples(name: str, arrays: Mapping[str, _DataArray]) -> bool:
     """Whether the name is a table's index, or the array is the unnamed first column."""
     unnamed = name == "0" and not all(other.isdigit() for other in arrays)
-    known = name.lower() in _NO_INPUTS or _OF_PANDAS.fullmatch(name.lower()) is not None
+    known = name.lower() in INDICES or _OF_PANDAS.fullmatch(name.lower()) is not None
     return unnamed or known
 
 

@@ -24,7 +24,7 @@ Collate = Callable[[list[Any]], Any]
 
 _END = object()
 _LABELS = {"label", "labels", "target", "targets"}
-_INDICES = {"id", "ids", "idx", "index", "indices"}  # of samples
+INDICES = {"id", "ids", "idx", "index", "indices"}  # names of arrays with numbers of samples
 _FILES_ONLY = ("files", "columns", "classes", "tokenizer", "pad", "length", "id")
 
 
@@ -228,7 +228,7 @@ def _selected(names: Sequence[str]) -> dict[str, Any]:
     Several inputs are passed to the model by keyword.
     """
     targets = tuple(name for name in names if name.lower() in _LABELS)
-    inputs = [name for name in names if name.lower() not in _LABELS | _INDICES]
+    inputs = [name for name in names if name.lower() not in _LABELS | INDICES]
     if len(targets) != 1 or not inputs:
         return {}
     of = tuple(inputs) if len(inputs) == 1 else {name: name for name in inputs}
