@@ -6,7 +6,7 @@ evaluation starts from the same state, and the model is left unchanged.
 """
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce, update_wrapper
@@ -469,9 +469,7 @@ class Problem:
             remedy=(
                 "A scalar loss is already summed or averaged over the batch, and a mean scales "
                 "every gradient by 1/n. Use reduction='none', and reduce over all axes but the "
-                "first. Or return torch.stack([one("
-                + ("model, inputs" if self.of_model else "outputs")
-                + "[i : i + 1], targets[i : i + 1]) for i in range(len(targets))]), where one is "
+                f"first. Or return torch.stack([{_one_loss(batch, self.of_model)}]), where one is "
                 "this loss. Instead of a mean over all tokens of a batch, return each sample's sum "
                 "over its tokens, divided by a constant."
                 if scalar
@@ -520,6 +518,28 @@ class Problem:
             for module, buffers in owners:
                 for key, value in buffers.items():  # a TorchScript module's table has no update
                     module._buffers[key] = value
+
+
+def _one_loss(batch: Batch, of_model: bool) -> str:
+    """Return the code that calls a scalar loss `one` for each sample of a batch."""
+    given = {"inputs": batch.inputs, "targets": batch.targets}
+    if not of_model:
+        given["outputs"] = batch.index  # usually a tensor (n, ...)
+
+    def part(name: str) -> str:
+        if isinstance(given[name], tuple):
+            return f"tuple(t[i : i + 1] for t in {name})"
+        if isinstance(given[name], Mapping):
+            return f"{{k: t[i : i + 1] for k, t in {name}.items()}}"
+        return "None" if given[name] is None else f"{name}[i : i + 1]"
+
+    counted = "targets" if given["targets"] is not None else "inputs" if of_model else "outputs"
+    if isinstance(given[counted], tuple):
+        counted += "[0]"
+    elif isinstance(given[counted], Mapping):
+        counted = f"next(iter({counted}.values()))"
+    first = f"model, {part('inputs')}" if of_model else part("outputs")
+    return f"one({first}, {part('targets')}) for i in range(len({counted}))"
 
 
 def require_module(model: Any) -> None:

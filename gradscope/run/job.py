@@ -45,7 +45,7 @@ from gradscope.sources import code
 from gradscope.sources.code import load_function
 from gradscope.sources.data import Dataset, open_dataset
 from gradscope.sources.formats import sha256
-from gradscope.sources.models import LoadedModel, load_model, require_order
+from gradscope.sources.models import LoadedModel, load_model, positional, require_order
 from gradscope.sources.opened import Previews
 from gradscope.sources.weights import CheckpointReport
 from gradscope.stages import labels
@@ -242,9 +242,12 @@ def prepare(spec: RunSpec) -> Job:
     torch.manual_seed(asked.seed)
     together = asked.sharded and dist.is_available() and dist.is_initialized()
     loaded, model = _in_turn(spec) if together else _built(spec)
-    dataset, grouped = open_dataset(spec.dataset), spec.dataset.group is not None
+    own_order = is_model_loss(loss)  # a model loss calls the model with its own order of inputs
+    taken = None if own_order else positional(loaded.model)
+    grouped = spec.dataset.group is not None
+    dataset = open_dataset(spec.dataset, None if taken is None else len(taken))
     dataset = dataset.in_any_order if grouped else dataset
-    if not is_model_loss(loss):  # a model loss calls the model with its own order of inputs
+    if not own_order:
         require_order(loaded.model, spec.dataset.inputs)
     run_rows = dataset.rows(asked.samples)
     settings = asked.model_dump(

@@ -21,11 +21,22 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    redirect_stdout,
+    suppress,
+)
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from gradscope.config import split_reference
 from gradscope.core.registry import suggestion
@@ -134,11 +145,34 @@ def class_digests(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
+class _OnCpu(TorchFunctionMode):
+    """Puts tensors on the CPU that code asks for on "cuda"."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function of torch with "cpu" in place of "cuda"."""
+        if func is Tensor.cuda:
+            return args[0]
+        return func(*map(_cpu, args), **{k: _cpu(v) for k, v in (kwargs or {}).items()})
+
+
+def _cpu(value: Any) -> Any:
+    """Return the device "cpu" for a CUDA device, or the value itself."""
+    is_cuda = isinstance(value, torch.device | str) and str(value).partition(":")[0] == "cuda"
+    return torch.device("cpu") if is_cuda else value
+
+
+def _without_cuda() -> AbstractContextManager[Any]:
+    """Return a context in which "cuda" is the CPU, if this machine has no CUDA device."""
+    return nullcontext() if torch.cuda.is_available() else _OnCpu()
+
+
 @contextmanager
 def loading(reference: str, kind: str) -> Iterator[None]:
     """Add everything that the body imports to the code of a reference."""
     _, key, _ = _load(reference, kind)
-    with _recording_code(key):
+    with _recording_code(key), _without_cuda():
         yield
 
 
@@ -267,6 +301,7 @@ def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
                 around.enter_context(importable(folder))
             around.enter_context(_recording_code(name))
             around.enter_context(_watching_slow_lines(name, path))
+            around.enter_context(_without_cuda())
             exec(compile(tree, str(path), "exec", dont_inherit=True), vars(module))
     except BaseException as error:
         del sys.modules[name]

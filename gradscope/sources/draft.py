@@ -34,6 +34,8 @@ from gradscope.sources.scripts import (
     loss_is_summed,
     loss_method,
     losses_called,
+    own_loss,
+    reconstruction,
 )
 from gradscope.sources.weights import read
 from gradscope.sources.weights.fit import state_dict_under, state_dicts
@@ -104,6 +106,7 @@ _ARGV += " when imported"
 _REPLACE = "an example: replace it"
 _NO_VALUE = "fill in: no value was found"
 _FUNCTION = 'write a function that returns the model, factory = "FILE.py:FUNCTION"'
+_FILL_IN = "fill it in, or build the model in a function: --model FILE.py:FUNCTION"
 
 # a loss that a script computes with a method of the model
 _METHOD = """\
@@ -113,7 +116,14 @@ _METHOD = """\
 #     import gradscope, torch
 #     @gradscope.model_loss
 #     def loss(model, inputs, targets):
-#         return torch.stack([{each} for x, y in zip(inputs, targets)])"""
+#         return torch.stack([{each} for {of}])"""
+
+# a loss that is a function or a class of a script
+_OWN = """\
+# {line}
+# Write this loss in loss.py. It returns one number for each sample: without a mean or a sum over
+# the samples.{how}
+"""
 
 # [compute]: a line for each setting that is not given
 _EXAMPLES = {
@@ -157,12 +167,17 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     drafted = _model(result, model, checkpoint, folder, files, stored)
     called = losses_called(near, drafted.file) or losses_called(files, drafted.file)
     each, line = ("", "") if loss else loss_method(files, drafted.file)
+    lines, own = ([], "") if loss or each else own_loss(files, drafted.file)
     found, why = "mse", "an example"
     described = data.suffix.lower() == ".toml"
     # the samples of a function are not read
     if described or function_of(str(data)) is not None:
         reference = _relative(data, folder) if described else _anchored(str(data), folder)
         dataset_lines = [f"{'spec' if described else 'path'} = {quoted(reference)}"]
+        if not described and (same := reconstruction(files, drafted.file)):
+            of = f"the model's inputs are the targets of {same}"
+            dataset_lines.append(f'targets = ["inputs"]  # guessed: {_comment(of)}')
+            result.guessed["dataset.targets"] = f'["inputs"]: {of}'
         if drafted.loss:
             found, why = drafted.loss.split(": ")
         elif called:
@@ -184,9 +199,16 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     if spec.dataset.group is not None:
         dataset_lines.append(f"group = {quoted(spec.dataset.group)}")
     if each:
-        text = _METHOD.format(each=_comment(each), line=_comment(line))
+        of = "x, y in zip(inputs, targets)" if "y[None]" in each else "x in inputs"
+        text = _METHOD.format(each=_comment(each), line=_comment(line), of=of)
         found, loss_lines = "loss.py:loss", text.splitlines()
         result.missing["loss.name"] = f"write loss.py, as the run file shows, for {line}"
+    elif own:
+        how = " For one sample at a time:" if lines else ""
+        text = _OWN.format(line=_comment(own), how=how)
+        lines = lines or ["def loss(outputs, targets):", "    return ..."]
+        found, loss_lines = "loss.py:loss", [*text.splitlines(), *(f"#     {x}" for x in lines)]
+        result.missing["loss.name"] = f"write loss.py, as the run file shows, for {own}"
     else:
         summed = near if losses_called(near, drafted.file) else files
         if loss is None and called and loss_is_summed(summed):
@@ -351,7 +373,7 @@ def _arguments(result: Draft, found: FoundModel | None) -> list[str]:
         module = found.modules.get(name, "")
         what = f"a module, {_comment(module)}: {_FUNCTION}" if module else _NO_VALUE
         lines.setdefault(table, []).append(f"# {_key(key)} =  # {what}")
-        result.missing[f"model.kwargs.{name}"] = what if module else _REPLACE
+        result.missing[f"model.kwargs.{name}"] = what if module else _FILL_IN
     tables = [f"\n[model.kwargs.{_key(table)}]" if table else "" for table in lines]
     blocks = zip(tables, lines.values(), strict=True)
     return [line for table, own in blocks for line in (*filter(None, [table]), *own)]

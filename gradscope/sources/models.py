@@ -251,6 +251,16 @@ def _require_trainable(model: Any, where: str) -> None:
     raise ModelError(what, where=where, remedy=remedy)
 
 
+def positional(model: nn.Module) -> list[str] | None:
+    """Return the parameters of `forward` to pass by position, None if it takes any number."""
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    with suppress(TypeError, ValueError):  # callables may lack a signature
+        every = inspect.signature(model.forward).parameters.values()
+        if all(p.kind != inspect.Parameter.VAR_POSITIONAL for p in every):
+            return [p.name for p in every if p.kind in by_position]
+    return None
+
+
 def require_order(model: nn.Module, inputs: Sequence[str] | Mapping[str, str]) -> None:
     """Raise if arrays have the names of `forward`'s arguments, but a different order.
 
@@ -263,11 +273,7 @@ def require_order(model: nn.Module, inputs: Sequence[str] | Mapping[str, str]) -
     """
     if isinstance(inputs, Mapping):
         return
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    taken: list[str] = []
-    with suppress(TypeError, ValueError):  # callables may lack a signature
-        every = inspect.signature(model.forward).parameters.values()
-        taken = [p.name for p in every if p.kind in by_position]
+    taken = positional(model) or []
     for name, argument in zip(inputs, taken, strict=False):
         if name != argument and name in taken:
             pairs = ", ".join(f'{k} = "{k}"' if k in taken else f'... = "{k}"' for k in inputs)

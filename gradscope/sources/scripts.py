@@ -21,6 +21,8 @@ from gradscope.sources.training import parses_arguments, trains
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
+# an expression, its value (a list for [Layer(k) for k in EXPRESSION]), the source's name
+Equation = tuple[ast.expr, int | list[int], str]
 _PREFIX = re.compile(r"(?:module\.|_orig_mod\.)+")  # DataParallel and torch.compile add these
 
 # torch's layers by name: their arguments, and which axis of the weight has an argument's size
@@ -288,28 +290,25 @@ def loss_method(files: Iterable[Path], model: Path | None) -> tuple[str, str]:
     In the loss, x and y are the inputs and targets of one sample: "-model.log_prob(x[None]).mean()"
     for the line "train.py: loss = -model.log_prob(batch).mean()". Without such a loss, both are "".
     """
+    files = list(files)
+    scripts = [script for file in files if (script := Script.read(file)) is not None]
+    torch_losses = {name for script in scripts for name in script.torch_losses}
     for script in _training(files, model)[0]:
-        values: dict[str, list[ast.expr]] = {}
-        for node in script.nodes:
-            if isinstance(node, ast.Assign):
-                values.setdefault(_tail(node.targets[0]), []).append(node.value)
-        for call in script.calls.get("backward", ()):
-            name = _tail(getattr(call.func, "value", call))
-            for value in values.get(name, ()):
-                line, value = ast.unparse(value), _with_outputs(value, script)
-                called = [inner for inner in ast.walk(value) if isinstance(inner, ast.Call)]
-                methods = [
-                    each
-                    for each in called
-                    if isinstance(each.func, ast.Attribute)
-                    and _tail(each.func.value) in script.owners
-                    and each.func.attr != "forward"
-                ]
-                if methods and _LOSSES.keys().isdisjoint(_tail(each.func) for each in called):
-                    given = ", ".join(["x[None]", "y[None]"][: len(methods[0].args)])
-                    own = f"model.{_tail(methods[0].func)}({given})"
-                    each = ast.unparse(value).replace(ast.unparse(methods[0]), own)
-                    return each, f"{script.file.name}: {name} = {line}"
+        for name, value in script.losses:
+            line, value = ast.unparse(value), _with_outputs(value, script)
+            called = [inner for inner in ast.walk(value) if isinstance(inner, ast.Call)]
+            methods = [
+                each
+                for each in called
+                if isinstance(each.func, ast.Attribute)
+                and _tail(each.func.value) in script.owners
+                and each.func.attr not in {"forward", *torch_losses}
+            ]
+            if methods and _LOSSES.keys().isdisjoint(_tail(each.func) for each in called):
+                given = ", ".join(["x[None]", "y[None]"][: len(methods[0].args)])
+                own = f"model.{_tail(methods[0].func)}({given})"
+                each = ast.unparse(value).replace(ast.unparse(methods[0]), own)
+                return each, f"{script.file.name}: {name} = {line}"
     return "", ""
 
 
@@ -333,6 +332,91 @@ def _with_outputs(loss: ast.expr, script: "Script") -> ast.expr:
         made[others[0]] = ast.parse("y[None]", mode="eval").body
     found: ast.expr = _Substituted(made).visit(_copied(loss))
     return found
+
+
+def own_loss(files: Iterable[Path], model: Path | None) -> tuple[list[str], str]:
+    """Return code for a loss that is a script's own function or class, and the script's line.
+
+    The code is a function of (outputs, targets), or () if it cannot be written. A function that
+    returns a loss of torch is not an own loss.
+    """
+    files = list(files)
+    scripts = [script for file in files if (script := Script.read(file)) is not None]
+    places = {name: s for s in reversed(scripts) for name in (*s.functions, *s.classes)}
+    for script in _training(files, model)[0]:
+        made = script.values
+        for name, value in script.losses:
+            for call in _terms(value):
+                built = made.get(_tail(call.func))  # criterion = FocalLoss(2)
+                while isinstance(built, ast.Call) and _tail(built.func) in _MOVED:
+                    built = getattr(built.func, "value", None)
+                own = _tail(built.func if isinstance(built, ast.Call) else call.func)
+                place = places.get(own)
+                if place is None or (own in place.classes and _tail(call.func) in script.owners):
+                    continue  # not a script's loss, or a model that returns its loss
+                if _returns_torch_loss(place.functions.get(own) or place.classes[own]):
+                    continue
+                line = f"{script.file.name}: {name} = {ast.unparse(value)}"
+                if place.trains or len(call.args) != 2 or call.keywords:  # its import may train
+                    return [], f"{line}, with {own} of {place.file.name}"
+                lines = ["import torch", f"from {place.file.stem} import {own}"]
+                if isinstance(built, ast.Call):
+                    lines.append(f"criterion = {ast.unparse(built)}")
+                    own = "criterion"
+                each = f"{own}(o[None], t[None])"
+                lines.append("def loss(outputs, targets):")
+                lines.append(f"    rows = [{each} for o, t in zip(outputs, targets)]")
+                return [*lines, "    return torch.stack(rows)"], line
+    return [], ""
+
+
+def reconstruction(files: Iterable[Path], model: Path | None) -> str:
+    """Return the line of a loss whose target is the model's input, or "".
+
+    An example is "train.py: loss = criterion(output, x)" after `output = model(x)`.
+    """
+    for script in _training(files, model)[0]:
+        passed: dict[str, str] = {}  # {output of the model: its input}
+        for node in script.nodes:
+            call = node.value if isinstance(node, ast.Assign) else None
+            if isinstance(call, ast.Call) and _tail(call.func) in script.owners and call.args:
+                target = node.targets[0]  # type: ignore[attr-defined]
+                first = target.elts[0] if isinstance(target, ast.Tuple) else target
+                passed[_tail(first)] = _tail(call.args[0])
+        for name, value in script.losses:
+            for call in _terms(value):
+                ends = [_tail(node) for node in call.args[:2]]
+                if len(ends) == 2 and ends[1] and passed.get(ends[0]) == ends[1]:
+                    return f"{script.file.name}: {name} = {ast.unparse(value)}"
+    return ""
+
+
+def _terms(node: ast.expr) -> list[ast.Call]:
+    """Return the calls whose values, or means or sums of their values, a loss adds."""
+    if isinstance(node, ast.BinOp):
+        return [*_terms(node.left), *_terms(node.right)]
+    if not isinstance(node, ast.Call):
+        return []
+    reduced = isinstance(node.func, ast.Attribute) and node.func.attr in ("mean", "sum")
+    return _terms(node.func.value) if reduced else [node]  # type: ignore[attr-defined]
+
+
+def _returns_torch_loss(node: ast.FunctionDef | ast.ClassDef) -> bool:
+    """Whether a function, or the forward of a class, returns the value of a loss of torch."""
+    nodes = list(ast.walk(node))
+    made = {_tail(n.targets[0]): n.value for n in nodes if isinstance(n, ast.Assign)}
+    for found in (n.value for n in nodes if isinstance(n, ast.Return)):
+        value = found.elts[0] if isinstance(found, ast.Tuple) and found.elts else found
+        for _ in range(3):  # loss.mean(), and the variable or attribute loss
+            if isinstance(value, ast.Call) and _tail(value.func) in ("mean", "sum"):
+                value = getattr(value.func, "value", None)
+            if value is not None and (known := made.get(_tail(value))) is not None:
+                value = known
+            elif isinstance(value, ast.Call) and _tail(value.func) in made:
+                value = made[_tail(value.func)]
+        if isinstance(value, ast.Call) and _tail(value.func) in _LOSSES:
+            return True
+    return False
 
 
 def _training(files: Iterable[Path], model: Path | None) -> tuple[list["Script"], list["Script"]]:
@@ -428,6 +512,11 @@ class Script:
             ):
                 with suppress(ValueError):
                     found[_tail(node.targets[0])] = ast.literal_eval(node.value)
+                    continue
+            if isinstance(node, ast.Assign) and _dotted(node.value) is None:
+                name = _tail(node.targets[0])  # args.sizes = args.sizes.split(",")
+                if isinstance(found.get(name), str) and not isinstance(node.value, ast.Constant):
+                    del found[name]
         return found
 
     @cached_property
@@ -435,6 +524,18 @@ class Script:
         """The last value of each variable and attribute, by its last name."""
         assigned = (node for node in self.nodes if isinstance(node, ast.Assign))
         return {_tail(node.targets[0]): node.value for node in assigned}
+
+    @cached_property
+    def torch_losses(self) -> set[str]:
+        """The attributes to which a loss of torch is assigned: self.NAME = nn.BCELoss()."""
+        return {
+            node.targets[0].attr
+            for node in self.nodes
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Attribute)
+            and isinstance(node.value, ast.Call)
+            and _tail(node.value.func) in _LOSSES
+        }
 
     @cached_property
     def owners(self) -> set[str]:
@@ -464,19 +565,29 @@ class Script:
         return bool(self.trained) or trains(self.tree)
 
     @cached_property
-    def sums(self) -> bool:
-        """Whether it calls backward() of a variable that is a sum of terms."""
-        summed = {
+    def losses(self) -> list[tuple[str, ast.expr]]:
+        """The variables with a call of `backward()`, and the values assigned to them."""
+        names = {
             _tail(node.func.value)
             for node in self.calls.get("backward", ())
             if isinstance(node.func, ast.Attribute)
         }
-        return any(
-            isinstance(node, ast.Assign)
-            and _tail(node.targets[0]) in summed
-            and isinstance(node.value, ast.BinOp)
-            and isinstance(node.value.op, ast.Add)
+        return [
+            (name, node.value)
             for node in self.nodes
+            if isinstance(node, ast.Assign) and (name := _tail(node.targets[0])) in names
+        ]
+
+    @cached_property
+    def sums(self) -> bool:
+        """Whether it calls backward() of a variable that is a sum of terms."""
+        names = {name for name, _ in self.losses}
+        return any(
+            isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)
+            for _, value in self.losses
+        ) or any(
+            isinstance(n, ast.AugAssign) and isinstance(n.op, ast.Add) and _tail(n.target) in names
+            for n in self.nodes
         )
 
     @cached_property
@@ -580,6 +691,7 @@ class Part:
     parts: Mapping[str, "Part"] = field(default_factory=dict)
     repeated: Sequence["Part"] = ()  # the kinds of entries in a list of variable length
     count: ast.expr | None = None  # the number of entries
+    over: ast.comprehension | None = None  # the loop that makes the entries
     name: str = ""  # the class's name
 
 
@@ -613,9 +725,20 @@ class ModelClass:
 
     @property
     def parameters(self) -> dict[str, ast.expr | None]:
-        """The parameters of `__init__` without self, with their defaults."""
+        """The parameters of `__init__` without self, and the keys of **kwargs, with defaults."""
         arguments = self._lines[1]
-        return {} if arguments is None else _parameters(arguments, skip=1)
+        if arguments is None:
+            return {}
+        return _parameters(arguments, skip=1) | dict.fromkeys(self.keywords)
+
+    @cached_property
+    def keywords(self) -> list[str]:
+        """The keys of the **kwargs of `__init__` that the class reads, as kwargs["width"]."""
+        line, arguments = self._lines
+        if arguments is None or arguments.kwarg is None:
+            return []
+        nodes = [n for node in line for n in ast.walk(node) if isinstance(n, ast.Subscript)]
+        return [key for n in nodes if _tail(n.value) == arguments.kwarg.arg and (key := _key(n))]
 
     @cached_property
     def names(self) -> dict[str, ast.expr]:
@@ -780,8 +903,9 @@ class ModelClass:
         if len(entries) == 1 and (own := _dotted(entries[0])) is not None:
             entries = [self.given.get(own) or self.names.get(own, entries[0])]
         if len(entries) == 1 and isinstance(entries[0], ast.ListComp | ast.GeneratorExp):
-            count = _entries(entries[0], self.names)[1]
-            return Part("indexed", repeated=[self.part(entries[0].elt)], count=count)
+            count, over = _entries(entries[0], self.names)[1], entries[0].generators[0]
+            made = [self.part(entries[0].elt)]
+            return Part("indexed", repeated=made, count=count, over=over)
         if len(entries) == 1 and isinstance(entries[0], ast.List | ast.Tuple):
             entries = list(entries[0].elts)
         first = entries[0] if len(entries) == 1 else None
@@ -858,7 +982,7 @@ class ModelClass:
             return 0.0
         return float(all(_agrees(node, size) for node, size in sizes(part, {key[0]: shape})))
 
-    def equations(self, shapes: Shapes, depth: int = 0) -> Iterator[tuple[ast.expr, int, str]]:
+    def equations(self, shapes: Shapes, depth: int = 0) -> Iterator[Equation]:
         """Yield (expression of the parameters of `__init__`, its value, the source's name)."""
         for name, alternatives in self.parts.items():
             own = _below(shapes, name)
@@ -873,9 +997,7 @@ class ModelClass:
                 (self.resolved(e), v, w) for e, v, w in self._of_part(part, own, name, depth)
             )
 
-    def _of_part(
-        self, part: Part, shapes: Shapes, where: str, depth: int
-    ) -> Iterator[tuple[ast.expr, int, str]]:
+    def _of_part(self, part: Part, shapes: Shapes, where: str, depth: int) -> Iterator[Equation]:
         if part.kind == "module" and depth < 6 and part.call is not None:
             other = self.below(part)
             none = ast.Constant(None)  # an argument without a value has no known size
@@ -890,6 +1012,14 @@ class ModelClass:
                 numbers = all(k.isdigit() for k in indices)  # entries without tensors count too
                 count = max(map(int, indices)) + 1 if numbers else len(indices)
                 yield part.count, count, f"{where} (its length)"
+            if part.over is not None and isinstance(part.over.target, ast.Name):
+                values: list[int] = []  # of NAME in [Layer(k) for k in NAME]
+                for index in sorted(indices, key=lambda k: k.zfill(9)):
+                    own = self._of_part(part.repeated[0], _below(shapes, index), where, depth)
+                    known = [v for e, v, _ in own if _dotted(e) == part.over.target.id]
+                    values += [v for v in known[:1] if isinstance(v, int)]
+                if len(values) == len(indices) > 0:
+                    yield part.over.iter, values, where
             first = min(indices, default="0")
             parts = part.parts or ({first: part.repeated[0]} if part.repeated else {})
             for name, inner in parts.items():
@@ -925,9 +1055,10 @@ class ModelClass:
         nodes = [inner for line in self._lines[0] for inner in ast.walk(line)]
         methods = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
         for node in nodes:
-            read = _tail(node.value) if isinstance(node, ast.Attribute) else ""
-            if read in parameters and isinstance(node, ast.Attribute) and id(node) not in methods:
-                found.setdefault(read, set()).add(node.attr)
+            key = _key(node)
+            read = _tail(node.value) if isinstance(node, ast.Attribute | ast.Subscript) else ""
+            if key and read in parameters and id(node) not in methods:
+                found.setdefault(read, set()).add(key)
             name = _tail(node.func) if isinstance(node, ast.Call) else ""
             if isinstance(node, ast.Call) and name not in {*seen, self.name}:
                 if not self.sources.is_module(name):
@@ -991,7 +1122,9 @@ def sizes(part: Part, shapes: Shapes) -> Iterator[tuple[ast.expr, int]]:
     given = _bound(part.call, list(axes) or _TRANSFORMERS.get(part.kind, ()))
     for name, node in given.items():
         size = _size(part.kind, axes.get(name, -1), name, shapes)
-        if size is not None:
+        if size is not None and isinstance(node, ast.Tuple):  # the sides of a kernel
+            yield from zip(node.elts, shapes.get("weight", ())[2:], strict=False)
+        elif size is not None:
             yield node, size
 
 
@@ -1134,6 +1267,8 @@ def _arguments(
             unknown += [f"{name}.{key}" for key in missing]
             continue
         value = _stored(given, name) or solved.get(name) or called.get(name)
+        if value is None and name in model.keywords:
+            value = sources.constant(ast.Name(name))
         if value is not None:
             found[name] = value
         elif default is None and name == "device":
@@ -1196,7 +1331,7 @@ def _modules(sources: Sources, model: ModelClass, names: Sequence[str]) -> dict[
     return found
 
 
-def _solved(equations: Iterable[tuple[ast.expr, int, str]]) -> dict[str, Argument]:
+def _solved(equations: Iterable[Equation]) -> dict[str, Argument]:
     """Solve expressions for their only unknown name, NAME or NAME.ATTRIBUTE."""
     found: dict[str, Argument] = {}
     left = list(equations)
@@ -1210,13 +1345,13 @@ def _solved(equations: Iterable[tuple[ast.expr, int, str]]) -> dict[str, Argumen
 
 
 def _unknown_in(
-    node: ast.expr, value: int, known: Mapping[str, Argument]
-) -> tuple[str, int] | None:
+    node: ast.expr, value: int | list[int], known: Mapping[str, Argument]
+) -> tuple[str, int | list[int]] | None:
     """Return the only unknown name of an expression and its value, or None if not solvable."""
     name = _dotted(node)
     if name is not None:
         return name, value
-    if not isinstance(node, ast.BinOp):
+    if not isinstance(node, ast.BinOp) or isinstance(value, list):
         return None
     left, right = node.left, node.right
     factor = _value(right, known)
@@ -1276,12 +1411,22 @@ def _tail(node: ast.AST) -> str:
 
 
 def _dotted(node: ast.expr) -> str | None:
-    """Return NAME or NAME.ATTRIBUTE, or None for a different expression."""
+    """Return NAME, or NAME.KEY for NAME.KEY and NAME["KEY"], or None for a different expression."""
     if isinstance(node, ast.Name):
         return node.id
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+        return f"{node.value.id}.{key}" if (key := _key(node)) else None
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         return f"{node.value.id}.{node.attr}"
     return None
+
+
+def _key(node: ast.AST) -> str:
+    """Return KEY of NAME.KEY and NAME["KEY"], or "" for a different expression."""
+    if isinstance(node, ast.Subscript):
+        value = getattr(node.slice, "value", None)
+        return value if isinstance(value, str) else ""
+    return node.attr if isinstance(node, ast.Attribute) else ""
 
 
 def _copied(node: ast.expr) -> ast.expr:

@@ -16,7 +16,7 @@ from torch import nn
 
 import gradscope as package
 from gradscope.sources.models import Config
-from gradscope.sources.scripts import find_models, find_trained, losses_called
+from gradscope.sources.scripts import find_models, find_trained, loss_method, losses_called
 from tests.cli.conftest import Gradscope
 
 HEAD = """
@@ -246,6 +246,23 @@ class Stacked(nn.Module):
         return self.last(self.copies(self.stack(x)))
 """
 
+KEYS = """
+parser = argparse.ArgumentParser()
+parser.add_argument("--rate", type=float, default=0.25)
+class Text(nn.Module):
+    def __init__(self, config, **rest):
+        super().__init__()
+        sizes = config["kernel_sizes"]
+        self.embed = nn.Embedding(config["words"], config["dim"])
+        maps, dim = config["maps"], config["dim"]
+        self.convs = nn.ModuleList([nn.Conv2d(1, maps, (k, dim)) for k in sizes])
+        self.drop = nn.Dropout(rest["rate"])
+        self.last = nn.Linear(len(sizes) * config["maps"], 3)
+    def forward(self, ids):
+        x = self.embed(ids)[:, None]
+        return self.last(torch.cat([conv(x).amax((2, 3)) for conv in self.convs], 1))
+"""
+
 SCRIPTS: dict[str, tuple[str, str, dict[str, Any]]] = {  # the text, what built it, its arguments
     "plain": (PLAIN, "Net", {}),
     "a factor of a size": (SIZES, "Upscale", {"factor": 3, "width": 6}),
@@ -270,6 +287,11 @@ SCRIPTS: dict[str, tuple[str, str, dict[str, Any]]] = {  # the text, what built 
         PASSED,
         "Stacked",
         {"span": 3, "size": 6, "inner": 10, "depth": 2, "count": 3},
+    ),
+    "keys of a config and of **kwargs, sizes in a list": (
+        KEYS,
+        "Text",
+        {"config": {"words": 20, "dim": 5, "maps": 6, "kernel_sizes": [2, 4, 3]}, "rate": 0.25},
     ),
 }
 
@@ -335,6 +357,10 @@ def test_what_cannot_be_known_is_named(tmp_path: Path) -> None:
     arguments = SCRIPTS["options"][2]
     (best, *_) = find_models([path], shapes(built(path, "Tagger", arguments)))
     assert list(best.unknown) == ["cell"]
+    text = OPTIONS.replace('default="LSTM"', 'default="L,S"')
+    path.write_text(HEAD + text + 'def main(args):\n    args.cell = args.cell.split(",")\n')
+    (best, *_) = find_models([path], shapes(built(path, "Tagger", arguments)))
+    assert list(best.unknown) == ["cell"]  # its default is converted before use
 
 
 def test_nothing_is_found_in_what_fits_nothing(tmp_path: Path) -> None:
@@ -360,7 +386,9 @@ def test_a_loss_that_adds_several_losses_is_an_example(
     monkeypatch.chdir(tmp_path)
     torch.save(nn.Linear(2, 2).state_dict(), "model.pt")
     np.savez("data.npz", x=np.ones((4, 2)), y=np.arange(4) % 2)
-    for text, missing in ((step, True), (step.replace(" + 0.1 * penalty", ""), False)):
+    later = step.replace(" + ", "\n    total += ")
+    one = step.replace(" + 0.1 * penalty", "")
+    for text, missing in ((step, True), (later, True), (one, False)):
         Path("train.py").write_text(text)
         done = gradscope("init", "model.pt", "data.npz", "--overwrite", "--json")
         assert ("loss.name" in json.loads(done.out)["missing"]) is missing
@@ -423,6 +451,11 @@ DATA: dict[str, tuple[Any, Any, str]] = {  # inputs, targets, the loss that is w
     "blocks": (X((6, 1, 8, 8)), np.arange(6) % 3, "cross_entropy"),
     "parts named in a loop": (X((6, 9)), np.arange(6) % 4, "nll"),
     "parts that a caller passes": (X((4, 5, 6)), X((4, 5, 3)), "mse"),
+    "keys of a config and of **kwargs, sizes in a list": (
+        np.arange(35).reshape(5, 7) % 20,
+        np.arange(5) % 3,
+        "cross_entropy",
+    ),
 }
 
 
@@ -734,13 +767,172 @@ def test_a_loss_of_the_models_method_is_shown_and_samples_of_a_variable_have_no_
     assert "# density.py: loss = -model.log_prob(x).mean()\n" in text
     start = text.index("#     import gradscope, torch")
     shown = text[start : text.index('name = "loss.py:loss"')].replace("#     ", "")
-    assert "[-model.log_prob(x[None]).mean() for x, y in zip(inputs, targets)]" in shown
-    Path("loss.py").write_text(shown.replace("x, y in zip(inputs, targets)", "x in inputs"))
+    assert "[-model.log_prob(x[None]).mean() for x in inputs]" in shown
+    Path("loss.py").write_text(shown)
     done = gradscope("compute", "--config", "run.toml", "-o", "o.h5")
     assert done.code == 0, done.err
     errors = torch.arange(12.0).reshape(6, 2) - torch.tensor([1.0, 2.0])
     with package.open("o.h5") as file:  # the gradient of |x - m|² is 2 (m - x)
         np.testing.assert_allclose(file.samples["norm"][:], 2 * errors.norm(dim=1), rtol=1e-6)
+
+
+def test_a_loss_of_torch_that_is_an_attribute_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\nclass Net(nn.Module):\n    def __init__(self):\n"
+        "        self.loss = nn.BCELoss()\n"
+    )
+    (tmp_path / "main.py").write_text(
+        "from net import *\nmodel = Net()\nopt = SGD(model.parameters())\n"
+        "loss = model.loss(model(x), y)\nloss.backward()\n"
+    )
+    files = sorted(tmp_path.glob("*.py"))
+    assert loss_method(files, tmp_path / "net.py") == ("", "")
+    assert losses_called(files, tmp_path / "net.py") == ["bce"]
+
+
+OWN_CRITERION = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+    def forward(self, x):
+        return self.fc(x)
+class Focal(nn.Module):
+    def __init__(self, power):
+        super().__init__()
+        self.power = power
+    def forward(self, outputs, targets):
+        p = F.softmax(outputs, 1).gather(1, targets[:, None])
+        return (-((1 - p) ** self.power) * p.log()).mean()
+class Smooth(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.CrossEntropyLoss(label_smoothing=0.1)
+    def forward(self, outputs, targets):
+        loss = self.inner(outputs, targets)
+        return loss
+def both(outputs, targets, weight):
+    return F.cross_entropy(outputs, targets) + weight * outputs.square().mean()
+"""
+TRAINS = """
+from losses import *
+def normalize(x): return x / 2
+def train(data, weight=0.5):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    focal, smooth = 1, 2
+    criterion = {criterion}
+    for x, y in data:
+        loss = {line}
+        loss.backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("criterion", "line", "shown"),
+    [
+        ("Focal(power=2)", "criterion(model(normalize(x)), y)", "criterion = Focal(power=2)"),
+        ("both", "both(model(x), y, weight)", "return ..."),
+        ("Smooth()", "criterion(model(normalize(x)), y)", "cross_entropy"),
+        ("nn.CrossEntropyLoss()", "criterion(model(x), y) / 4", "cross_entropy"),
+        ("None", "F.cross_entropy(model(normalize(x)), y)", "cross_entropy"),
+    ],
+)
+def test_a_loss_of_the_script_itself(
+    gradscope: Gradscope,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    criterion: str,
+    line: str,
+    shown: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("losses.py").write_text(OWN_CRITERION)
+    Path("train.py").write_text(TRAINS.format(criterion=criterion, line=line))
+    net = nn.Linear(4, 3)
+    torch.save({f"fc.{k}": v for k, v in net.state_dict().items()}, "w.pt")
+    inputs, targets = torch.randn(5, 4), torch.arange(5) % 3
+    torch.save((inputs, targets), "d.pt")
+    done = gradscope("init", "w.pt", "d.pt", "--json")
+    text = Path("run.toml").read_text()
+    if shown == "cross_entropy":
+        assert f'name = "{shown}' in text and json.loads(done.out)["missing"] == []
+        return
+    assert json.loads(done.out)["missing"] == ["loss.name"]
+    assert f"# train.py: loss = {line}" in text and shown in text
+    if shown == "return ...":
+        assert f"# train.py: loss = {line}, with both of losses.py\n" in text
+        return
+    code = text[text.index("#     import torch\n") : text.index('name = "loss.py:loss"')]
+    Path("loss.py").write_text(code.replace("#     ", ""))
+    done = gradscope("compute", "--config", "run.toml", "-o", "o.h5")
+    assert done.code == 0, done.err
+    net = net.double()
+    with package.open("o.h5") as file:
+        for x, y, norm in zip(inputs.double(), targets, file.samples["norm"][:], strict=True):
+            net.zero_grad()
+            p = net(x).softmax(0)[y]
+            (-((1 - p) ** 2) * p.log()).backward()
+            squares = [float(v.grad.square().sum()) for v in net.parameters() if v.grad is not None]
+            assert norm == pytest.approx(sum(squares) ** 0.5, rel=1e-4)
+
+
+RECONSTRUCTS = """
+import torch
+from torch import nn
+class Coder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+    def forward(self, x):
+        return self.fc(x)
+data = torch.utils.data.TensorDataset(torch.arange(12.0).reshape(4, 3), torch.arange(4))
+model = Coder().cuda()
+criterion = nn.MSELoss()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for image, _ in data:
+    image = image.cuda()
+    output = model(image)
+    loss = criterion(output, image)
+    loss.backward()
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a CUDA device")
+def test_an_autoencoder_that_is_trained_on_a_gpu(
+    gradscope: Gradscope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(RECONSTRUCTS)
+    net = nn.Linear(3, 3)
+    torch.save({f"fc.{k}": v for k, v in net.state_dict().items()}, "w.pt")
+    done = gradscope("init", "w.pt", "train.py:data", "--json")
+    found = json.loads(done.out)
+    line = "the model's inputs are the targets of train.py: loss = criterion(output, image)"
+    assert found["missing"] == [] and line in Path("run.toml").read_text()
+    done = gradscope("compute", "--config", "run.toml", "-o", "o.h5")
+    assert done.code == 0, done.err
+    x = torch.arange(12.0).reshape(4, 3).double()
+    error = net.double()(x) - x
+    rows = torch.cat([error[:, :, None] * x[:, None], error[:, :, None]], 2) * 2 / 3
+    with package.open("o.h5") as file:
+        expected = rows.detach().flatten(1).norm(dim=1)
+        np.testing.assert_allclose(file.samples["norm"][:], expected, rtol=1e-5)
+
+
+def test_a_python_file_as_data(gradscope: Gradscope, tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "w.pt")
+    (tmp_path / "load.py").write_text(OTHER)
+    done = gradscope("init", str(tmp_path / "w.pt"), str(tmp_path / "load.py"))
+    assert (done.code, done.err) == (
+        3,
+        f"error: {tmp_path / 'load.py'}: this is a Python file, not a data file\n"
+        "Name a Dataset, a DataLoader, or a function without arguments that returns it: "
+        "load.py:NAME.\n",
+    )
 
 
 def test_more_arrays_than_forward_takes_are_targets(

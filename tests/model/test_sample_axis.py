@@ -1,6 +1,7 @@
 """Calls that lose the sample axis are named with their line, and nothing else is blamed on them."""
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -242,6 +243,28 @@ def test_a_mean_over_the_samples_is_a_scalar():
             "range(len(targets))]), where one is this loss. Instead of a mean over all tokens of a "
             "batch, return each sample's sum over its tokens, divided by a constant."
         )
+
+
+@pytest.mark.parametrize("targets", [None, (VALUES, VALUES), {"a": VALUES}])
+@pytest.mark.parametrize("of_model", [False, True])
+def test_the_code_for_a_scalar_loss_gives_a_loss_for_each_sample(targets, of_model):
+    def one(*given):
+        outputs = given[0](given[1]) if of_model else given[0]
+        values = given[-1].values() if isinstance(given[-1], dict) else given[-1] or [0]
+        return sum(squared(outputs[:, 0], value) for value in values).mean()
+
+    def loss(*given):
+        names = ("model", "inputs", "targets") if of_model else ("outputs", "targets")
+        return eval(code, {"one": one, "torch": torch, **dict(zip(names, given, strict=True))})
+
+    model, wrapped = Model(plain), gradscope.model_loss if of_model else lambda fn: fn
+    with pytest.raises(SpecError) as caught:
+        gradscope.norms(model, wrapped(one), ROWS, targets)
+    code = re.search(r"torch\.stack\(\[.*?\]\)(?=, where)", str(caught.value))[0]
+    factor = 1 if targets is None else len(targets)
+    values = VALUES if factor > 1 or targets else torch.zeros_like(VALUES)
+    expected = gradscope.norms(model, lambda o, y: factor * squared(o[:, 0], y), ROWS, values)
+    torch.testing.assert_close(gradscope.norms(model, wrapped(loss), ROWS, targets), expected)
 
 
 def test_a_scalar_loss_of_one_sample_at_a_time():

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from gradscope.errors import ModelError, SpecError
 from gradscope.sources import code
-from gradscope.sources.code import code_digests, load_function, user_file
+from gradscope.sources.code import code_digests, load_function, load_value, user_file
 from gradscope.sources.models import build
 from tests.cli.forked import apart
 
@@ -143,6 +144,32 @@ def test_what_the_file_raises_is_shown_as_the_users(
     assert str(Path(load_function.__code__.co_filename)) not in told  # none of our own frames
     files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     assert file not in files  # the next attempt imports it anew
+
+
+CUDA = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2, 2, device="cuda"))
+        self.other = nn.Linear(2, 2).to(torch.device("cuda:0"))
+        self.last = torch.zeros(3, requires_grad=True).to("cuda", torch.float64).cuda()
+top = nn.Linear(2, 2).cuda()
+def build(): return Net().cuda()
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a CUDA device")
+def test_cuda_in_a_script_is_the_cpu_on_a_machine_without_cuda(tmp_path: Path) -> None:
+    file = write(tmp_path, CUDA)
+    model = build(f"{file}:build", {})
+    top = load_value(f"{file}:top", "model", lambda found: True)
+    for tensor in (*model.parameters(), model.last, *top.parameters()):
+        assert tensor.device.type == "cpu"
+    assert model.last.dtype == torch.float64
+    with pytest.raises((AssertionError, RuntimeError)):  # only while the script is loaded
+        torch.ones(1, device="cuda")
 
 
 def digest(text: str) -> str:

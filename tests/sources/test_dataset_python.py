@@ -169,6 +169,36 @@ def test_inputs_alone_and_arguments(file: Path) -> None:
     )
 
 
+def test_entries_that_the_model_does_not_take_are_targets(tmp_path: Path) -> None:
+    file = tmp_path / "triples.py"
+    file.write_text(
+        "import torch\ndata = [(torch.ones(2) * k, k, torch.zeros(3)) for k in range(5)]\n"
+    )
+    spec = DatasetSpec(path=f"{file}:data")
+    for taken, inputs, targets in ((1, 1, 2), (2, 2, 1), (3, 3, 0), (None, 3, 0)):
+        batch = open_dataset(spec, taken).batch(range(4))
+        sides = [v if isinstance(v, tuple) else (v,) for v in (batch.inputs, batch.targets)]
+        assert [len([p for p in side if p is not None]) for side in sides] == [inputs, targets]
+        parts = [part for side in sides for part in side]
+        torch.testing.assert_close(parts[0], torch.arange(4.0)[:, None].expand(4, 2))
+        torch.testing.assert_close(parts[1], torch.arange(4))
+        torch.testing.assert_close(parts[2], torch.zeros(4, 3))
+
+
+def test_a_class_that_needs_arguments(tmp_path: Path) -> None:
+    file = tmp_path / "sets.py"
+    file.write_text("class Rows:\n    def __init__(self, path, train=True): pass\n")
+    with pytest.raises(DatasetError) as caught:
+        open_dataset(DatasetSpec(path=f"{file}:Rows", kwargs={"train": False}))
+    assert str(caught.value) == (
+        f"data set {file}:Rows: its arguments do not fit: missing a required argument: 'path'\n"
+        "It takes: path, train=True. Write these values in the run file, under [dataset.kwargs]. "
+        "Or write a function without arguments, in a file data.py next to your script:\n"
+        "    from sets import Rows\n    def data():\n        return Rows(...)\n"
+        "Then give data.py:data as the data set."
+    )
+
+
 def test_the_digest_tells_data_apart(file: Path) -> None:
     first = opened(file, "pairs").sha256
     assert first == opened(file, "pairs").sha256

@@ -1,11 +1,14 @@
 """Data sets from user code: FILE.py:NAME is or returns a torch Dataset with a length.
 
-A sample is (inputs, targets), a mapping from array names, or only the inputs.
+A sample is (inputs, targets), a mapping from array names, only the inputs, or a longer tuple.
 """
 
 import hashlib
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,13 +34,16 @@ _FILES_ONLY = ("files", "columns", "classes", "tokenizer", "pad", "length", "id"
 class PythonSamples:
     """The samples of a data set that the spec's `factory` makes.
 
+    If a sample is a tuple with more than `taken` entries, its first `taken` entries are the inputs,
+    and the rest are the targets.
+
     `code` is {file: digest} of the user's code. `sha256` is the digest of the code, the arguments,
     the length and the first sample.
     """
 
     format = "python"
 
-    def __init__(self, spec: DatasetSpec) -> None:
+    def __init__(self, spec: DatasetSpec, taken: int | None = None) -> None:
         factory = spec.factory
         assert factory is not None
         for key in _FILES_ONLY:
@@ -47,9 +53,10 @@ class PythonSamples:
                     where=str(spec.path),
                     remedy=f"Remove {key}, and do this step in the code of the data set.",
                 )
-        self._spec, self._where = spec, f"data set {spec.factory}"
+        self._spec, self._where, self._taken = spec, f"data set {spec.factory}", taken
         made = load_value(factory, "data set", lambda v: callable(v) or _is_data(v))
         if not _is_data(made):
+            _require_arguments(made, spec, self._where)
             with user_file(self._where), loading(factory, "data set"):
                 made = made(**spec.kwargs)
                 if hasattr(made, "train_dataloader") and hasattr(made, "setup"):
@@ -72,8 +79,8 @@ class PythonSamples:
         named = {} if "inputs" in known else _selected([k for k in first if k != spec.group])
         if selected := {k: v for k, v in named.items() if k not in spec.model_fields_set}:
             spec = spec.model_copy(update=selected)
-            taken = f"inputs {listed([*selected['inputs']])}; targets {listed(spec.targets)}"
-            self.notes += (f"the entries of a sample are used by their names: {taken}",)
+            used = f"inputs {listed([*selected['inputs']])}; targets {listed(spec.targets)}"
+            self.notes += (f"the entries of a sample are used by their names: {used}",)
         if "targets" not in {*known, *selected}:
             spec = spec.model_copy(update={"targets": ()})
         self.spec = self._spec = spec
@@ -149,7 +156,7 @@ class PythonSamples:
                 "collate_fn that pads.",
             ) from error
         with located(self._where):
-            return _named(batch, len(samples))
+            return _named(batch, len(samples), self._taken)
 
     def _other(self, what: str) -> DatasetError:
         return DatasetError(
@@ -235,13 +242,36 @@ def _selected(names: Sequence[str]) -> dict[str, Any]:
     return {"inputs": of, "targets": targets}
 
 
-def _named(batch: Any, n: int) -> dict[str, Any]:
+def _require_arguments(function: Callable[..., Any], spec: DatasetSpec, where: str) -> None:
+    """Raise if a function or class cannot be called with the arguments of [dataset.kwargs]."""
+    with suppress(TypeError, ValueError):  # a builtin without a signature: the call checks it
+        signature = inspect.signature(function)
+        try:
+            signature.bind(**spec.kwargs)
+        except TypeError as error:
+            taken = ", ".join(map(str, signature.parameters.values())) or "none"
+            file, _, name = str(spec.factory).rpartition(":")
+            what = f"its arguments do not fit: {error}"
+            remedy = (
+                f"It takes: {taken}. Write these values in the run file, under [dataset.kwargs]. "
+                "Or write a function without arguments, in a file data.py next to your script:\n"
+                f"    from {Path(file).stem} import {name}\n"
+                f"    def data():\n        return {name}(...)\n"
+                "Then give data.py:data as the data set."
+            )
+            raise DatasetError(what, where=where, remedy=remedy) from error
+
+
+def _named(batch: Any, n: int, taken: int | None) -> dict[str, Any]:
     """Return {name: value} from the collated batch of n samples."""
     parts = {"inputs": batch}
     if isinstance(batch, Mapping):
         parts = {str(name): value for name, value in batch.items()}
     elif isinstance(batch, tuple | list) and len(batch) in (1, 2):
         parts = dict(zip(("inputs", "targets"), batch, strict=False))
+    elif isinstance(batch, tuple | list) and taken and taken < len(batch):
+        for name, part in (("inputs", batch[:taken]), ("targets", batch[taken:])):
+            parts[name] = part if len(part) > 1 else part[0]
     found = {name: _tree(value) for name, value in parts.items()}
     for name, value in found.items():
         for tensor in tensors(value):
