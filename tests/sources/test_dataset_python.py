@@ -142,6 +142,12 @@ def test_its_own_collate(file: Path, name: str) -> None:
     assert torch.equal(batch.targets, Y[1:4])
 
 
+def test_a_note_on_padding(file: Path) -> None:
+    told = "the collate function pads samples to the longest sample of their batch"
+    assert [told in note for note in opened(file, "Padded").notes] == [True]
+    assert not any(told in note for note in opened(file, "with_collate").notes)
+
+
 def test_a_collate_that_pads_to_the_longest_of_a_batch(file: Path) -> None:
     batch = opened(file, "Padded").batch(range(1, 4))
     nan = torch.nan

@@ -26,6 +26,12 @@ from gradscope.sources.data.recipes import converter
 Collate = Callable[[list[Any]], Any]
 
 _END = object()
+_PADDED = 16  # number of samples to collate for the note on padding
+_PADS = (
+    "the collate function pads samples to the longest sample of their batch. If the model does not "
+    "mask the padding, a gradient depends on the other samples of its batch; batch_size = 1 avoids "
+    "this"
+)
 _LABELS = {"label", "labels", "target", "targets"}
 INDICES = {"id", "ids", "idx", "index", "indices"}  # names of arrays with numbers of samples
 _FILES_ONLY = ("files", "columns", "classes", "tokenizer", "pad", "length", "id")
@@ -75,6 +81,11 @@ class PythonSamples:
         self._seen: dict[Sequence[int], str] = {}
         first = self._batch(self._samples(range(1)))
         self._first = _digest(first)
+        if self._collate is not default_collate:
+            several = self._batch(self._samples(range(min(self._n, _PADDED))))
+            pairs = [(a, b) for a, b in _pairs(first, several) if a.dim() == b.dim() > 0]
+            if any(a.shape[1:] != b.shape[1:] for a, b in pairs):
+                self.notes += (_PADS,)
         known = {*spec.model_fields_set, *first}
         named = {} if "inputs" in known else _selected([k for k in first if k != spec.group])
         if selected := {k: v for k, v in named.items() if k not in spec.model_fields_set}:
