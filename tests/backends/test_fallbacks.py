@@ -19,6 +19,7 @@ from tests import oracle
 from tests.run import project
 
 REFUSED = "hooks refused: the model runs different operations for different numbers of samples"
+LEAST = "on the first batch at least"
 MODEL = '''
 import numpy as np, torch
 from torch import nn
@@ -78,19 +79,19 @@ def scope_of(clock: Clock, branches: bool = False, **options: Any) -> tuple[Scop
         (
             {"vmap": 9.0, "expand": 3.0, "loop": 1.0},
             "loop",
-            "loop: on the first batch at least 3.0 times faster than expand and 9.0 times faster than vmap",
+            f"loop: {LEAST} 3.0 times faster than expand and 9.0 times faster than vmap",
             [("loop", 4), ("expand", 4), ("vmap", 4)],  # loop is faster than a part of the batch
         ),
         (
             {"vmap": 9.0, "expand": 2.0, "loop": 8.0},
             "expand",
-            "expand: on the first batch at least 4.0 times faster than loop and 4.5 times faster than vmap",
+            f"expand: {LEAST} 4.0 times faster than loop and 4.5 times faster than vmap",
             [("loop", 4), ("expand", 4), ("expand", 16), ("vmap", 4)],
         ),
         (
             {"vmap": 1.0, "expand": 0.95, "loop": 8.0},  # nearly as fast: the order is kept
             "vmap",
-            "vmap: on the first batch at least 8.0 times faster than loop",
+            f"vmap: {LEAST} 8.0 times faster than loop",
             [("loop", 4), ("expand", 4), ("expand", 16), ("vmap", 4)],
         ),
     ],
@@ -123,7 +124,7 @@ def test_a_backend_that_refuses_is_noted() -> None:
     assert [": ".join(note.split(": ")[:4]) for note in scope.notes] == [
         REFUSED,
         vmap_refused,
-        "loop: on the first batch at least 2.0 times faster than expand",
+        f"loop: {LEAST} 2.0 times faster than expand",
     ]
 
 
@@ -136,9 +137,9 @@ def test_a_backend_that_fails_its_proof_is_followed_by_the_next_fastest(
     assert scope.backend == "loop"
     assert [note.partition(": relative")[0] for note in scope.notes] == [
         REFUSED,
-        "vmap: on the first batch at least 2.0 times faster than loop and 3.0 times faster than expand",
+        f"vmap: {LEAST} 2.0 times faster than loop and 3.0 times faster than expand",
         "vmap refused: the vmap backend failed the proof of agreement",
-        "loop: on the first batch at least 1.5 times faster than expand",
+        f"loop: {LEAST} 1.5 times faster than expand",
     ]
 
 
