@@ -255,6 +255,8 @@ class ModelState:
         """Undo and store the changes; return the names of values that cannot be restored."""
         lost: list[str] = []
         for key, taken in before.items():
+            if not (taken.items or taken.table.read()):  # true for almost all hooks
+                continue
             moved, in_place = taken.changed()
             if moved or in_place:
                 lost += taken.repair(in_place)
@@ -411,6 +413,8 @@ def _snapshot(
     copy only serves to restore it.
     """
     items = table.read()
+    if not items:
+        return _Snapshot(table, items, items, items)
 
     def copied(value: Any) -> Any:
         if room is not None and isinstance(value, nn.Parameter):
