@@ -9,7 +9,6 @@ Measurements differ from run to run, and with them the last digits of a result. 
 given choices uses exactly these, so that a resumed run gives the same bits.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -171,15 +170,16 @@ class Tuner:
         """Return names with the fastest first, and the choice of the first.
 
         A run has one choice for a request. The cache has one for each power of two of the size.
+        Names without measurements keep their order, between the choice and the measured names.
 
         Args:
             request: A name for the choice.
             size: The size of the work, such as the number of samples.
             device: The device of the work.
-            names: The names in their usual order, which they keep if they are not measured.
+            names: The names in their usual order.
             measure: Returns the seconds of some of the names, measured with the given clock.
         """
-        unmeasured = ChosenVariant(request, names[0], dict.fromkeys(names, math.inf), False)
+        unmeasured = ChosenVariant(request, names[0], dict.fromkeys(names, 0.0), False)
 
         def measured() -> ChosenVariant:
             spent = dict(measure(self._timed))
@@ -190,8 +190,8 @@ class Tuner:
             return ChosenVariant(request, fast, spent)
 
         found = self._choose(unmeasured, device, measured, f"{request}, n≤{power(size)}")
-        spent = unmeasured.seconds | found.seconds | {found.variant: 0.0}
-        return sorted(names, key=spent.__getitem__), found
+        spent = unmeasured.seconds | found.seconds
+        return sorted(names, key=lambda name: (name != found.variant, spent[name])), found
 
     def _choose(
         self,

@@ -511,7 +511,7 @@ class Session:
     def drop_backend(self, error: RefusedError) -> bool:
         """Release a backend that failed; return whether there is a further candidate."""
         self._proof_due = True
-        self.notes.append(f"{self.backend} refused: {error.what}")
+        self._note(f"{self.backend} refused: {error.what}")
         self._stack.close()
         self._evaluate = None
         if self._fallbacks:
@@ -560,7 +560,7 @@ class Session:
         faster = [
             f"{spent[name] / spent[order[0]]:.1f} times faster than {name}"
             for name in order[1:]
-            if name in spent and spent.get(order[0], math.inf) < spent[name] < math.inf
+            if name in spent and 0 < spent.get(order[0], 0.0) < spent[name]
         ]
         if faster:
             self._note(f"{order[0]}: on the first batch at least {' and '.join(faster)}")
