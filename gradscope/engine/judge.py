@@ -384,10 +384,12 @@ def require_norms(backend: str, rows: Mapping[str, Tensor], gradients: Gradients
     for name, values in rows.items():
         found = torch.linalg.vector_norm(as_rows(precise(values)), dim=1).square()
         claimed = gradients.squared_norms[name].to(found)
+        most, gap = 2 * _slip(values) * torch.maximum(found, claimed), (found - claimed).abs()
+        if not bool((gap > most).any()):
+            continue
         bound = _norm_bound(gradients[name], torch.zeros_like(found[0]))
         lost = _rounding_loss(values, bound**2, values.dtype)
-        most = 2 * _slip(values) * torch.maximum(found, claimed) + lost
-        if bool(((found - claimed).abs() > most).any()):
+        if bool((gap > most + lost).any()):
             what = "is inconsistent: the norms of its rows differ from its reported norms"
             raise contradiction(backend, what, f"parameter {name!r}")
 
@@ -442,29 +444,31 @@ def _contradictions(few: Block, squared_norms: Tensor, *, known: bool) -> Iterat
     right = as_rows(torch.stack(alone))  # (k, p)
     squared = squared_sizes(right)
     size = squared.sum().sqrt()
-    bound = _norm_bound(few, size)
-    lost = _rounding_loss(right, bound**2, few.dtype)
 
-    def differs(found: Tensor, wanted: Tensor, most: Tensor) -> bool:
+    def differs(found: Tensor, wanted: Tensor, *, linear: bool = False) -> bool:
         gap = torch.linalg.vector_norm(wanted.sub_(found.to(wanted)))  # `wanted` is not used again
-        return not bool(gap <= few.n * most)
+        most = _slip(few) * size if linear else 2 * _slip(few) * size**2
+        if bool(gap <= few.n * most):
+            return False
+        bound = _norm_bound(few, size)  # terms may cancel
+        eps = _ROUNDINGS * torch.finfo(few.dtype).eps
+        lost = eps * bound if linear else _rounding_loss(right, bound**2, few.dtype)
+        return not bool(gap <= few.n * (most + lost))
 
-    most = 2 * _slip(few) * size**2 + lost
-    if differs(squared_norms, squared.clone(), most):
+    if differs(squared_norms, squared.clone()):
         yield "norms"
-    of_sums = _slip(few) * size + _ROUNDINGS * torch.finfo(few.dtype).eps * bound
     if not known:
         first, two = right[0], right[:2]
         both = few.select(slice(0, 2))  # two samples test sums over samples
         weights = torch.arange(1, len(two) + 1, device=right.device).to(right.real.dtype) - 0.5
-        if differs(few.dot(alone[0]), inner(right, first.conj().resolve_conj()), most):
+        if differs(few.dot(alone[0]), inner(right, first.conj().resolve_conj())):
             yield "inner products"
-        if differs(both.squared_sum().flatten(), squares(two).sum(0), most):
+        if differs(both.squared_sum().flatten(), squares(two).sum(0)):
             yield "squares"
         scaled = both.scale(weights).weighted_sum().flatten()
-        if differs(scaled, weights.to(right) @ two, of_sums):
+        if differs(scaled, weights.to(right) @ two, linear=True):
             yield "scaled sums"
-    if differs(as_rows(precise(few.dense())), right, of_sums):
+    if differs(as_rows(precise(few.dense())), right, linear=True):
         yield "rows"
 
 

@@ -73,7 +73,8 @@ def reachable(
         tables, more = _looked_into(value, name)
         for k, table in enumerate(tables):
             yield (id(value), k), table
-            waiting.extend((v, table.name_of(key)) for key, v in table.read().items())
+            values = table.read().items()
+            waiting.extend((v, table.name_of(key)) for key, v in values if type(v) not in PLAIN)
         waiting.extend(more)
 
 

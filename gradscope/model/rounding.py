@@ -149,7 +149,7 @@ class widened(TorchFunctionMode):  # noqa: N801  (a context manager)
             return func(*args, **(kwargs or {}))
         if func in _NARROWING:
             func = torch.Tensor.double
-        wide = {key: _wide(value) for key, value in (kwargs or {}).items()}
+        wide = {key: _wide(value) for key, value in kwargs.items()} if kwargs else {}
         return func(*map(_wide, args), **wide)
 
 

@@ -423,7 +423,8 @@ def _snapshot(
                 return None
         return _copy(value)
 
-    chosen = {k: items[k] for k in items if (keys is None or k in keys) and id(items[k]) not in but}
+    own = {k: v for k, v in items.items() if type(v) not in PLAIN and id(v) not in but}
+    chosen = {k: v for k, v in own.items() if keys is None or k in keys}
     copies = {k: c for k, v in chosen.items() if (c := copied(v)) is not None}
     found = {k: _mark(v, copies.get(k)) for k, v in chosen.items()} if keys is None else {}
     return _Snapshot(table, items, {k: m for k, m in found.items() if m is not None}, copies)
