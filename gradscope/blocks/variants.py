@@ -167,17 +167,11 @@ class Tuner:
         names: Sequence[str],
         measure: Callable[[Clock], Mapping[str, float]],
     ) -> tuple[list[str], ChosenVariant]:
-        """Return names with the fastest first, and the choice of the first.
+        """Return `names` with the fastest first, and the choice of the first.
 
         A run has one choice for a request. The cache has one for each power of two of the size.
-        Names without measurements keep their order, between the choice and the measured names.
-
-        Args:
-            request: A name for the choice.
-            size: The size of the work, such as the number of samples.
-            device: The device of the work.
-            names: The names in their usual order.
-            measure: Returns the seconds of some of the names, measured with the given clock.
+        `measure` returns the seconds of some names. The other names keep their order, after the
+        choice.
         """
         unmeasured = ChosenVariant(request, names[0], dict.fromkeys(names, 0.0), False)
 
