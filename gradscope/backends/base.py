@@ -27,7 +27,7 @@ from gradscope.model.problem import Problem, RowKind
 
 AUTO = "auto"
 
-# for auto: hooks keeps structure, loop runs every model
+# for auto: hooks keeps structure, loop runs every model; after hooks, the fastest comes first
 _ORDER = ("hooks", "vmap", "expand", "loop")
 
 CHUNK_BYTES = 2**28  # size of the dense gradients in one part of a batch

@@ -30,12 +30,13 @@ from gradscope.blocks.outer import OuterBlock
 from gradscope.blocks.scatter import ScatterBlock, SparseBlock
 from gradscope.blocks.segments import SegmentBlock, segmented
 from gradscope.blocks.total import TotalBlock, total
-from gradscope.blocks.variants import ChosenVariant, Tuner, unmeasured
+from gradscope.blocks.variants import ChosenVariant, Clock, Tuner, active_tuner, unmeasured
 
 __all__ = [
     "Block",
     "CenteredBlock",
     "ChosenVariant",
+    "Clock",
     "ConvolutionBlock",
     "DenseBlock",
     "DerivedBlock",
@@ -57,6 +58,7 @@ __all__ = [
     "SquaredBlock",
     "TotalBlock",
     "Tuner",
+    "active_tuner",
     "belongs",
     "bias_of",
     "from_factors",

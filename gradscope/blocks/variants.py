@@ -9,10 +9,11 @@ Measurements differ from run to run, and with them the last digits of a result. 
 given choices uses exactly these, so that a resumed run gives the same bits.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,6 +80,8 @@ def fastest(request: str, sizes: Mapping[str, int], like: Tensor, variants: "Var
 
 
 Variants = Mapping[str, Variant]
+# runs a function on a device; returns its seconds and its result
+Clock = Callable[[Callable[[], Any], torch.device], tuple[float, Any]]
 
 
 def default(variants: Variants) -> str:
@@ -107,8 +110,7 @@ class Tuner:
         # returns the cache of earlier measurements on a device, or None
         cache: Callable[[torch.device], Cache | None] = lambda device: None,
         preferred: frozenset[str] = frozenset(),  # variants to use wherever they exist
-        # runs a variant on a device; returns its seconds and its result
-        timed: Callable[[Callable[[], Tensor], torch.device], tuple[float, Tensor]] = timed,
+        timed: Clock = timed,
     ) -> None:
         self.measures, self.preferred = measures, preferred
         # by request, in the order of choice
@@ -151,34 +153,80 @@ class Tuner:
             return variants[likely].run()
         classes = "".join(f", {name}≤{power(size)}" for name, size in sizes.items())
         key = f"{request}{classes}, {dtype_name(like.dtype)}, {like.device.type}"
-        if key not in self.chosen:
-            self.chosen[key] = self._choice(key, variants, like.device)
-        if not self._trying:
-            self._used.add(key)
-        name = self.chosen[key].variant
+        predicted = {name: variant.seconds for name, variant in variants.items()}
+        unmeasured = ChosenVariant(key, likely, predicted, measured=False)
+        measure = partial(self._measured, key, variants, like.device)
+        name = self._choose(unmeasured, like.device, measure).variant
         return variants[name if name in variants else likely].run()
 
-    def _choice(self, key: str, variants: Variants, device: torch.device) -> ChosenVariant:
-        """Choose from stored measurements, new measurements, or the cost model."""
-        if not self.measures:
-            predicted = {name: variant.seconds for name, variant in variants.items()}
-            return ChosenVariant(key, default(variants), predicted, measured=False)
+    def rank(
+        self,
+        request: str,
+        size: int,
+        device: torch.device,
+        names: Sequence[str],
+        measure: Callable[[Clock], Mapping[str, float]],
+    ) -> tuple[list[str], ChosenVariant]:
+        """Return `names` with the fastest first, and the choice of the first.
+
+        A run has one choice for a request. The cache has one for each power of two of the size.
+        `measure` returns the seconds of some names. The other names keep their order, after the
+        choice.
+        """
+        unmeasured = ChosenVariant(request, names[0], dict.fromkeys(names, 0.0), False)
+
+        def measured() -> ChosenVariant:
+            spent = dict(measure(self._timed))
+            if len(spent) < 2:
+                return unmeasured
+            usual, best = next(k for k in names if k in spent), min(spent, key=spent.__getitem__)
+            fast = best if spent[best] < FASTER * spent[usual] else usual
+            return ChosenVariant(request, fast, spent)
+
+        found = self._choose(unmeasured, device, measured, f"{request}, n≤{power(size)}")
+        spent = unmeasured.seconds | found.seconds
+        return sorted(names, key=lambda name: (name != found.variant, spent[name])), found
+
+    def _choose(
+        self,
+        unmeasured: ChosenVariant,
+        device: torch.device,
+        measure: Callable[[], ChosenVariant],
+        stored: str = "",
+    ) -> ChosenVariant:
+        """Return the earlier choice for a request, or choose; `stored` is its name in the cache."""
+        key = unmeasured.request
+        if key not in self.chosen:
+            new = self._new(unmeasured, device, measure, stored or key) if self.measures else None
+            self.chosen[key] = new or unmeasured
+        if not self._trying:
+            self._used.add(key)
+        return self.chosen[key]
+
+    def _new(
+        self,
+        unmeasured: ChosenVariant,
+        device: torch.device,
+        measure: Callable[[], ChosenVariant],
+        stored: str,
+    ) -> ChosenVariant:
+        """Choose by stored measurements, or measure and store."""
         cache = self._cache(device)
-        known = None if cache is None else _remembered(cache, key, variants)
+        known = None if cache is None else _remembered(cache, stored, unmeasured)
         if known is not None:
             return known
         outer, self._trying = self._trying, True
         try:
-            found = self._measured(key, variants, device)
+            found = measure()
         finally:
             self._trying = outer
         if cache is None or not found.measured:
             return found
         fact = {"way": found.variant, "seconds": found.seconds}
-        cache.put(key, fact)
-        known = _remembered(cache, key, variants)  # another process may have been first
+        cache.put(stored, fact)
+        known = _remembered(cache, stored, unmeasured)  # another process may have been first
         if known is None:
-            cache.put(key, fact, over=True)
+            cache.put(stored, fact, over=True)
         return known or found
 
     def _measured(self, key: str, variants: Variants, device: torch.device) -> ChosenVariant:
@@ -208,15 +256,19 @@ def _steady(times: list[float]) -> bool:
     return len(times) < 2 or sorted(times)[1] <= _ALIKE * min(times)
 
 
-def _remembered(cache: Cache, key: str, variants: Variants) -> ChosenVariant | None:
+def _remembered(cache: Cache, stored: str, unmeasured: ChosenVariant) -> ChosenVariant | None:
     """Return the choice of an earlier process, if this variant still exists."""
-    fact = cache.get(key) or {}
+    fact = cache.get(stored) or {}
     way, spent = fact.get("way"), fact.get("seconds")
-    if not (isinstance(way, str) and way in variants and isinstance(spent, dict)):
+    if not (isinstance(way, str) and way in unmeasured.seconds and isinstance(spent, dict)):
         return None
-    return ChosenVariant(
-        key, way, {str(k): float(v) for k, v in spent.items() if isinstance(v, float)}
-    )
+    seconds = {str(k): float(v) for k, v in spent.items() if isinstance(v, float)}
+    return ChosenVariant(unmeasured.request, way, seconds)
+
+
+def active_tuner() -> Tuner:
+    """Return the active tuner, or one that measures nothing."""
+    return _active.get() or Tuner(measures=False)
 
 
 @contextmanager

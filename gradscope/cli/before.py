@@ -15,7 +15,7 @@ from gradscope.process import stops, streams
 if TYPE_CHECKING:
     pass
 
-AUTO_SUMMARY = "The first backend that does not refuse and whose first batch is proved."
+AUTO_SUMMARY = "hooks, or the fastest other backend if it refuses; the first batch must be proved."
 
 
 @with_flags

@@ -1,8 +1,10 @@
 """A session binds model, loss and settings once, and returns proved evaluations of batches."""
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Self, TypeVar, get_args
 
 import torch
@@ -19,7 +21,7 @@ from gradscope.backends.base import (
     refusing,
 )
 from gradscope.backends.compiled import Compiled, not_compiled
-from gradscope.blocks import Evaluation, Gradients, Tuner, in_groups
+from gradscope.blocks import Clock, Evaluation, Gradients, Tuner, active_tuner, in_groups
 from gradscope.core.batch import Batch, Tokens, is_empty, require_positions, tensors
 from gradscope.core.groups import Groups, Reduction
 from gradscope.core.precision import double
@@ -52,6 +54,8 @@ from gradscope.stages.predictions import Columns, Predictions
 
 T = TypeVar("T")
 _MASKED = 512  # samples in a forward pass that finds the positions that count
+
+_FEW = 4  # samples that a fall-back backend computes first
 
 Verify = Literal["audit", "first", "always", "never"]
 Coupling = Literal["refuse", "own-loss", "frozen"]
@@ -448,6 +452,8 @@ class Session:
     def _evaluate_and_certify(self, batch: Batch, request: Request) -> Evaluation:
         asked = self.settings
         if self._evaluate is None:
+            if 1 < len(self._fallbacks) < len(self._candidates()):
+                self._fallbacks = self._fastest_first(batch)
             self.backend = self._fallbacks.pop(0)
             backend = backend_of(self.backend, asked.rows, own_loss=asked.own_loss)
             self._evaluate = self._stack.enter_context(backend(self.problem))
@@ -505,13 +511,60 @@ class Session:
     def drop_backend(self, error: RefusedError) -> bool:
         """Release a backend that failed; return whether there is a further candidate."""
         self._proof_due = True
-        self.notes.append(f"{self.backend} refused: {error.what}")
+        self._note(f"{self.backend} refused: {error.what}")
         self._stack.close()
         self._evaluate = None
         if self._fallbacks:
             return True
         self._fallbacks = self._candidates()
         return False
+
+    def _fastest_first(self, batch: Batch) -> list[str]:
+        """Return the remaining backends with the fastest first, and note the reason.
+
+        The first run of a model measures the backends. `loop` takes the same time for each sample,
+        so a few samples are enough. No other backend continues with the whole batch if it is slower
+        for these few samples than `loop` is for all.
+        """
+        asked, problem = self.settings, self.problem
+        one, few = batch.select(slice(0, 1)), batch.select(slice(0, _FEW))
+
+        def measure(timed: Clock) -> dict[str, float]:
+            spent: dict[str, float] = {}
+            for name in reversed(self._fallbacks):  # `loop` first
+                backend = backend_of(name, asked.rows, own_loss=asked.own_loss)
+                try:
+                    with refusing(name, problem.model, ""), backend(problem) as evaluate:
+                        evaluate(one)  # a first call takes longer
+                        seconds = timed(partial(evaluate, few), problem.device)[0]
+                        if name == "loop":
+                            seconds *= len(batch) / len(few)
+                        elif seconds < min(spent.values(), default=math.inf):
+                            seconds = timed(partial(evaluate, batch), problem.device)[0]
+                    spent[name] = seconds
+                except (CoupledSamplesError, ModelError):
+                    return {}  # the proof explains the error
+                except RefusedError as error:
+                    self._note(f"{name} refused: {error.what}")
+            return spent
+
+        size = sum(p.numel() for p in problem.parameters.values())
+        request = f"backend for {type(problem.model).__name__} with {size} parameters"
+        sizes = len(batch), problem.device
+        try:
+            with problem.state.watching():
+                order, chosen = active_tuner().rank(request, *sizes, self._fallbacks, measure)
+        except RefusedError:
+            return self._fallbacks
+        spent = chosen.seconds
+        faster = [
+            f"{spent[name] / spent[order[0]]:.1f} times faster than {name}"
+            for name in order[1:]
+            if name in spent and 0 < spent.get(order[0], 0.0) < spent[name]
+        ]
+        if faster:
+            self._note(f"{order[0]}: on the first batch at least {' and '.join(faster)}")
+        return order
 
     def _candidates(self) -> list[str]:
         return [*candidates(self.settings.backend, own_loss=self.settings.own_loss)]

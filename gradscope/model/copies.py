@@ -10,7 +10,7 @@ import functools
 import gc
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -38,6 +38,8 @@ def deep_copy(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module, "Co
         RefusedError: The copy shares a parameter or a buffer with the model.
     """
     known: dict[Any, Any] = {**memo}
+    for module in model.modules():  # most are dicts of hooks; `copy` takes long for each
+        known |= {id(v): OrderedDict() for v in vars(module).values() if _is_empty(v)}
     made = copy.deepcopy(model, known)
     own = {id(t): name for name, t in _tensors(model)}
     for _, t in _tensors(made):
@@ -62,6 +64,10 @@ def graph_leaves(value: Tensor) -> Iterator[Tensor]:
         if isinstance(leaf := getattr(node, "variable", None), Tensor):
             yield leaf
         waiting += [edge for edge, _ in node.next_functions]
+
+
+def _is_empty(value: Any) -> bool:
+    return type(value) is OrderedDict and not value
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce, update_wrapper
+from functools import cached_property, partial, reduce, update_wrapper
 from types import MethodType
 from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import WeakSet
@@ -238,10 +238,21 @@ class Problem:
 
         For a sharded model, this includes the narrowest dtype found in its forward pass.
         """
+        more = [] if self.model_parallel is None else [self.model_parallel.rounds_to]
+        return max([self._narrowest, *more], key=lambda dtype: torch.finfo(dtype).eps)
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        """The names of the model's parameters by id."""
+        return {id(p): name for name, p in self.model.named_parameters()}
+
+    @cached_property
+    def _narrowest(self) -> torch.dtype:
+        """The narrowest real dtype of the parameters."""
         every = (*self.parameters.values(), *self.model.parameters())
-        found = {p.dtype.to_real() for p in every if p.is_floating_point() or p.is_complex()}
-        found |= set() if self.model_parallel is None else {self.model_parallel.rounds_to}
-        return max(found, key=lambda dtype: torch.finfo(dtype).eps)
+        found = {p.dtype for p in every}
+        real = {dtype.to_real() for dtype in found if dtype.is_floating_point or dtype.is_complex}
+        return max(real, key=lambda dtype: torch.finfo(dtype).eps)
 
     @property
     def device(self) -> torch.device:
@@ -387,7 +398,7 @@ class Problem:
         """Raise if losses of a copied model are computed with the original's parameters."""
         if self.original is None or not losses.requires_grad:
             return
-        others = {id(p): name for name, p in self.original.model.named_parameters()}
+        others = self.original._names
         names = sorted({others[id(leaf)] for leaf in graph_leaves(losses) if id(leaf) in others})
         if names:
             raise _sharing_error(names)

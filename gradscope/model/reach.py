@@ -14,7 +14,6 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,15 @@ _SKIPPED_FROM = ("logging", "threading", "weakref", "io", "_io", "concurrent", "
 _OWN = tuple(f"gradscope.{part}" for part in ("scope", "engine", "training", "model.state"))
 
 
-@dataclass(frozen=True, eq=False)
 class StateTable:
     """A container of values by key, with a name for messages."""
 
-    name: str
-    read: Callable[[], Items]  # the values, in order
-    write: Callable[[Items], object]
+    __slots__ = ("name", "read", "write")
+
+    def __init__(
+        self, name: str, read: Callable[[], Items], write: Callable[[Items], object]
+    ) -> None:
+        self.name, self.read, self.write = name, read, write  # the values are in order
 
     def name_of(self, key: Any) -> str:
         """Return the name of a value; names of torch's own tables in a module are omitted."""
@@ -72,7 +73,8 @@ def reachable(
         tables, more = _looked_into(value, name)
         for k, table in enumerate(tables):
             yield (id(value), k), table
-            waiting.extend((v, table.name_of(key)) for key, v in table.read().items())
+            values = table.read().items()
+            waiting.extend((v, table.name_of(key)) for key, v in values if type(v) not in PLAIN)
         waiting.extend(more)
 
 
@@ -80,7 +82,7 @@ def _looked_into(value: Any, name: str) -> Found:
     """Return the tables of one object, and further objects that it leads to."""
     match value:
         case dict():
-            return [_namespace(value, name)], []
+            return [_Namespace(value, name)], []
         case list() | deque() | bytearray():
             return [_refilled(value, name, lambda: dict(enumerate(value)))], []
         case set():
@@ -89,7 +91,7 @@ def _looked_into(value: Any, name: str) -> Found:
             return [], [(v, name) for v in value]
         case types.ModuleType():
             users = _is_users_module(value)
-            return [_namespace(vars(value), value.__name__)] if users else [], []
+            return [_Namespace(vars(value), value.__name__)] if users else [], []
         case types.FunctionType():
             return _of_function(value, name)
         case types.MethodType():
@@ -112,13 +114,21 @@ def _looked_into(value: Any, name: str) -> Found:
     return _of_object(value, name)
 
 
-def _namespace(values: dict[Any, Any], name: str) -> StateTable:
-    def write(wanted: Items) -> None:
-        if list(values) != list(wanted):
-            values.clear()
-        values.update(wanted)
+class _Namespace(StateTable):
+    """A dict. There are many, so one object of Python is made for each."""
 
-    return StateTable(name, lambda: dict(values), write)
+    __slots__ = ("name", "values")
+
+    def __init__(self, values: dict[Any, Any], name: str) -> None:
+        self.values, self.name = values, name
+
+    def read(self) -> Items:
+        return dict(self.values)
+
+    def write(self, wanted: Items) -> None:
+        if list(self.values) != list(wanted):
+            self.values.clear()
+        self.values.update(wanted)
 
 
 def _refilled(values: Any, name: str, read: Callable[[], Items]) -> StateTable:
@@ -143,8 +153,10 @@ def _of_object(value: Any, name: str) -> Found:
             StateTable(name, flag, lambda now: value.requires_grad_(now["requires_grad"]))
         )
     if isinstance(getattr(value, "__dict__", None), dict):
-        tables.append(_namespace(vars(value), name))
-    slots = [s for base in type(value).__mro__ for s in _slots(base)]
+        tables.append(_Namespace(vars(value), name))
+    slots, of_class = _slots(type(value)), [(type(value), type(value).__name__)]
+    if not slots:
+        return tables, of_class
 
     def read() -> Items:
         return {k: getattr(value, k) for k in slots if hasattr(value, k)}
@@ -156,7 +168,7 @@ def _of_object(value: Any, name: str) -> Found:
             elif hasattr(value, key):
                 delattr(value, key)
 
-    return [*tables, StateTable(name, read, write)], [(type(value), type(value).__name__)]
+    return [*tables, StateTable(name, read, write)], of_class
 
 
 def _generator(source: Any, name: str) -> StateTable:
@@ -195,7 +207,7 @@ def _of_function(fn: types.FunctionType, name: str) -> Found:
         fn.__globals__.update,
     )
     more = (fn.__defaults__, fn.__kwdefaults__, getattr(fn, "__wrapped__", None))
-    return [*cells, _namespace(vars(fn), name), named], [(v, name) for v in more]
+    return [*cells, _Namespace(vars(fn), name), named], [(v, name) for v in more]
 
 
 def _cell(cell: types.CellType, name: str) -> StateTable:
@@ -240,9 +252,10 @@ def _class_attributes(kind: type) -> StateTable:
     return StateTable(kind.__name__, read, write)
 
 
-def _slots(base: type) -> list[str]:
-    own = vars(base).get("__slots__", ())
-    return [s for s in ([own] if isinstance(own, str) else own) if not s.startswith("__")]
+def _slots(kind: type) -> list[str]:
+    own = [vars(base)["__slots__"] for base in kind.__mro__ if "__slots__" in vars(base)]
+    names = (s for slots in own for s in ([slots] if isinstance(slots, str) else slots))
+    return [s for s in names if not s.startswith("__")]
 
 
 def _names(code: types.CodeType) -> set[str]:

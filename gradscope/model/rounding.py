@@ -20,6 +20,7 @@ from gradscope.model.problem import Problem, double_precision
 from gradscope.process.memory import available
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 3e-5}  # between batches of different sizes
+_SMALL = 2**26  # bytes of a float64 copy and its results that are always available
 _COPIES = 4  # memory of a float64 copy and its results, in sizes of the model
 UNITS = 2.0  # units in the last place: how much a perturbed parameter changes
 
@@ -148,7 +149,7 @@ class widened(TorchFunctionMode):  # noqa: N801  (a context manager)
             return func(*args, **(kwargs or {}))
         if func in _NARROWING:
             func = torch.Tensor.double
-        wide = {key: _wide(value) for key, value in (kwargs or {}).items()}
+        wide = {key: _wide(value) for key, value in kwargs.items()} if kwargs else {}
         return func(*map(_wide, args), **wide)
 
 
@@ -162,10 +163,13 @@ def _wide(value: Any) -> Any:
 
 
 def fits_in_float64(problem: Problem) -> bool:
-    """Whether there is enough memory for a float64 copy of the model, if the system reports it."""
-    if problem.precision == torch.float64:
-        return True
+    """Whether there is enough memory for a float64 copy of the model, if the system reports it.
+
+    A small copy always fits: to read the free memory may take longer than a pass of a small model.
+    """
     size = sum(t.nbytes for t in (*problem.model.parameters(), *problem.model.buffers()))
+    if problem.precision == torch.float64 or _COPIES * size <= _SMALL:
+        return True
     free = available(on_host(torch.empty(0, device=problem.device)).device)
     return free is None or _COPIES * size <= free
 
@@ -178,5 +182,5 @@ def all_in_float64(problem: Problem, batch: Batch) -> Iterator[tuple[Problem, Ba
         RefusedError: The model cannot be copied.
     """
     wide = problem if problem.precision == torch.float64 else problem.converted(torch.float64)
-    with double_precision(), widened():
+    with wide.state.restoring(), double_precision(), widened():
         yield wide, batch.in_double_precision()

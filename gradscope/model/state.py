@@ -255,6 +255,8 @@ class ModelState:
         """Undo and store the changes; return the names of values that cannot be restored."""
         lost: list[str] = []
         for key, taken in before.items():
+            if not (taken.items or taken.table.read()):  # true for almost all hooks
+                continue
             moved, in_place = taken.changed()
             if moved or in_place:
                 lost += taken.repair(in_place)
@@ -411,6 +413,8 @@ def _snapshot(
     copy only serves to restore it.
     """
     items = table.read()
+    if not items:
+        return _Snapshot(table, items, items, items)
 
     def copied(value: Any) -> Any:
         if room is not None and isinstance(value, nn.Parameter):
@@ -419,7 +423,8 @@ def _snapshot(
                 return None
         return _copy(value)
 
-    chosen = {k: items[k] for k in items if (keys is None or k in keys) and id(items[k]) not in but}
+    own = {k: v for k, v in items.items() if type(v) not in PLAIN and id(v) not in but}
+    chosen = {k: v for k, v in own.items() if keys is None or k in keys}
     copies = {k: c for k, v in chosen.items() if (c := copied(v)) is not None}
     found = {k: _mark(v, copies.get(k)) for k, v in chosen.items()} if keys is None else {}
     return _Snapshot(table, items, {k: m for k, m in found.items() if m is not None}, copies)
