@@ -54,7 +54,7 @@ exec(MODEL, SPACE)
 
 
 class Clock:
-    """Measures nothing; `seconds` are those of each backend for a whole batch of 16."""
+    """Measures nothing; `seconds` has the time of each backend for a batch of 16."""
 
     def __init__(self, **seconds: float) -> None:
         self.seconds, self.asked = seconds, list[tuple[str, int]]()
