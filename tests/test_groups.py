@@ -36,6 +36,7 @@ def close(found: dict[str, Tensor], right: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name].detach(), rows, rtol=1e-7, atol=1e-9 * size)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "case",
     [case for case in INDEPENDENT if case.name != "loss_reaches_no_parameter"],

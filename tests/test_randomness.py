@@ -391,6 +391,7 @@ def test_numbers_fit_their_distribution(fill: Callable[[Tensor], Tensor], law) -
     assert stats.kstest(values, law.cdf).pvalue > 1e-3
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("fill", "law"),
     [

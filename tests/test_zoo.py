@@ -88,6 +88,7 @@ def test_the_truth_of_coupled_and_random_samples():
     assert judged(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)).train()).nature == "random"
 
 
+@pytest.mark.full
 def test_the_command_sweeps_resumes_and_writes_its_page(tmp_path, capsys):
     path, page = tmp_path / "found.jsonl", tmp_path / "zoo.md"
     words = ["modules", "--only", "Linear/0", "--json", str(path), "--markdown", str(page)]

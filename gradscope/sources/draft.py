@@ -544,7 +544,9 @@ def _dataset(
     inputs, targets, why = _columns(arrays, forward, keywords=keywords)
     graph = _graph(arrays, arrays[targets[0]].length) if targets else []
     graph = [] if isinstance(inputs, dict) else graph
-    nodes = [k for k in inputs if graph and arrays[k].dtype == "bool" and arrays[k].sample == ()]
+    flags = [k for k, a in arrays.items() if graph and a.dtype == "bool" and a.sample == ()]
+    nodes = flags if {*targets} - {*flags} else []
+    targets = [k for k in targets if k not in nodes]
     result.unused = _unused(arrays, {*targets, *inputs}, graph)
     if graph:
         inputs = [k for k in arrays if k in {*inputs, *graph} - {*nodes}]

@@ -339,6 +339,7 @@ def test_what_is_shown_is_said_of_groups(gradscope: Gradscope, project: Path) ->
     assert 'group = "user"' in Path("run.toml").read_text()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rows", ["sample", "token"])
 def test_groups_are_compared(gradscope: Gradscope, project: Path, rows: str) -> None:
     group = ("--group", "user" if rows == "sample" else "documents", "--rows", rows)

@@ -131,6 +131,7 @@ def test_the_run_file_of_another_run(
     assert not (tmp_path / "o.h5").exists()
 
 
+@pytest.mark.full
 def test_what_cannot_be_computed_by_itself_is_told(
     gradscope: Gradscope, home: Path, shards: Shards, tmp_path: Path
 ) -> None:

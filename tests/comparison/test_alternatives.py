@@ -611,6 +611,7 @@ def by_transforms(model, inputs, targets):
     return bends**2 + model(inputs).squeeze(1) ** 2
 
 
+@pytest.mark.full
 def test_noise_and_small_changes_are_not_explained():
     strange = {
         "noise": each(lambda g, p: g + 0.1 * g.abs().mean() * torch.randn_like(g)),

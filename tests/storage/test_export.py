@@ -169,7 +169,7 @@ BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "samples of an aggregate": ("x", {"chain": "1", "samples": slice(2)}, SpecError, "aggregate"),
     "a table of a chain": ("x.csv", {"chain": "0"}, SpecError, "--chain"),
     "no such norm": ("x.csv", {"parameters": ["v"]}, SpecError, "'v'"),
-    "its own source": ("o.h5", {"overwrite": True}, OutputError, "its inputs"),
+    "its own source": ("o.h5", {"overwrite": True}, OutputError, "would replace an input"),
     "no folder": ("nowhere/x.csv", {}, OutputError, "does not exist"),
     "no folder for a folder": ("nowhere/x", {}, OutputError, "cannot be created"),
     "a file there": ("there.csv", {}, OutputError, "overwrite=True"),
