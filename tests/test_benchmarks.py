@@ -588,4 +588,4 @@ def test_a_training_has_the_same_weights_with_a_monitor(
     name, path = "CNN, a plain loop", tmp_path / "run.jsonl"
     alone, along = (training.run(name, 20, each, tmp_path) for each in (None, path))
     assert alone.weights == along.weights
-    assert [step.step for step in read_history(path).steps] == [10, 20]
+    assert [step.step for step in read_history(path).steps] == [1, 10, 20]

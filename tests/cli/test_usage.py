@@ -156,7 +156,7 @@ TABLE: dict[str, list[tuple[str, int, str]]] = {
         ("-o x.npy --chain 7", 2, "0 (identity)"),
         ("-o x.npy --samples nine", 2, "A:B"),
         ("-o nowhere/x.csv", 6, "nowhere"),
-        ("-o out.h5", 6, "one of its inputs"),
+        ("-o out.h5", 6, "would replace an input"),
         ("", 2, "output"),
     ],
     "export": [("missing.h5 -o x.csv", 3, "missing.h5")],

@@ -356,7 +356,7 @@ def lost() -> dict[str, Any]:
                     run(gradscope.Scope(move(model), loss), *move((x, y)))
                     found["wrong"][f"{kind}: {task}"] = "answered"
                 except gradscope.errors.ModelError as error:
-                    clear = "samples 0 to 7: the device has stopped" in str(error)
+                    clear = "samples 0 to 7: the device has failed" in str(error)
                     found["told"] += clear
                     found["wrong"] |= {} if clear else {f"{kind}: {task}": str(error)}
                 except Exception as other:

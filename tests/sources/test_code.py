@@ -156,6 +156,8 @@ class Net(nn.Module):
         self.other = nn.Linear(2, 2).to(torch.device("cuda:0"))
         self.last = torch.zeros(3, requires_grad=True).to("cuda", torch.float64).cuda()
 top = nn.Linear(2, 2).cuda()
+with torch.random.fork_rng():  # asks torch for the functions of its devices
+    torch.manual_seed(0)
 def build(): return Net().cuda()
 """
 
