@@ -313,6 +313,7 @@ def test_an_error_of_the_training_is_hidden_by_none_of_the_measurement(tmp_path,
 UNCLOSED = """
 import sys, torch
 from gradscope.training import Monitor
+torch.manual_seed(0)  # two biases that sum to 1 would look like probabilities
 model = torch.nn.Linear(3, 2)
 monitor = Monitor(model, "cross_entropy", every=1000, path=sys.argv[1])
 for step in range(7):
