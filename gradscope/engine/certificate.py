@@ -226,9 +226,12 @@ def _attempt(
         except (ModelError, RefusedError) as error:
             found = error
         if isinstance(found, Exception):
-            if not own_loss:
-                require_independent(problem, batch)  # its error is more precise
-            raise found
+            try:
+                if not own_loss:
+                    require_independent(problem, batch)  # its error is more precise
+                raise found
+            finally:
+                del found  # it refers to this frame, which holds the batch
         answer = Answer(
             problem,
             backend,
