@@ -253,6 +253,14 @@ WRONG_CALLS: dict[str, tuple[Call, str]] = {
         "verify: unknown value 'allways'\n"
         "Did you mean 'always'? Supported: audit, first, always, never.",
     ),
+    "a seed below 0": (
+        lambda m, x, y: gradscope.Scope(m, "mse", seed=-1),
+        "seed: the seed must be an integer from 0 to 2^63 - 1, not -1\nGive a seed such as 0.",
+    ),
+    "a text as a switch": (
+        lambda m, x, y: gradscope.Scope(m, "mse", compile="yes"),
+        "compile: compile must be True or False, not 'yes'\nUse compile=True or compile=False.",
+    ),
     "the class of a model": (
         lambda m, x, y: gradscope.Scope(nn.Linear, "mse"),
         "model: the model must be a torch.nn.Module, not the class Linear\n"

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Integral
 from typing import Any, Literal, Self, TypeVar, get_args
 
 import torch
@@ -96,6 +97,13 @@ class SessionSettings:
                     name.replace("group", "group_reduction"),
                 )
                 raise SpecError(f"unknown value {word!r}", where=name, remedy=remedy)
+        whole = isinstance(self.seed, Integral) and not isinstance(self.seed, bool)
+        if not (whole and 0 <= self.seed < 2**63):
+            message = f"the seed must be an integer from 0 to 2^63 - 1, not {self.seed!r}"
+            raise SpecError(message, where="seed", remedy="Give a seed such as 0.")
+        if not isinstance(self.compile, bool):
+            message = f"compile must be True or False, not {self.compile!r}"
+            raise SpecError(message, where="compile", remedy="Use compile=True or compile=False.")
         where = "rows token" if self.rows == "token" else "group" if self.group else None
         if where and (self.labels != "data" or self.coupling == "own-loss"):
             other = "coupling own-loss" if self.labels == "data" else f"labels {self.labels}"
