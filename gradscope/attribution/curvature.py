@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gradscope.attribution.products import real_rows
-from gradscope.blocks import DenseBlock, Gradients, LayerWeights, layer_of
+from gradscope.blocks import Block, DenseBlock, Gradients, LayerWeights, layer_of
 from gradscope.blocks.base import precise
 from gradscope.errors import InputError, SpecError
 from gradscope.stages.reducers.kfac import Basis, bases_of
@@ -270,7 +270,7 @@ def _coordinates(
     return layer, part.basis.coordinates(matrices)
 
 
-NamedRows = dict[str, Tensor]  # {name: (m, entries)}, real
+NamedRows = dict[str, Tensor]  # {name: (m, entries)}, real, or (m, *shape)
 
 
 @dataclass
@@ -357,10 +357,11 @@ class Moments:
             found: NamedRows = {}
             for group, root in roots.items():
                 rows = self._rows(gradients, group, torch.float64)
-                solved = torch.cholesky_solve(rows.mT, root).mT.contiguous()
-                widths = [prod(gradients[name].shape) for name in self._names[group]]
-                pairs = zip(self._names[group], torch.split(solved, widths, 1), strict=True)
-                found |= {k: v.reshape(len(v), *gradients[k].shape) for k, v in pairs}
+                solved = torch.cholesky_solve(rows.mT, root).mT
+                blocks = {name: gradients[name] for name in self._names[group]}
+                entries = [prod(b.shape) * (1 + b.dtype.is_complex) for b in blocks.values()]
+                pairs = zip(blocks.items(), torch.split(solved, entries, 1), strict=True)
+                found |= {k: _as_block(v.contiguous(), block) for (k, block), v in pairs}
             return found
 
         return apply
@@ -368,6 +369,13 @@ class Moments:
     def _rows(self, gradients: Gradients, group: str, dtype: torch.dtype) -> Tensor:
         every = (gradients[name].dense() for name in self._names[group])
         return torch.cat([real_rows(rows, dtype) for rows in every], 1)
+
+
+def _as_block(values: Tensor, block: Block) -> Tensor:
+    """Return real rows (n, entries) of `real_rows` as (n, *shape), complex like the block."""
+    if block.dtype.is_complex:
+        return torch.view_as_complex(values.reshape(len(values), *block.shape, 2))
+    return values.reshape(len(values), *block.shape)
 
 
 def damped_root(matrix: Tensor, damping: float) -> Tensor:

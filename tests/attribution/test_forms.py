@@ -121,6 +121,36 @@ def test_forms_of_short_rows_and_of_projections(place: Place, form: Any, curvatu
     close(found.values, formed(form, whole(g), whole(q), inverse))
 
 
+class Waves(nn.Module):
+    """Samples (n, 3) -> (n, 2), by one complex and one real parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(3)
+        self.complex = nn.Parameter(torch.randn(3, generator=draw, dtype=torch.cdouble))
+        self.real = nn.Parameter(torch.randn(2, generator=draw, dtype=torch.double))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wave = (x * self.complex).sum(1)
+        return torch.stack([wave.real + self.real[0], wave.abs() * self.real[1]], 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("curvature", ["fisher", "blockfisher"])
+def test_short_rows_of_complex_parameters(curvature: Any, form: Any) -> None:
+    """A complex entry counts as two real ones, in the Fisher as in the products."""
+    x, y = (torch.randn(30, k, dtype=torch.double) for k in (3, 2))
+    scope = gradscope.Scope(Waves(), "mse")
+    pair, single = scope.per_sample_gradients(x, y).values()
+    blocks = [torch.view_as_real(pair).flatten(1).numpy(), single.numpy()]
+    g = np.concatenate(blocks, 1)
+    blocks = [g] if curvature == "fisher" else blocks
+    inverse = damped([b.T @ b / 30 for b in blocks], LAMBDA, 30)
+    train, query = (scope, x, y), (scope, x[:4], y[:4])
+    found = gradscope.attribute(train, query, curvature, LAMBDA, score=form)
+    close(found.values, formed(form, g, g[:4], inverse))
+
+
 def test_without_damping_the_cosine_is_of_the_pseudo_inverse(place: Place) -> None:
     few = {k: v[:6] for k, v in np.load(place.folder / "train.npz").items()}
     np.savez(place.folder / "few.npz", **few)

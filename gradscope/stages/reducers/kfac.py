@@ -102,7 +102,8 @@ def _start(bias: str, full: int, gradients: Gradients) -> State:
         raise UnsupportedError(
             "kfac needs gradients as sums of outer products, but the gradients of "
             f"{', '.join(gradients)} are not",
-            remedy="Use the backend hooks, and put no transform before kfac.",
+            remedy="Linear and convolutional layers have them with the backend hooks, if no "
+            "transform is before kfac. For other parameters use second_moment or curvature fisher.",
         )
     every = {}
     for name, block in gradients.items():
