@@ -47,7 +47,7 @@ for (const heading of document.querySelectorAll("thead th")) {
       term.setAttribute("aria-describedby", "tip");
     }
     tip.textContent = term.dataset.tip;
-    (term.closest("dialog") ?? document.body).append(tip);
+    (term.closest("dialog") ?? document.querySelector("main") ?? document.body).append(tip);  // a landmark
     tip.hidden = false;
     place();
   };
