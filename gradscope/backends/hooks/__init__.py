@@ -34,7 +34,13 @@ from gradscope.backends.hooks.graph.ownership import analyse_owners
 from gradscope.backends.hooks.graph.trace import Output, Trace, trace
 from gradscope.backends.hooks.isolation import isolating
 from gradscope.backends.hooks.pullback import pull_back
-from gradscope.backends.hooks.rules import Site, masked, node_rules
+from gradscope.backends.hooks.rules import (
+    DifferentNodesError,
+    Site,
+    masked,
+    merged,
+    node_rules,
+)
 from gradscope.backends.loop import one_graph, one_sample
 from gradscope.blocks import Block, DenseBlock, Evaluation, Gradients, total
 from gradscope.core.batch import Batch, Tokens
@@ -144,6 +150,10 @@ def hooks_of_tokens(problem: Problem) -> Iterator[Evaluate]:
             return replace(one_graph(problem, batch), note=note)
 
     yield evaluate
+
+
+def _has_entries(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.numel() > 0
 
 
 class _Program:
@@ -259,9 +269,9 @@ class _Program:
         """Return the losses (n,) and their graph, or None if they have no graph."""
         if not self.stepwise:
             losses, recorded = self._forward(batch)
-            if recorded is None or not any(
-                kind in internals.FUSED_RECURRENT and not recurrent.shows_its_steps(node)
-                for kind, node in zip(recorded.kinds, recorded.nodes, strict=True)
+            if recorded is None or all(
+                recurrent.shows_its_steps(node)
+                for node in recorded.of_kinds(internals.FUSED_RECURRENT)
             ):
                 return losses, recorded
             self.stepwise = True  # a fused recurrent layer hides steps that no rule supports
@@ -366,8 +376,7 @@ class _Program:
         With `rows` (n, t), the blocks have one row per token; -1 marks positions without a row.
         `alike` means that all samples are copies of one sample.
         """
-        nodes = sorted({edge.node for edge in analysis.frontier})
-        outputs = {k: [(k, j) for j in range(len(recorded.shapes[k]))] for k in nodes}
+        outputs = analysis.outputs
         if not outputs:
             return {}
         every = [output for found in outputs.values() for output in found]
@@ -389,21 +398,30 @@ class _Program:
                 slot=edge.slot,
                 n=n,
                 shape=recorded.shapes[source][output],
-                gradients=tuple(at[k] for k in own),
-                axes=tuple(axes.get(k) for k in own),
+                gradients=tuple([at[k] for k in own]),
+                axes=tuple([axes.get(k) for k in own]),
                 shared=shared,
                 identical=alike,
             )
 
+        def contracted(edges: Sequence[FrontierEdge]) -> Iterator[Block]:
+            """Yield the blocks of edges by which one kind of operation uses one value."""
+            used = [e for e in edges if any(_has_entries(at[k]) for k in outputs[e.node])]
+            if len(used) > 1 and all(len(outputs[e.node]) == 1 for e in used):
+                own = [outputs[e.node][0] for e in used]
+                nodes, gradients = [recorded.nodes[e.node] for e in used], [at[k] for k in own]
+                together = merged(site(used[0]), nodes, gradients, [axes.get(k) for k in own])
+                with suppress(DifferentNodesError, UnsupportedError):  # then one by one
+                    if together is not None:
+                        yield self._contracted(recorded, used[0], together)
+                        return
+            for edge in used:
+                yield self._contracted(recorded, edge, site(edge))
+
         parts: dict[str, list[Block]] = {}
         with torch.no_grad():  # saved tensors still have their graph
             for edges in self._windows(recorded, analysis):
-                sites = [(edge, site(edge)) for edge in edges]
-                arrived = [
-                    (edge.source, self._contracted(recorded, edge, at_edge))
-                    for edge, at_edge in sites
-                    if any(g is not None and g.numel() for g in at_edge.gradients)
-                ]
+                arrived = [(same[0].source, block) for same in edges for block in contracted(same)]
                 for name, blocks in pull_back(recorded, arrived, self.problem.parameters).items():
                     parts.setdefault(name, []).extend(blocks)
         return parts
@@ -415,15 +433,20 @@ class _Program:
         dtype = internals.output_dtypes(recorded.nodes[source])[output]
         return block if block.dtype == dtype else block.to(dtype)
 
-    def _windows(self, recorded: Trace, analysis: Analysis) -> Iterator[Sequence[FrontierEdge]]:
-        """Yield the frontier in parts, with the parameters of each part unsharded meanwhile."""
+    def _windows(
+        self, recorded: Trace, analysis: Analysis
+    ) -> Iterator[Sequence[tuple[FrontierEdge, ...]]]:
+        """Yield the frontier in parts, with the parameters of each part unsharded meanwhile.
+
+        A part has groups of edges that one rule may contract together.
+        """
         sharding, frontier = self.problem.model_parallel, analysis.frontier
         if sharding is None:
-            yield frontier
+            yield analysis.alike
             return
         leaves = [recorded.leaves(edge.source[0]) for edge in frontier]
         for chosen in sharding.windows(leaves):
-            yield [frontier[k] for k in chosen]
+            yield [(frontier[k],) for k in chosen]
 
     def _row_axes(
         self,

@@ -9,7 +9,7 @@ are sums of outer products over the axis with the samples. autograd records line
 attention, recurrent layers and einsum as such products.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,6 +45,8 @@ class Site:
     # {node: results that a rule computes once for all edges of the node}
     shared: dict[Node, Any] = field(default_factory=dict)
     identical: bool = False  # whether all samples are copies of one sample
+    # further nodes of this kind, whose values are concatenated along the positions of a sample
+    others: tuple[Node, ...] = ()
 
     @property
     def gradient(self) -> Tensor:
@@ -74,8 +76,29 @@ class Site:
         return set(torch.cat(owners).tolist())
 
     def saved(self, name: str) -> Any:
-        """Return the value that the operation saved under `name`."""
-        return internals.saved(self.node, name)
+        """Return the value that the operation saved under `name`.
+
+        Raises:
+            DifferentNodesError: The site has several nodes, whose values cannot be concatenated.
+        """
+        found = internals.saved(self.node, name)
+        if not self.others:
+            return found
+        every = [found, *(internals.saved(node, name) for node in self.others)]
+        if isinstance(found, Tensor):
+            return self._concatenated(every)
+        if any(type(value) is not type(found) or value != found for value in every):
+            raise DifferentNodesError
+        return found
+
+    def _concatenated(self, every: Sequence[Any]) -> Tensor:
+        """Concatenate saved tensors that have the sample axis where the gradient has it."""
+        size, axis, count = self.gradient.shape, self.axis, len(every)
+        assert isinstance(axis, SampleAxis)  # as `merged` makes it
+        k = axis.axis
+        if every[0].dim() != len(size) or every[0].shape[k] * count != size[k]:
+            raise DifferentNodesError
+        return along_positions(every, replace(axis, after=axis.after // count))
 
     def first(self, values: Tensor) -> Tensor:
         """Return a tensor shaped like the first output with the samples in front: (n, ...).
@@ -101,6 +124,52 @@ class Site:
         return DenseBlock(summed.reshape(self.n, *self.shape))
 
 
+class DifferentNodesError(Exception):
+    """The values of several nodes cannot be concatenated."""
+
+
+def along_positions(values: Sequence[Any], axis: SampleAxis) -> Tensor:
+    """Concatenate values of one shape along the positions of each sample, (.., b·n·(k·a), ..)."""
+    k = axis.axis
+    if len({None if t is None else (t.shape, t.dtype) for t in values}) > 1:
+        raise DifferentNodesError
+    if axis.after == 1:
+        return torch.stack([*values], k + 1).flatten(k, k + 1)
+    shape = values[0].shape
+    split = [t.reshape(*shape[:k], -1, axis.after, *shape[k + 1 :]) for t in values]
+    return torch.cat(split, k + 1).flatten(k, k + 1)
+
+
+def merged(
+    first: Site,
+    nodes: Sequence[Node],
+    gradients: Sequence[Tensor | None],
+    axes: Sequence[Axis | None],
+) -> Site | None:
+    """Return one site for several nodes that use one value in the same way, or None.
+
+    The positions of a sample are those of all nodes together. So a weight that a model uses in each
+    step is contracted once, not once a step.
+
+    Args:
+        first: The site of the first node.
+        nodes: All nodes, each with a single output.
+        gradients: The gradient of each output.
+        axes: The sample axis of each output.
+    """
+    axis, given = axes[0], [t for t in gradients if t is not None]
+    if not isinstance(axis, SampleAxis) or len(given) < len(nodes):
+        return None
+    if any(other != axis for other in axes):
+        return None
+    try:
+        whole = along_positions(given, axis)
+    except DifferentNodesError:
+        return None
+    several = replace(axis, after=axis.after * len(nodes))
+    return replace(first, gradients=(whole,), axes=(several,), others=tuple(nodes[1:]))
+
+
 Rule = Callable[[Site], Block | None]
 
 node_rules: Registry[Rule] = Registry("node rule")
@@ -114,7 +183,10 @@ def masked(site: Site) -> Block:
 
     Raises:
         SpreadError: A row is not finite. Another sample may be the cause, since 0 · NaN is NaN.
+        DifferentNodesError: The site has several nodes.
     """
+    if site.others:
+        raise DifferentNodesError
     rows: list[Tensor | None] = []
     present = site.present
     for sample in range(site.n):

@@ -24,7 +24,12 @@ _NO_CONSTANT: Any = object()
 
 def kind(node: Node) -> str:
     """Return the node's type, such as "AddmmBackward0"."""
-    return node.name().rpartition("::")[2]
+    return _short(node.name())
+
+
+@cache
+def _short(name: str) -> str:
+    return name.rpartition("::")[2]
 
 
 def is_custom(node: Node) -> bool:
@@ -34,17 +39,17 @@ def is_custom(node: Node) -> bool:
 
 def edges(node: Node) -> tuple[tuple[Node | None, int], ...]:
     """Return the source node and its output index for each input of the forward operation."""
-    return tuple(node.next_functions)
+    return node.next_functions
 
 
 def output_shapes(node: Node) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of the forward operation's outputs."""
-    return tuple(tuple(map(int, m.shape)) for m in node._input_metadata)
+    return tuple([tuple(m.shape) for m in node._input_metadata])
 
 
 def output_dtypes(node: Node) -> tuple[torch.dtype, ...]:
     """Return the dtypes of the forward operation's outputs."""
-    return tuple(m.dtype for m in node._input_metadata)
+    return tuple([m.dtype for m in node._input_metadata])
 
 
 def leaf(node: Node) -> Tensor | None:

@@ -14,6 +14,7 @@ from gradscope.model.problem import summed
 
 Output = tuple[int, int]  # (index of a node in its trace, index of the output)
 Listener = Callable[[int, Sequence[Tensor | None]], None]
+_PLAIN = frozenset([type(None), bool, int, float, complex, str])
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +46,12 @@ class Trace:
     def same_program(self, other: "Trace | RecordedProgram") -> bool:
         """Whether both passes recorded the same operations with the same edges."""
         return self.kinds == other.kinds and self.edges == other.edges
+
+    def of_kinds(self, kinds: frozenset[str]) -> list[Node]:
+        """Return the nodes of these types."""
+        if kinds.isdisjoint(self.kinds):
+            return []
+        return [node for kind, node in zip(self.kinds, self.nodes, strict=True) if kind in kinds]
 
     def leaves(self, node: int) -> list[Tensor]:
         """Return the leaves from which a node's outputs are computed."""
@@ -97,17 +104,20 @@ def trace(losses: Tensor) -> Trace:
     for node in nodes:  # the list grows during the loop
         row = []
         for source, output in internals.edges(node):
-            if source is not None and source not in place:
-                place[source] = len(nodes)
+            if source is None:
+                row.append((-1, output))
+                continue
+            k = place.setdefault(source, len(nodes))
+            if k == len(nodes):
                 nodes.append(source)
-            row.append((-1 if source is None else place[source], output))
+            row.append((k, output))
         edges.append(tuple(row))
     return Trace(
         losses=losses,
         nodes=tuple(nodes),
         edges=tuple(edges),
-        kinds=tuple(internals.kind(node) for node in nodes),
-        shapes=tuple(internals.output_shapes(node) for node in nodes),
+        kinds=(*map(internals.kind, nodes),),
+        shapes=(*map(internals.output_shapes, nodes),),
     )
 
 
@@ -137,10 +147,14 @@ class RecordedProgram:
 
         A constant that changes otherwise may have been computed from all samples of the batch.
         """
-        return all(
-            _alike(value, internals.constant(other.nodes[k], name), self.n, other.n)
-            for k, name, value in self.constants
-        )
+        nodes, n = other.nodes, other.n
+        for k, name, value in self.constants:
+            found = getattr(nodes[k], name, None)
+            if type(found) is type(value) and type(found) in _PLAIN and found == value:
+                continue  # most constants: no conversion is needed
+            if not _alike(value, internals.constant(nodes[k], name), self.n, n):
+                return False
+        return True
 
 
 def _alike(a: Any, b: Any, n: int, m: int) -> bool:
