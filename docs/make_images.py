@@ -19,7 +19,8 @@ from rich.terminal_theme import MONOKAI
 import gradscope
 from gradscope.comparison import compare
 from gradscope.config import load
-from gradscope.report.screens import render_comparison, render_run
+from gradscope.report.agreement import render_comparison
+from gradscope.report.screens import render_run
 from gradscope.report.terminal import render
 from gradscope.run import Job, compute, prepare
 from gradscope.sources.opened import ShownData

@@ -28,7 +28,7 @@ def compare(options: CompareOptions) -> None:
     The first 32 samples are used, or all of --samples.
     """
     from gradscope.comparison import PEERS, peer_version
-    from gradscope.report.screens import render_comparison
+    from gradscope.report.agreement import render_comparison
     from gradscope.run import prepare
     from gradscope.run.job import read
     from gradscope.sources.code import code_digests

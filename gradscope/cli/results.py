@@ -135,7 +135,7 @@ def _require_options(options: StatsOptions, *, history: bool) -> None:
 def _follow(file: Path, *, json: bool) -> "History":
     """Show a history until its training has ended (`json`: one line for each step); return it."""
     from gradscope.report.console import console
-    from gradscope.report.progress import follow
+    from gradscope.report.following import follow
     from gradscope.training.history import HistoryReader, line
 
     def tell(found: "History | None", new: "Sequence[Step]") -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from gradscope.report.progress import follow as following
+from gradscope.report.following import follow as following
 from gradscope.stats import summarize
 from gradscope.training import History, Step, record
 from gradscope.training.history import End, HistoryReader, append

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from gradscope.comparison import BackendRow, Comparison, ParameterAgreement
-from gradscope.report.screens import render_comparison, render_run
+from gradscope.report.agreement import render_comparison
+from gradscope.report.screens import render_run
 from gradscope.report.terminal import print_facts, print_table, render
 from gradscope.stats import Summary, short, summarize
 from gradscope.stats.certificate import certificate_facts, spans
