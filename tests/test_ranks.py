@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import gradscope
+from gradscope.attribution import open_scores
 from gradscope.errors import SpecError
 from gradscope.run.model_parallel import processes
 from gradscope.training import read_history
@@ -302,3 +303,105 @@ def test_one_file_of_a_model_divided_over_processes_one_of_which_is_killed(tmp_p
             assert own.text == other.text
             for name in other:
                 np.testing.assert_allclose(own[name][:], other[name][:], rtol=1e-9, atol=1e-12)
+
+
+SCORED = """
+    import os
+    import signal
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    HERE = Path(__file__).parent
+
+    def build():
+        return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+    def loss(outputs, targets):
+        said = HERE / "said"  # how many calls process 1 survives
+        if os.environ.get("RANK") == "1" and said.exists():
+            left = int(said.read_text())
+            said.write_text(str(left - 1))
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return nn.functional.cross_entropy(outputs, targets, reduction="none")
+"""
+ATTRIBUTED = """
+version = 1
+[model]
+factory = "model.py:build"
+[checkpoint]
+path = "weights.safetensors"
+[dataset]
+path = "train.npz"
+[loss]
+name = "model.py:loss"
+[compute]
+batch_size = 4
+"""
+
+
+@pytest.fixture
+def scored(tmp_path: Path) -> Path:
+    """A folder with a run of 41 samples, and 5 queries; all gradients point one way."""
+    (tmp_path / "model.py").write_text(textwrap.dedent(SCORED))
+    for name, n in (("train", 41), ("query", 5)):
+        (tmp_path / f"{name}.toml").write_text(ATTRIBUTED.replace("train.npz", f"{name}.npz"))
+        x, y = np.random.default_rng(n).normal(size=(n, 5)), np.ones(n, np.int64)
+        np.savez(tmp_path / f"{name}.npz", inputs=x, targets=y)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+    save_file(model.double().state_dict(), tmp_path / "weights.safetensors")
+    alone(tmp_path, *EKFAC, "train.toml", "query.npz", "-o", "alone.h5")
+    return tmp_path
+
+
+EKFAC = ("attribute", "--curvature", "ekfac")
+
+
+def alone(place: Path, *words: str) -> None:
+    """Run gradscope in one process."""
+    command = [sys.executable, "-m", "gradscope", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=place, env=environment, check=True, capture_output=True)
+
+
+def assert_same_scores(place: Path) -> None:
+    with open_scores(place / "s.h5") as found, open_scores(place / "alone.h5") as right:
+        np.testing.assert_allclose(found.values[...], right.values[...], rtol=1e-7, atol=1e-9)
+        np.testing.assert_array_equal(found.samples["index"], np.arange(41))
+        damping = [r.record["checkpoints"][0]["damping"] for r in (found, right)]
+    assert damping[0] == pytest.approx(damping[1]) and damping[0] > 0.1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("calls", [4, 60])
+def test_workers_score_together_and_one_is_killed(scored: Path, calls: int) -> None:
+    """Killed while factors are computed, or later; restarted, and the same as one process."""
+    (scored / "said").write_text(str(calls))
+    words = ("-m", "gradscope", *EKFAC, "train.toml", "query.npz", "-o", "s.h5")
+    ran = launched(scored, *words, restarts=1)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert int((scored / "said").read_text()) < 0 and "exitcode: -9" in ran.stderr
+    shards = [f"s.shard-{k}-of-2.h5" for k in (0, 1)]
+    alone(scored, "merge", *shards, "-o", "s.h5")
+    assert_same_scores(scored)
+    made = {"alone.h5", "s.h5", "s.factors-ekfac.h5", "s.factors-kfac.h5", *shards}
+    assert {path.name for path in scored.glob("*.h5")} == made
+
+
+@pytest.mark.full
+def test_scores_of_a_model_that_is_in_no_process(scored: Path) -> None:
+    """Rows and factors of a sharded model; scores need the files only."""
+    kfac = ("-t", "kfac:bias=column,full=512")
+    for words in (
+        ("train.toml", "-t", "identity", *kfac, "-t", "mean", "-o", "rows.h5"),
+        ("train.toml", "-t", "ekfac:with=rows.h5:1", "-t", "mean", "-o", "factors.h5"),
+        ("query.toml", "-t", "identity", "-o", "query.h5"),
+    ):
+        ran = launched(scored, "-m", "gradscope", "compute", "--sharded", "--config", *words)
+        assert ran.returncode == 0, ran.stderr[-3000:]
+    (scored / "weights.safetensors").unlink()
+    alone(scored, *EKFAC, "rows.h5", "query.h5", "--factors", "factors.h5", "-o", "s.h5")
+    assert_same_scores(scored)

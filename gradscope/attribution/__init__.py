@@ -2,11 +2,21 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gradscope.attribution.factors import shared_factors
+from gradscope.attribution.merging import merge_scores
 from gradscope.attribution.methods import AttributionSettings, Damping, Form, Method
-from gradscope.attribution.scores import Scores, in_memory, is_scores, open_scores, writing_scores
+from gradscope.attribution.scores import (
+    Scores,
+    in_memory,
+    is_finished,
+    is_scores,
+    open_scores,
+    writing_scores,
+)
 from gradscope.attribution.scoring import CheckpointSources, Scoring
 from gradscope.attribution.sources import (
     FileSource,
@@ -18,7 +28,7 @@ from gradscope.attribution.sources import (
 )
 from gradscope.attribution.summary import ScoreSummary, summarize_scores, with_samples
 from gradscope.attribution.validation import Validation, ValidationRun, ValidationSettings, validate
-from gradscope.config import RunSpec, load
+from gradscope.config import RunSpec, Worker, load
 from gradscope.errors import SpecError
 from gradscope.run import prepare, refuse_inputs
 from gradscope.storage import GradientFile, open_file, require_distinct, writing
@@ -33,8 +43,12 @@ __all__ = [
     "ValidationSettings",
     "attribute",
     "in_memory",
+    "is_finished",
+    "is_scores",
+    "merge_scores",
     "open_scores",
     "open_sources",
+    "shared_factors",
     "summarize_scores",
     "validate",
     "with_samples",
@@ -117,11 +131,13 @@ def open_sources(
     query_loss: QueryLoss = None,
     stream: bool = False,
     output: Path | None = None,
+    worker: Worker | None = None,
 ) -> Iterator[list[CheckpointSources]]:
     """Open training samples and queries at each checkpoint; see `attribute`.
 
     `samples`, "A:B", selects the queries whose gradients are computed. With `stream`, training
-    gradients are computed even if a file has them. `output` must not be an input file.
+    gradients are computed even if a file has them. `output` must not be an input file. A `worker`
+    has the training samples of its shard, and its GPU.
     """
     sources = [train, *checkpoints]
     if output is not None:
@@ -141,8 +157,8 @@ def open_sources(
     with ExitStack() as stack:
         pairs = []
         for k, source in enumerate(sources):
-            side, run = _training(source, chain, stack, output, stream=stream)
-            other = _query(query, side, run, samples, query_loss, stack, output)
+            side, run = _training(source, chain, stack, output, worker, stream=stream)
+            other = _query(query, side, run, samples, query_loss, stack, output, worker)
             weight = 1 / len(sources) if weights is None else weights[k]
             pairs.append(CheckpointSources(side, other, weight))
         yield pairs
@@ -155,9 +171,16 @@ def _is_result(source: Source) -> bool:
 
 
 def _training(
-    source: Source, chain: str | None, stack: ExitStack, output: Path | None, *, stream: bool
+    source: Source,
+    chain: str | None,
+    stack: ExitStack,
+    output: Path | None,
+    worker: Worker | None,
+    *,
+    stream: bool,
 ) -> tuple[GradientSource, Any]:
     """Return the training samples, and a function that returns their run (None in memory)."""
+    shard = None if worker is None else worker.shard
     if isinstance(source, tuple):
         return scope_source("training samples", *source), None
     if _is_result(source) or Path(str(source)).suffix != ".toml":  # and no run file
@@ -167,13 +190,22 @@ def _training(
             remedy = "Give the file that gradscope compute -o wrote, or a run file."
             raise SpecError(what, where=str(file.path), remedy=remedy)
         if not stream:
-            return FileSource(file, chain), lambda: training_run(file)
+            return FileSource(file, chain, shard), lambda: training_run(file)
         spec = training_run(file).computing(shard=None)
     else:
         spec = load(Path(str(source)))
     if chain is not None:
         spec = spec.computing(transform=(chain,))
-    return _computed(spec, str(source), output), lambda: spec
+    if spec.compute.sharded:
+        raise SpecError(
+            "attribute needs the whole model in each process, and the run shards the model",
+            where=str(source),
+            remedy="Compute the gradients of training samples and queries with gradscope compute "
+            "--sharded, and give both files. Or remove `sharded` from the run.",
+        )
+    if shard is not None:
+        spec = spec.computing(shard=str(shard))
+    return _computed(spec, str(source), output, worker), lambda: spec
 
 
 def _query(
@@ -184,6 +216,7 @@ def _query(
     loss: QueryLoss,
     stack: ExitStack,
     output: Path | None,
+    worker: Worker | None,
 ) -> GradientSource:
     if isinstance(source, tuple):
         scope, *data = source
@@ -212,14 +245,23 @@ def _query(
     spec = query_run(Path(str(source)), run(), train.facts.measured, loss)
     if samples is not None:
         spec = spec.computing(samples=samples)
-    return _computed(spec, str(source), output)
+    return _computed(spec, str(source), output, worker)
 
 
-def _computed(spec: RunSpec, name: str, output: Path | None) -> GradientSource:
-    job = prepare(spec)
+def _computed(
+    spec: RunSpec,
+    name: str,
+    output: Path | None,
+    worker: Worker | None,
+) -> GradientSource:
+    device = spec.compute.device if worker is None else worker.device(spec.compute.device)
+    job = prepare(spec.computing(device=device))
     if output is not None:
         refuse_inputs(job, output)
-    return job_source(job, name)
+    found = job_source(job, name)
+    of_all = spec.computing(shard=None).model_dump(mode="json")  # the same for all workers
+    found.facts = replace(found.facts, spec=of_all)
+    return found
 
 
 def _file(source: Source, stack: ExitStack) -> GradientFile:

@@ -24,7 +24,7 @@ from gradscope.attribution.curvature import (
     trusted,
 )
 from gradscope.attribution.products import Groups, Tile, row_products, tiles
-from gradscope.attribution.sources import GradientSource, stored_aggregate
+from gradscope.attribution.sources import GradientSource, stored_factors
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.blocks.layers import bias_of
 from gradscope.core.registry import suggestion
@@ -41,7 +41,7 @@ Spectrum = tuple[Tensor, Tensor]  # eigenvalues, and squares of the mean gradien
 
 _READ_BYTES = 2**30  # the size of a tile if further tiles cost little
 _PARTS = 4  # otherwise a tile takes 1 / _PARTS of the available memory
-_CURVATURES: dict[str, tuple[str, Callable[..., Curvature]]] = {
+CURVATURES: dict[str, tuple[str, Callable[..., Curvature]]] = {
     "kfac": ("kfac:bias=column", kfac_curvature),
     "ekfac": ("ekfac", ekfac_curvature),
     "diagonal": ("second_moment", diagonal_curvature),
@@ -143,19 +143,14 @@ def curved(train: GradientSource, asked: AttributionSettings) -> CurvatureSteps:
     Raises:
         SpecError: The curvature does not fit the rows, or there are too many samples.
     """
-    method = asked.curvature
-    if train.facts.rows == "group" and method != "identity":
-        method = _of_samples(train, asked)
-    if method == "auto" and train.facts.chain != "identity":
-        method = "fisher"
-    elif method == "auto":
-        method = "shrunk" if _pairs_pay(train, asked.room(train)) else "ekfac"
+    method = method_of(train, asked)
     record: dict[str, Any] = {"curvature": method}
     if method == "identity":
         return CurvatureSteps(record, own=lambda: own_products(train))
     if method in ("fisher", "blockfisher"):
         return _fisher(train, asked, record)
     if method == "shrunk":
+        _require_whole(train, method)
         try:
             return _shrunk(train, asked, record)
         except GradscopeError as error:  # no factors, or no run
@@ -167,6 +162,22 @@ def curved(train: GradientSource, asked: AttributionSettings) -> CurvatureSteps:
     return CurvatureSteps(record, before=_applied(found))
 
 
+def method_of(train: GradientSource, asked: AttributionSettings) -> Method:
+    """Return the curvature of some settings, with a choice for "auto".
+
+    Raises:
+        SpecError: The rows are groups, and there are no factors of samples.
+    """
+    method = asked.curvature
+    if train.facts.rows == "group" and method != "identity":
+        method = _of_samples(train, asked)
+    if method == "auto" and train.facts.chain != "identity":
+        return "fisher"
+    if method == "auto":
+        return "shrunk" if _pairs_pay(train, asked.room(train)) else "ekfac"
+    return method
+
+
 def _of_samples(train: GradientSource, asked: AttributionSettings) -> Method:
     """Return the curvature for groups: stored factors of samples, because H is that of samples.
 
@@ -174,7 +185,7 @@ def _of_samples(train: GradientSource, asked: AttributionSettings) -> Method:
         SpecError: The curvature would be computed from the rows of groups.
     """
     method: Method = "ekfac" if asked.curvature == "auto" else asked.curvature
-    if asked.factors is None or method not in _CURVATURES:
+    if asked.factors is None or method not in CURVATURES:
         raise SpecError(
             f"curvature {asked.curvature} cannot be computed from rows of groups: the Fisher needs "
             "the gradients of single samples",
@@ -186,24 +197,37 @@ def _of_samples(train: GradientSource, asked: AttributionSettings) -> Method:
     return method
 
 
+def _require_whole(train: GradientSource, method: str) -> None:
+    """Raise if this process has a shard of the training samples."""
+    if train.part is not None:
+        raise SpecError(
+            f"curvature {method} needs the products of all pairs of training samples, and shard "
+            f"{train.part.shard} has some of the samples",
+            where=train.facts.name,
+            remedy='Use curvature="ekfac", or score all samples in one process.',
+        )
+
+
 def _pairs_pay(train: GradientSource, room: int) -> bool:
     """Whether products of all pairs of training samples cost about as much as the gradients."""
-    walks = 1 if train.cheap else -(-train.n * train.width * _TILED // room)
-    return train.n <= _LARGEST and walks == 1 and float(train.n) ** 2 * train.width <= _PAIRS
+    n = train.total
+    walks = 1 if train.cheap else -(-n * train.width * _TILED // room)
+    return n <= _LARGEST and walks == 1 and float(n) ** 2 * train.width <= _PAIRS
 
 
 def _fisher(
     train: GradientSource, asked: AttributionSettings, record: dict[str, Any]
 ) -> CurvatureSteps:
     """Return the Fisher of all entries or of layers, by moments for short rows, else by Gram."""
-    shapes, many = train.shapes(), train.n > _LARGEST
+    shapes, many = train.shapes(), train.total > _LARGEST
     layers, joint = layers_of(shapes), dict.fromkeys(shapes, "")
     groups = layers if record["curvature"] == "blockfisher" else joint
     if many and _widest(shapes, joint) > _SHORT:
         record, groups = {**record, "curvature": "blockfisher"}, layers
     widest = _widest(shapes, groups)
-    if widest <= _SHORT and (many or widest <= train.n):
+    if widest <= _SHORT and (many or widest <= train.total):
         return _moments(train, asked, record, groups)
+    _require_whole(train, record["curvature"])
     return _grams(train, asked, record, groups)
 
 
@@ -262,13 +286,13 @@ def _moments(
     train: GradientSource, asked: AttributionSettings, record: dict[str, Any], groups: Groups
 ) -> CurvatureSteps:
     moments = Moments(groups)
-    for batch in train.batches():
+    for batch in train.all_batches():
         moments.add(batch.gradients)
     size = max(map(len, moments.sums.values()))
     relative = _relative(asked, record["curvature"], moments.n, size, moments.spectra)
     damping = {k: relative * mean for k, mean in moments.mean_eigenvalues().items()}
     inverse = moments.inverted(damping)
-    solving = train.n * sum(float(len(total)) ** 2 for total in moments.sums.values())
+    solving = train.total * sum(float(len(total)) ** 2 for total in moments.sums.values())
 
     def before(rows: Gradients) -> Gradients:
         return rows.of({name: DenseBlock(values) for name, values in inverse(rows).items()})
@@ -327,19 +351,23 @@ def _approximate(train: GradientSource, method: str, asked: AttributionSettings)
             where=train.facts.name,
             remedy='Select rows of the chain identity (`chain`), or use curvature="fisher".',
         )
-    chain, made = _CURVATURES[method]
+    chain, made = CURVATURES[method]
     damping = LEAST if asked.damping == "auto" else float(asked.damping)
+    fixed = asked.damping != "auto" or method == "adam"  # Adam has roots of moments
+    mean: dict[str, Tensor] | None = None
     if asked.factors is not None:
-        return made(stored_aggregate(asked.factors, train.facts, chain), damping)
-    if asked.damping != "auto" or method == "adam":  # Adam has roots of moments
-        return made(train.aggregates([chain])[0], damping)
-    moments, mean = train.aggregates([chain, "mean"])
-    return made(moments, damping, RemainingGradient(mean, train.n))
+        moments, mean = stored_factors(asked.factors, train.facts, chain)
+    else:
+        moments, *means = train.aggregates([chain] if fixed else [chain, "mean"])
+        mean = means[0] if means else None
+    if fixed or mean is None:
+        return made(moments, damping)
+    return made(moments, damping, RemainingGradient(mean, train.total))
 
 
 def precision(train: GradientSource, rows: int) -> torch.dtype:
     """Return the dtype for products of that many rows with the training samples."""
-    work = float(rows) * train.n * train.width
+    work = float(rows) * train.total * train.width
     return torch.float64 if work <= _LONG else torch.float32
 
 

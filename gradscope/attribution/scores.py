@@ -5,7 +5,7 @@ and chain 1 has the table of the training samples.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from gradscope import markup
-from gradscope.attribution.scoring import Scoring
-from gradscope.attribution.sources import COLUMNS, SourceFacts, Table
+from gradscope.attribution.methods import AttributionSettings
+from gradscope.attribution.scoring import CheckpointSources, Scoring, stored_dtype
+from gradscope.attribution.sources import COLUMNS, GradientSource, SourceFacts, Table
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.errors import ResultFileError, SpecError
 from gradscope.sources.formats import sha256
@@ -27,6 +28,7 @@ from gradscope.storage import (
     FinishedBatch,
     GradientFile,
     Writer,
+    is_complete,
     open_file,
     open_writer,
     require_distinct,
@@ -34,7 +36,10 @@ from gradscope.storage import (
 
 # the texts of the chains of a score file; the last one needs `refine`
 SCORES, TRAINING, REFINED = "scores", "training samples", "refined scores"
-_CERTIFICATE = {"verified": False, "verdict": "scores: their gradients were proved where computed"}
+CERTIFICATE: dict[str, Any] = {
+    "verified": False,
+    "verdict": "scores: their gradients were proved where computed",
+}
 
 
 @dataclass(frozen=True)
@@ -218,7 +223,7 @@ def in_memory(scoring: Scoring) -> Scores:
         refined={name: torch.cat([one[name] for one in refined]).numpy() for name in names},
         queries=_plain(first.query.table()),
         samples=_plain(_training(scoring)),
-        record={**scoring.record, **_facts(scoring)},
+        record={**scoring.record, **_facts(scoring.pairs)},
     )
 
 
@@ -247,9 +252,7 @@ class ScoreWriter:
 
     def finish(self) -> None:
         """Complete the file."""
-        columns = _training(self.scoring)
-        numbers = {k: v.to(torch.uint8) if v.dtype == torch.bool else v for k, v in columns.items()}
-        self._writer.finish({1: numbers}, _CERTIFICATE)
+        self._writer.finish({1: packed(_training(self.scoring))}, CERTIFICATE)
 
 
 @contextmanager
@@ -261,32 +264,68 @@ def writing_scores(
     Raises:
         OutputError: The file cannot be written, exists already, or belongs to another attribution.
     """
-    facts = _facts(scoring)
-    own = scoring.asked
-    asked = {k: str(getattr(own, k)) for k in ("curvature", "damping", "refine", "score")}
-    if own.factors is not None:
-        with open_file(own.factors) as file:
+    plan = score_plan(scoring.pairs, scoring.asked, path)
+    with open_writer(path, plan, overwrite=overwrite, resume=resume) as writer:
+        scoring.done = writer.completed
+        yield ScoreWriter(scoring, writer, plan.run)
+
+
+def is_finished(
+    pairs: Sequence[CheckpointSources],
+    asked: AttributionSettings,
+    path: Path,
+    *,
+    overwrite: bool = False,
+) -> bool:
+    """Whether the score file at `path` is complete.
+
+    Raises:
+        OutputError: The file belongs to another attribution, and may not be overwritten.
+    """
+    return is_complete(path, score_plan(pairs, asked, path), overwrite=overwrite)
+
+
+def score_plan(
+    pairs: Sequence[CheckpointSources], asked: AttributionSettings, path: Path
+) -> FilePlan:
+    """Return the plan of the score file at `path`.
+
+    Raises:
+        OutputError: `path` is the file of the factors.
+    """
+    facts = _facts(pairs)
+    own = {k: str(getattr(asked, k)) for k in ("curvature", "damping", "refine", "score")}
+    if asked.factors is not None:
+        with open_file(asked.factors) as file:
             require_distinct(path, [file.path])
-            asked["factors"] = sha256(file.path)
-    run: dict[str, Any] = {"attribution": dict(facts), "digests": facts["query"]["digests"]}
-    first = scoring.pairs[0]
-    plan = FilePlan(
-        run=run,
-        fingerprint={**asked, **json.loads(json.dumps(facts, default=str))},
+            own["factors"] = sha256(file.path)
+    train, query = pairs[0][:2]
+    return FilePlan(
+        run={"attribution": dict(facts), "digests": facts["query"]["digests"]},
+        fingerprint={**own, **json.loads(json.dumps(facts, default=str)), **_place(train)},
         attributes={},
-        n=first.query.n,
+        n=query.n,
         parameters={},
         chains=(
             ChainPlan(SCORES, False),
             ChainPlan(TRAINING, True),
-            *([ChainPlan(REFINED, False)] if scoring.asked.refine else []),
+            *([ChainPlan(REFINED, False)] if asked.refine else []),
         ),
-        dtype=scoring.dtype,
+        dtype=stored_dtype(pairs[0]),
         layout="dense",
     )
-    with open_writer(path, plan, overwrite=overwrite, resume=resume) as writer:
-        scoring.done = writer.completed
-        yield ScoreWriter(scoring, writer, run)
+
+
+def _place(train: GradientSource) -> dict[str, Any]:
+    """Return the samples of a shard, as `gradscope merge` reads them; {} for all samples."""
+    part = train.part
+    if part is None:
+        return {}
+    own = {"index": part.shard.index, "count": part.shard.count, "members": part.members}
+    return {
+        "samples": [part.start, part.start + train.n],
+        "shard": {**own, "samples": [0, part.total]},
+    }
 
 
 def _training(scoring: Scoring) -> Table:
@@ -295,8 +334,8 @@ def _training(scoring: Scoring) -> Table:
     return table if own is None else table | {"self_influence": own}
 
 
-def _facts(scoring: Scoring) -> dict[str, Any]:
-    first, *rest = scoring.pairs
+def _facts(pairs: Sequence[CheckpointSources]) -> dict[str, Any]:
+    first, *rest = pairs
     found: dict[str, Any] = {
         "train": _source_record(first.train.facts),
         "query": _source_record(first.query.facts),
@@ -313,6 +352,11 @@ def _source_record(facts: SourceFacts) -> dict[str, Any]:
         "spec": facts.spec,
         **({} if facts.rows == "sample" else {"rows": facts.rows}),
     }
+
+
+def packed(table: Table) -> Table:
+    """Return a table in the dtypes of a file."""
+    return {k: v.to(torch.uint8) if v.dtype == torch.bool else v for k, v in table.items()}
 
 
 def _plain(table: Table) -> dict[str, NDArray[Any]]:

@@ -39,6 +39,7 @@ from gradscope.attribution.methods import (
 from gradscope.attribution.products import Tile, tiles
 from gradscope.attribution.sources import (
     GradientSource,
+    Part,
     job_source,
     projection_error,
     recorded_run,
@@ -159,6 +160,12 @@ def _inverse_root(squares: Tensor) -> Tensor:
     return torch.where(squares > 0, squares.clamp(min=0.0).rsqrt(), 0.0)
 
 
+def stored_dtype(pair: CheckpointSources) -> torch.dtype:
+    """Return the dtype of stored scores."""
+    few = pair.train.total * pair.query.n <= _EXACT
+    return torch.float64 if few else torch.float32
+
+
 class Scoring:
     """Computes rows of scores, a tile of queries at a time.
 
@@ -177,25 +184,19 @@ class Scoring:
         asked: AttributionSettings,
         known: CurvatureSteps | None = None,
     ) -> None:
-        if len({(pair.train.n, pair.query.n) for pair in pairs}) > 1:
+        if len({(pair.train.total, pair.query.n) for pair in pairs}) > 1:
             raise SpecError(
                 "the checkpoints have different numbers of training samples or queries",
                 remedy="Compute all checkpoints with the same samples.",
             )
-        self.pairs, self.asked = pairs, asked
+        self.pairs, self.asked, self.dtype = pairs, asked, stored_dtype(pairs[0])
         self.done = 0  # the number of queries that are scored already
-        cheap = cheaply(asked)
+        cheap = cheaply(asked, pairs[0].train.part)
         self.refining = Refining(pairs, asked) if asked.refine else None
         self._every = [Comparing(pair, cheap, known) for pair in pairs]
         first = pairs[0]
         each = 8 * first.train.width + 16 * first.train.n  # rows; products, and scores
         self.step = max(1, min(first.query.n, asked.room(first.train) // each))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the stored scores."""
-        few = self.pairs[0].train.n * self.pairs[0].query.n <= _EXACT
-        return torch.float64 if few else torch.float32
 
     @property
     def record(self) -> dict[str, Any]:
@@ -250,14 +251,21 @@ _SAME = ("checkpoint", "model", "dataset")
 _PLACES = 2**24  # places up to this number are exact in float32, in which they may be stored
 
 
-def cheaply(asked: AttributionSettings) -> AttributionSettings:
+def cheaply(asked: AttributionSettings, part: Part | None) -> AttributionSettings:
     """Return the settings of the cheap scores that select candidates.
 
     Raises:
-        SpecError: The curvature needs full gradients of all samples.
+        SpecError: The curvature needs full gradients of all samples, or the samples are a shard.
     """
     if not asked.refine:
         return asked
+    if part is not None:
+        raise SpecError(
+            "the candidates of a query are chosen among all training samples, and shard "
+            f"{part.shard} has some of the samples",
+            where="`refine`",
+            remedy="Leave `refine` out, or score all samples in one process.",
+        )
     if asked.refine < 0:
         raise SpecError(f"found {asked.refine}", where="`refine`", remedy="Accepted: 0 or more.")
     if asked.curvature not in ("auto", *EXACT):

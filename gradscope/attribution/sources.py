@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from gradscope.attribution.products import GradientBatch
 from gradscope.blocks import Gradients, wide
 from gradscope.blocks.base import as_rows
-from gradscope.config import RunSpec, resolve
+from gradscope.config import RunSpec, Shard, resolve
 from gradscope.core.batch import Batch, Tokens
 from gradscope.core.grammar import parse
 from gradscope.core.texts import noun_of
@@ -70,12 +70,37 @@ class SourceFacts:
         return " | ".join(map(str, stages)) or "identity"
 
 
+class Part(NamedTuple):
+    """The samples of a shard."""
+
+    shard: Shard
+    start: int  # the first sample, as a row of all shards
+    total: int  # the number of samples of all shards
+    members: int  # the same; the number of members of all groups, if the rows are groups
+
+    def alone(self, chain: str, where: str) -> SpecError:
+        """Return the error if a shard needs the result of a chain over all samples."""
+        return SpecError(
+            f"the curvature needs {chain} over all samples, and shard {self.shard} computes some",
+            where=where,
+            remedy=f"Give a file with {chain!r} as `factors` (docs/attribution.md, Many workers: "
+            "it can be computed in shards, too). Or start the workers with torchrun, which compute "
+            'it together. Or use curvature="identity".',
+        )
+
+
 class GradientSource(ABC):
     """Samples with their gradients."""
 
     facts: SourceFacts
     n: int  # the number of samples, finite or not
     cheap: ClassVar[bool]  # whether a second iteration costs little
+    part: "Part | None" = None  # the place of the samples among all, if they are a shard's
+
+    @property
+    def total(self) -> int:
+        """The number of samples of all shards, finite or not."""
+        return self.n if self.part is None else self.part.total
 
     @property
     def width(self) -> int:
@@ -91,7 +116,13 @@ class GradientSource(ABC):
         """Return the columns (stop,): index, loss, norm, finite; target, id, ... if known."""
 
     def count(self) -> int:
-        """Return the number of finite samples, or of the members of finite groups; at least 1."""
+        """Return the number of finite samples, or of the members of finite groups; at least 1.
+
+        For a shard, it is the number of all shards' samples, finite or not. `merge_scores` corrects
+        the scores.
+        """
+        if self.part is not None:
+            return self.part.members
         table = self.table()
         finite = table["finite"]
         return max(1, int(table["size"][finite].sum() if "size" in table else finite.sum()))
@@ -100,9 +131,25 @@ class GradientSource(ABC):
     def batches(self) -> Iterator[GradientBatch]:
         """Yield the finite samples, in order."""
 
+    def all_batches(self) -> Iterator[GradientBatch]:
+        """Yield the finite samples of all shards, in order.
+
+        Raises:
+            SpecError: The gradients are computed, and this process computes a shard.
+        """
+        return self.batches()
+
+    def stores(self, chain: str) -> bool:
+        """Whether the result of a chain with a reducer is stored."""
+        return False
+
     @abstractmethod
     def aggregates(self, chains: Sequence[str]) -> list[dict[str, Tensor]]:
-        """Return the results of chains with reducers over all samples, in one iteration."""
+        """Return the results of chains with reducers over the samples of all shards.
+
+        Raises:
+            SpecError: The gradients are computed, and this process computes a shard.
+        """
 
 
 class FileSource(GradientSource):
@@ -110,10 +157,11 @@ class FileSource(GradientSource):
 
     cheap = True
 
-    def __init__(self, file: GradientFile, chain: str | None) -> None:
-        self._file, self.n = file, file.n
+    def __init__(self, file: GradientFile, chain: str | None, shard: Shard | None = None) -> None:
+        rows = range(file.n) if shard is None else shard.rows(range(file.n), 1)
+        self._file, self.n, self._own = file, len(rows), slice(rows.start, rows.stop)
         self._rows = _chosen(file, chain)
-        self._seen = 0  # samples whose rows have been checked for finite numbers
+        self._checked = torch.zeros(file.n, dtype=torch.bool)  # rows known to be finite or not
         digests = file.run.get("digests", {})
         self.facts = SourceFacts(
             name=str(file.path),
@@ -124,37 +172,53 @@ class FileSource(GradientSource):
             spec=file.run.get("spec"),
             rows=noun_of(file.run),
         )
+        if shard is not None:
+            sizes = self._table.get("size")
+            members = file.n if sizes is None else int(sizes.sum())
+            self.part = Part(shard, rows.start, file.n, members)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: array.shape[1:] for name, array in self._rows.items()}
 
     def table(self, stop: int | None = None) -> Table:
-        return {name: column[:stop] for name, column in self._table.items()}
+        return {name: column[self._own][:stop] for name, column in self._table.items()}
 
     @cached_property
     def _table(self) -> Table:
         columns = {k: v for k, v in self._file.samples.items() if k in COLUMNS}
-        found = {k: _column(v) for k, v in columns.items()}
+        found = {k: sample_column(v) for k, v in columns.items()}
         found["finite"] = found["finite"].bool()
         return found
 
     def batches(self) -> Iterator[GradientBatch]:
+        return self._batches(self._own)
+
+    def all_batches(self) -> Iterator[GradientBatch]:
+        return self._batches(slice(0, self._file.n))
+
+    def _batches(self, own: slice) -> Iterator[GradientBatch]:
         finite = self._table["finite"]
-        for places, gradients in stored_gradients(self._rows, np.flatnonzero(finite), _READ):
+        rows = own.start + np.flatnonzero(finite[own])
+        for places, gradients in stored_gradients(self._rows, rows, _READ):
             kept = finite[places]
-            if int(places[-1]) >= self._seen:  # a stage may have overflowed
+            if not self._checked[places].all():  # a stage may have overflowed
                 kept = finite[places] = _finite_rows(gradients)
-                self._seen = int(places[-1]) + 1
+                self._checked[places] = True
             if bool(kept.all()):
-                yield GradientBatch(places, gradients)
+                yield GradientBatch(places - own.start, gradients)
             elif bool(kept.any()):
-                yield GradientBatch(places[kept], gradients.select(kept))
+                yield GradientBatch(places[kept] - own.start, gradients.select(kept))
+
+    def stores(self, chain: str) -> bool:
+        return stored_result(self._file, chain) is not None
 
     def aggregates(self, chains: Sequence[str]) -> list[dict[str, Tensor]]:
         found = {chain: stored_result(self._file, chain) for chain in chains}
         if "mean" in found and found["mean"] is None:
             found["mean"] = self._mean()
         missing = [chain for chain, result in found.items() if result is None]
+        if missing and self.part is not None:
+            raise self.part.alone(missing[0], self.facts.name)
         if missing:
             own = {"transform": ("identity",), "shard": None, "backend": "auto"}  # knows factors
             job = prepare(training_run(self._file).computing(**own))
@@ -195,8 +259,9 @@ class SessionSource(GradientSource):
         table: Callable[..., Table],  # makes the table from a batch and its evaluation
         n: int,
         facts: SourceFacts,
+        part: Part | None = None,
     ) -> None:
-        self.facts, self.n = facts, n
+        self.facts, self.n, self.part = facts, n, part
         self._session, self._walk, self._table_of = session, walk, table
         self._chain = chain
         self._ready: Chain | None = None
@@ -218,7 +283,7 @@ class SessionSource(GradientSource):
             for _ in self.batches():
                 pass
         names = self._seen[0]
-        return {name: _joined([one[name] for one in self._seen])[:wanted] for name in names}
+        return {name: joined_columns([one[name] for one in self._seen])[:wanted] for name in names}
 
     def batches(self) -> Iterator[GradientBatch]:
         session = self._session
@@ -236,7 +301,14 @@ class SessionSource(GradientSource):
                 yield GradientBatch(places, chain.rows(*kept))
             start = stop
 
+    def all_batches(self) -> Iterator[GradientBatch]:
+        if self.part is not None:
+            raise self.part.alone("the gradients", self.facts.name)
+        return self.batches()
+
     def aggregates(self, chains: Sequence[str]) -> list[dict[str, Tensor]]:
+        if self.part is not None:
+            raise self.part.alone(chains[0], self.facts.name)
         session = self._session
         bound = prepare_chains(session, [bind(chain) for chain in chains], self._walk)
         total, _ = fold(session, self._walk(), dict(enumerate(bound)))
@@ -296,7 +368,11 @@ def _job_source(
     record = job.record()
     run = (job.digests, record["loss"], record["spec"], job.noun)
     facts = SourceFacts(name, chain.text, job.shapes, *run)
-    return SessionSource(job.session, chain, walk, partial(samples_of, job), n, facts)
+    part = None
+    if job.shard is not None:
+        members = len(job.run_rows) if job.groups is None else len(job.groups.members)
+        part = Part(job.shard, job.rows.start - job.run_rows.start, len(job.run_rows), members)
+    return SessionSource(job.session, chain, walk, partial(samples_of, job), n, facts, part)
 
 
 def scope_source(name: str, scope: Scope, inputs: Any, targets: Any = None) -> SessionSource:
@@ -403,7 +479,7 @@ def best_rows(chains: Collection[str]) -> str:
     return "identity" if "identity" in chains else [*known, *chains][0]
 
 
-def _column(values: np.ndarray) -> Tensor:
+def sample_column(values: np.ndarray) -> Tensor:
     """Return a column of the sample table; texts as UTF-8 (n, w), padded with zeros."""
     if values.dtype.kind != "U":
         return torch.from_numpy(np.ascontiguousarray(values))
@@ -412,7 +488,8 @@ def _column(values: np.ndarray) -> Tensor:
     return torch.from_numpy(encoded.view(np.uint8).reshape(len(values), width).copy())
 
 
-def _joined(columns: list[Tensor]) -> Tensor:
+def joined_columns(columns: list[Tensor]) -> Tensor:
+    """Return the parts of a column as one."""
     if columns[0].dim() == 1:
         return torch.cat([c.cpu() for c in columns])
     width = max(c.shape[1] for c in columns)  # the longest text
@@ -447,8 +524,12 @@ def require_same(train: SourceFacts, query: SourceFacts) -> None:
         )
 
 
-def stored_aggregate(path: str, train: SourceFacts, chain: str) -> dict[str, Tensor]:
+def stored_factors(
+    path: str, train: SourceFacts, chain: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
     """Return the result of a chain from a result file of the training side's model.
+
+    The second result is the mean gradient of the training data, or None if the file lacks it.
 
     Raises:
         SpecError: Its model or checkpoint differs, or it has no such chain.
@@ -466,12 +547,20 @@ def stored_aggregate(path: str, train: SourceFacts, chain: str) -> dict[str, Ten
         if found is None:
             remedy = f"Run gradscope compute -t {chain!r}."
             raise SpecError(f"the file has no chain {chain!r}", where=path, remedy=remedy)
-        return found
+        return found, _stored_mean(file, train)
+
+
+def _stored_mean(file: GradientFile, train: SourceFacts) -> dict[str, Tensor] | None:
+    """Return the mean gradient in a file, or None if other data or labels were used."""
+    labels = file.run.get("spec", {}).get("compute", {}).get("labels", "data")
+    same = file.run.get("digests", {}).get("dataset") == train.digests.get("dataset")
+    return stored_result(file, "mean") if same and labels == "data" else None
 
 
 def stored_result(file: GradientFile, chain: str) -> dict[str, Tensor] | None:
     """Return the stored result of a chain, or None if the file lacks the chain."""
-    for name in (chain, *_SAME.get(chain, ())):
+    given = (c.text for c in file.chains if c.text.startswith("ekfac:with=") and chain == "ekfac")
+    for name in (chain, *_SAME.get(chain, ()), *given):
         if (stored := find_chain(file, name, reduced=True)) is not None:
             return {k: torch.from_numpy(np.asarray(a[...])) for k, a in stored.items()}
     return None

@@ -1,10 +1,11 @@
 """`gradscope attribute` scores training samples for queries; `validate` checks scores."""
 
 import os
+from pathlib import Path
 from typing import Any, cast
 
 from gradscope.cli.options import show, with_flags
-from gradscope.config import parse_memory, this_worker
+from gradscope.config import Worker, parse_memory, parse_shard, this_worker
 from gradscope.config.commands import AttributeOptions, ValidateOptions
 from gradscope.errors import SpecError
 from gradscope.process import stops
@@ -16,7 +17,7 @@ def attribute(options: AttributeOptions) -> None:
 
     A score estimates the rise of the query's loss if the training sample had been left out.
     """
-    from gradscope.attribution import AttributionSettings, Scoring, open_sources
+    from gradscope.attribution import AttributionSettings, open_sources
     from gradscope.storage import LONGEST, require_free, require_place
 
     output, memory, factors = options.output, options.memory, options.factors
@@ -28,23 +29,28 @@ def attribute(options: AttributeOptions) -> None:
         refine=options.refine,
         score=options.score,
     )
-    if (worker := this_worker(os.environ)) is not None:  # all would write the same file
-        raise SpecError(
-            f"attribute runs in one process, but {worker.shard.count} were started",
-            remedy="Start it without torchrun. torchrun -m gradscope compute computes its input "
-            "files in several processes.",
-        )
+    worker = _worker(options.shard)
+    if worker is not None and worker.shard.index > 0 and options.shard is None:
+        options = options.model_copy(update={"quiet": True})  # of torchrun's workers, one speaks
     stops.raise_on_signal()
     if options.more and not options.checkpoints:
         raise SpecError(
             f"unexpected argument {options.more[0]}",
             remedy="Give two arguments, TRAIN and QUERY; further files need --checkpoints.",
         )
+    if worker is not None and output is None:
+        raise SpecError(
+            "a part of the training samples is scored into a file, and there is no output",
+            remedy="Give -o SCORES.h5.",
+        )
+    again = "; continue with --resume" if worker is None else "; the same command continues"
     if output is not None:
+        output = output if worker is None else worker.shard.place(output)
         require_place(output, LONGEST)
-        require_free(output, overwrite=options.overwrite or options.resume)
+        resume = options.resume or worker is not None
+        require_free(output, overwrite=options.overwrite or resume)
     with (
-        stops.stop_message(lambda: "stopped; continue with --resume" if output else "stopped"),
+        stops.stop_message(lambda: f"stopped{again}" if output else "stopped"),
         open_sources(
             options.train,
             options.query,
@@ -55,30 +61,62 @@ def attribute(options: AttributeOptions) -> None:
             query_loss=options.query_loss,
             stream=options.stream,
             output=output,
+            worker=worker,
         ) as pairs,
     ):
-        report = _run(Scoring(pairs, settings), options)
+        report = _run(pairs, settings, options, output, worker)
     from gradscope.report.terminal import render
 
     show(report, render, json=options.as_json, quiet=options.quiet)
 
 
-def _run(scoring: Any, options: AttributeOptions) -> Any:
+def _worker(shard: str | None) -> Worker | None:
+    """Return the part of the training samples to score, or None for all of them."""
+    if shard is None:
+        return this_worker(os.environ)
+    part = parse_shard(shard)
+    return Worker(part, None, restarted=False) if part.count > 1 else None
+
+
+def _run(
+    pairs: Any, settings: Any, options: AttributeOptions, output: Path | None, worker: Worker | None
+) -> Any:
     """Score all queries, write the file if there is an output, and return the summary."""
-    from gradscope.attribution import in_memory, open_scores, summarize_scores, writing_scores
+    from gradscope.attribution import (
+        Scoring,
+        in_memory,
+        is_finished,
+        open_scores,
+        shared_factors,
+        summarize_scores,
+        writing_scores,
+    )
     from gradscope.report.progress import track
 
-    output = options.output
-    if output is not None:
+    if output is None:
+        with in_memory(scoring := Scoring(pairs, settings)) as scores:
+            return summarize_scores(scores, top=options.top, notes=scoring.notes)
+    overwrite, resume = options.overwrite, options.resume
+    notes: tuple[str, ...] = ()
+    if worker is not None and options.output is not None:
+        resume = resume or worker.restarted or not overwrite
+        if not options.shard and len(pairs) == 1:  # torchrun has started all workers
+            how = {"overwrite": overwrite, "resume": resume}
+            settings = shared_factors(pairs[0].train, settings, options.output, worker, **how)
+        part, place = worker.shard, options.output
+        every = place.with_name(f"{place.stem}.shard-*-of-{part.count}{place.suffix}")
+        notes = (f"part {part} of the samples; gradscope merge {every} joins all parts",)
+    if not (resume and is_finished(pairs, settings, output, overwrite=overwrite)):
+        scoring = Scoring(pairs, settings)
         quiet = options.quiet or options.as_json
         shown: Any = {"unit": "queries", "size": lambda q: q.stop - q.start, "quiet": quiet}
-        how = {"resume": options.resume, "overwrite": options.overwrite}
-        with writing_scores(scoring, output, **how) as writer:
-            for _ in track(writer.remaining(), scoring.pairs[0].query.n, **shown):
+        with writing_scores(scoring, output, resume=resume, overwrite=overwrite) as writer:
+            for _ in track(writer.remaining(), pairs[0].query.n, **shown):
                 stops.raise_pending()
             writer.finish()
-    with in_memory(scoring) if output is None else open_scores(output) as scores:
-        return summarize_scores(scores, top=options.top, notes=scoring.notes)
+        notes = (*scoring.notes, *notes)
+    with open_scores(output) as scores:
+        return summarize_scores(scores, top=options.top, notes=notes)
 
 
 @with_flags

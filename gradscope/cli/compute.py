@@ -150,6 +150,9 @@ def merge(options: MergeOptions) -> None:
 
     stops.raise_on_signal()
     files = [file for place in options.shards for file in _files_in(place)]
+    if _are_scores(files):
+        _merge_scores(files, options)
+        return
     how = {"overwrite": options.overwrite, "virtual": options.virtual}
     quiet = options.quiet or options.as_json
     with (
@@ -164,6 +167,30 @@ def merge(options: MergeOptions) -> None:
     with stops.stop_message(lambda: f"stopped; {output} is complete"):
         show(report, render_merge, json=options.as_json, quiet=options.quiet)
     exit_of(report)
+
+
+def _are_scores(files: list[Path]) -> bool:
+    """Whether the first file holds scores; `merging` reports a file that cannot be read."""
+    from gradscope.storage import open_file
+
+    try:
+        with open_file(files[0]) as file:
+            return "attribution" in file.run
+    except ResultFileError:
+        return False
+
+
+def _merge_scores(files: list[Path], options: MergeOptions) -> None:
+    from gradscope.attribution import merge_scores
+    from gradscope.report.screens import render_merge
+
+    for flag, given in (("--virtual", options.virtual), ("--config", options.config)):
+        if given:
+            what = f"{flag} applies to gradients, and the files hold scores"
+            raise SpecError(what, remedy="Leave it out.")
+    with stops.stop_message(lambda: "stopped"):
+        report = merge_scores(files, options.output, overwrite=options.overwrite)
+    show(report, render_merge, json=options.as_json, quiet=options.quiet)
 
 
 def _files_in(place: Path) -> list[Path]:

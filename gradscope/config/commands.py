@@ -121,7 +121,7 @@ class MergeOptions(Options):
     """The options of `gradscope merge`."""
 
     shards: tuple[Path, ...] = option(
-        ..., "SHARD...", help="Result files, folders with shards, or file name patterns"
+        ..., "SHARD...", help="Result or score files, folders with shards, or file name patterns"
     )
     output: values.ResultPath = option(
         ..., "--output -o OUT.h5", help="The result file", accepted=_RESULT
@@ -230,6 +230,12 @@ class AttributeOptions(Options):
         False, "--stream", help="Recompute the training gradients from TRAIN's run; read no rows"
     )
     samples: values.Samples | None = same("compute", "samples", None)
+    shard: values.ShardText | None = option(
+        None,
+        "--shard I/N",
+        help="Score only part I of N of the training samples, counted from 0; torchrun sets this "
+        "for its workers",
+    )
     refine: AtLeast0 = option(
         0,
         "--refine K",

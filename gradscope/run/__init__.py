@@ -11,9 +11,9 @@ from gradscope.run.inspection import (
     inspect,
     preflight,
 )
-from gradscope.run.job import Job, prepare, resolve_names
+from gradscope.run.job import Job, file_plan, prepare, resolve_names
 from gradscope.run.merging import MergeReport, merge, merging
-from gradscope.run.model_parallel import compute_model_parallel
+from gradscope.run.model_parallel import compute_model_parallel, connected
 from gradscope.run.outcome import RunReport
 from gradscope.run.start import compute, refuse_inputs, start
 
@@ -29,7 +29,9 @@ __all__ = [
     "RunReport",
     "compute",
     "compute_model_parallel",
+    "connected",
     "estimate",
+    "file_plan",
     "inspect",
     "merge",
     "merging",

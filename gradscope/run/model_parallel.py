@@ -7,6 +7,7 @@ batches at the same time. Afterwards, the first process merges the files and rem
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ def processes(device: str | None) -> Iterator[Ranks]:
 
     Raises:
         SpecError: There is only one process, or its GPU is unknown.
+        RefusedError: The processes cannot connect to each other.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         raise SpecError(
@@ -50,9 +52,24 @@ def processes(device: str | None) -> Iterator[Ranks]:
                 remedy="Start the processes with torchrun, or give each its own --device cuda:N.",
             )
         torch.cuda.set_device(place)
+    with connected(place) as ranks:
+        yield ranks
+
+
+@contextmanager
+def connected(place: torch.device, wait: timedelta | None = None) -> Iterator[Ranks]:
+    """Yield the ranks of the processes that torchrun has started.
+
+    A process waits for another process for at most `wait`, by default torch's 30 minutes.
+
+    Raises:
+        RefusedError: The processes cannot connect to each other.
+    """
     try:
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo", **_of_this_start()
+            "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo",
+            timeout=wait,
+            **_of_this_start(),
         )
     except (RuntimeError, ValueError) as error:
         raise OutOfStepError(

@@ -31,10 +31,10 @@ from gradscope.storage.read.file import (
     open_file,
     stored_gradients,
 )
-from gradscope.storage.write.create import file_bytes
+from gradscope.storage.write.create import file_bytes, forms_of
 from gradscope.storage.write.journal import LONGEST
 from gradscope.storage.write.region import PART_BYTES, Scratch
-from gradscope.storage.write.writer import KEEP_BYTES, Writer, open_writer
+from gradscope.storage.write.writer import KEEP_BYTES, Writer, is_complete, open_writer
 
 __all__ = [
     "KEEP_BYTES",
@@ -61,6 +61,8 @@ __all__ = [
     "export",
     "file_bytes",
     "find_chain",
+    "forms_of",
+    "is_complete",
     "locked",
     "open_file",
     "open_joiner",

@@ -40,7 +40,7 @@ from gradscope.storage.format.layout import (
     utf8_links,
 )
 from gradscope.storage.format.numbers import h5_type, numpy_dtype, unescape
-from gradscope.storage.plan import FilePlan, States, differences, to_json
+from gradscope.storage.plan import FilePlan, FinishedBatch, States, differences, to_json
 from gradscope.storage.read.file import column, stored_states
 from gradscope.storage.read.opening import OpenFile, document, open_checked, reopen
 from gradscope.storage.write.create import Inspect, complete, lay_out
@@ -50,6 +50,7 @@ from gradscope.storage.write.target import Target
 
 StatesByOwner = dict[str, dict[str, Tensor]]  # {owner: {key: tensor}}
 
+ROWS = "samples/index"  # the column of a file's rows
 _NUMBER = re.compile(r"\.shard-\d+-of-")
 
 
@@ -95,19 +96,23 @@ class RunFiles:
         return noun_of(self.run)
 
 
-def check_files(paths: Iterable[Path]) -> RunFiles:
-    """Open and check every file; raise if they are not all of one run, or leave gaps."""
+def check_files(paths: Iterable[Path], samples: str = ROWS) -> RunFiles:
+    """Open and check every file; raise if they are not all of one run, or leave gaps.
+
+    `samples` is the column with the samples of which each file has some: its rows, or the columns
+    of its rows.
+    """
     found: RunFiles | None = None
     for path in paths:
         with open_checked(path) as source, reading(str(path)):
-            one = _parts(path, source)
+            one = _parts(path, source, samples)
         found = one if found is None else _joined(found, one)
     if found is None:
         raise ResultFileError("there is no file to merge", remedy="Give shards, or their folder.")
     return _in_order(found)
 
 
-def _parts(path: Path, source: OpenFile) -> RunFiles:
+def _parts(path: Path, source: OpenFile, samples: str) -> RunFiles:
     """Return one file as a `RunFiles`."""
     file = source.file
     if SOURCES in file.attrs:
@@ -116,19 +121,21 @@ def _parts(path: Path, source: OpenFile) -> RunFiles:
             where=str(path),
             remedy="Give the files from which it was merged.",
         )
-    facts, n = document(file.attrs, "identity"), len(file["samples/index"])
+    facts = document(file.attrs, "identity")
     try:
+        n = len(file[samples])
         start, stop = (int(position) for position in facts.pop("samples"))
         shard = facts.get("shard") or {}
         index = shard.get("index")
         whole = [int(position) for position in shard.get("samples", (start, stop))]
-        facts["stored"] = {k: v for k, v in facts["stored"].items() if k != "samples"}
+        if by_rows := samples == ROWS:
+            facts["stored"] = {k: v for k, v in facts["stored"].items() if k != "samples"}
         facts["shard"] = {k: v for k, v in shard.items() if k != "index"}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ResultFileError(
             "the file does not record its run and its range of samples",
             where=str(path),
-            remedy="Give files that gradscope compute wrote.",
+            remedy="Give files that gradscope compute wrote, or shards of gradscope attribute.",
         ) from error
     if n != stop - start:
         raise ResultFileError(
@@ -140,6 +147,7 @@ def _parts(path: Path, source: OpenFile) -> RunFiles:
     batch_size = run.get("batch_size")
     groups = [f"/{table}" for table in TABLES]
     groups += [f"/chains/{k}" for k, c in file["chains"].items() if not c.attrs["reduced"]]
+    columns = [(f"{g}/{name}", item) for g in groups for name, item in file[g].items()]
     part = PartialFile(
         path=path,
         start=start,
@@ -161,7 +169,7 @@ def _parts(path: Path, source: OpenFile) -> RunFiles:
             (str(chain.attrs["chain"]), bool(chain.attrs["reduced"]))
             for chain in (file["chains"][str(k)] for k in range(len(file["chains"])))
         ),
-        forms={f"{g}/{name}": stored_form(item) for g in groups for name, item in file[g].items()},
+        forms={key: stored_form(item) for key, item in columns} if by_rows else {},
     )
 
 
@@ -354,6 +362,11 @@ class Joiner:
         with writing(self._paths.final):
             self._target.flush()
         return states
+
+    def append(self, rows: FinishedBatch) -> None:
+        """Write rows that are not in one of the partial files, but made of several."""
+        with writing(self._paths.final):
+            self._regions.add(rows, self._target)
 
     def _copy(self, source: OpenFile, path: str, name: str, n: int) -> None:
         """Copy n rows of a column or of a factor."""

@@ -91,20 +91,3 @@ def test_nothing_is_computed_for_a_file_that_is_in_the_way(
         assert found.code == 6
         assert "the output would replace an input" in found.err
     assert [Path(side).read_bytes() for side in sides] == before
-
-
-def test_workers_of_torchrun_do_not_write_the_same_file(
-    gradscope: Gradscope,
-    sides: tuple[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setenv("RANK", "1")
-    done = gradscope("attribute", *sides, "-o", tmp_path / "s.h5")
-    assert (done.code, done.out) == (2, "")
-    assert " ".join(done.err.split()) == (
-        "error: attribute runs in one process, but 3 were started Start it without torchrun. "
-        "torchrun -m gradscope compute computes its input files in several processes."
-    )
-    assert not any(tmp_path.iterdir())

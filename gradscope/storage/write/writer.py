@@ -288,6 +288,15 @@ class Writer:
         return made
 
 
+def is_complete(path: Path, plan: FilePlan, *, overwrite: bool = False) -> bool:
+    """Whether the file at `path` exists and is the complete result of a plan.
+
+    Raises:
+        OutputError: The file belongs to another run, and may not be overwritten.
+    """
+    return _is_done(Paths(path), plan, overwrite=overwrite, resume=True)
+
+
 def _is_done(paths: Paths, plan: FilePlan, *, overwrite: bool, resume: bool) -> bool:
     """Whether the final file exists and is the complete result of this run.
 
