@@ -50,7 +50,7 @@ Location = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
-class _Origin:
+class _SettingsSource:
     """The settings from one source."""
 
     source: str  # the file, or "command line", for messages
@@ -74,7 +74,7 @@ class _Origin:
         return f"{self.source}: {dotted.removeprefix('.')}"
 
 
-Origin = dict[tuple[str, ...], _Origin]
+Origin = dict[tuple[str, ...], _SettingsSource]
 
 
 _REQUIRED = ("model", "checkpoint", "dataset", "loss")
@@ -104,7 +104,7 @@ def resolve(
         SpecError: A setting is wrong. The error lists all wrong settings.
     """
     problems: list[SpecError] = []
-    lowest = _Origin("example", {section: {**table} for section, table in examples.items()})
+    lowest = _SettingsSource("example", {section: {**table} for section, table in examples.items()})
     layers = [lowest, *_layers(config, overrides, problems)]
     merged, origin = _merge(layers)
     opposed = []
@@ -169,7 +169,7 @@ def combine_errors(problems: list[SpecError]) -> SpecError:
 
 def _layers(
     config: Path | None, overrides: Mapping[str, Any], problems: list[SpecError]
-) -> list[_Origin]:
+) -> list[_SettingsSource]:
     """Return the layers, lowest first; append errors for unreadable files to `problems`."""
     given = {
         section: {k: v for k, v in table.items() if v is not None}
@@ -177,7 +177,7 @@ def _layers(
         else table
         for section, table in overrides.items()
     }
-    above = _Origin(_COMMAND_LINE, _with_absolute_paths(given, Path.cwd(), flags=True))
+    above = _SettingsSource(_COMMAND_LINE, _with_absolute_paths(given, Path.cwd(), flags=True))
     below = []
     weights = _toml(above, "checkpoint")
     if config is None and weights is not None:
@@ -187,11 +187,11 @@ def _layers(
         if _names_spec(above):  # the run file does not describe this data set
             values.pop("dataset", None)
         values = _with_absolute_paths(values, config.absolute().parent)
-        below = _with_dataset_spec(_Origin(str(config), values), problems)
+        below = _with_dataset_spec(_SettingsSource(str(config), values), problems)
     return [*below, *_with_dataset_spec(above, problems)]
 
 
-def _merge(layers: list[_Origin]) -> tuple[dict[str, Any], Origin]:
+def _merge(layers: list[_SettingsSource]) -> tuple[dict[str, Any], Origin]:
     """Return the merged layers, and the source layer of each (section, key).
 
     If two settings exclude each other, the later setting is kept: --batch-size replaces the run
@@ -302,25 +302,25 @@ _ANCHORS: dict[tuple[str, str], Callable[[Any, Path], Any]] = {
 }
 
 
-def _names_spec(layer: _Origin) -> bool:
+def _names_spec(layer: _SettingsSource) -> bool:
     table = layer.values.get("dataset")
     return isinstance(table, dict) and ("spec" in table or _toml(layer, "dataset") is not None)
 
 
-def _toml(layer: _Origin, section: str) -> Path | None:
+def _toml(layer: _SettingsSource, section: str) -> Path | None:
     """Return the path of a section, if it ends in .toml."""
     table = layer.values.get(section)
     path = table.get("path") if isinstance(table, dict) else None
     return path if isinstance(path, Path) and path.suffix.lower() == ".toml" else None
 
 
-def _with_dataset_spec(layer: _Origin, problems: list[SpecError]) -> list[_Origin]:
+def _with_dataset_spec(layer: _SettingsSource, problems: list[SpecError]) -> list[_SettingsSource]:
     """Return the layer; if it names a dataset spec, with the spec as a separate layer below it."""
     if not _names_spec(layer):
         return [layer]
     table = dict(layer.values["dataset"])
     spec = table.pop("spec") if "spec" in table else table.pop("path")
-    rest = _Origin(layer.source, layer.values | {"dataset": table})
+    rest = _SettingsSource(layer.source, layer.values | {"dataset": table})
     if not isinstance(spec, Path):
         where, remedy = layer.place(("dataset", "spec")), "Accepted: the path of a TOML file."
         problems.append(SpecError(f"found {short_repr(spec)}", where=where, remedy=remedy))
@@ -330,7 +330,7 @@ def _with_dataset_spec(layer: _Origin, problems: list[SpecError]) -> list[_Origi
         problems.append(_run_file(spec))
         return [rest]
     contents = _with_absolute_paths({"dataset": values}, spec.parent)
-    return [_Origin(str(spec), contents, flat=True), rest]
+    return [_SettingsSource(str(spec), contents, flat=True), rest]
 
 
 def _toml_as_weights(path: Path) -> SpecError:

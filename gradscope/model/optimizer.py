@@ -31,7 +31,7 @@ _WRAPPERS = ("", "module.", "_orig_mod.")  # names in DataParallel and in compil
 
 
 @dataclass(frozen=True)
-class Moments:
+class AdamMoments:
     """Adam's moments of one parameter after `step` steps."""
 
     first: Tensor  # m (*shape), float64
@@ -53,7 +53,7 @@ class Moments:
         found: Tensor = second / (1 - self.betas[1] ** self.step)
         return found.sqrt()
 
-    def to(self, device: torch.device) -> "Moments":
+    def to(self, device: torch.device) -> "AdamMoments":
         """Move the moments to a device."""
         first, second = self.first.to(device), self.second.to(device)
         largest = None if self.largest is None else self.largest.to(device)
@@ -61,7 +61,7 @@ class Moments:
 
 
 # names if known; moments, or None if never updated
-Group = Sequence[tuple[str | None, Moments | None]]
+Group = Sequence[tuple[str | None, AdamMoments | None]]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class OptimizerState:
     source: str
     in_order: bool = False  # whether the user says that each group has the model's order
 
-    def of(self, shapes: Shapes, model: Shapes | None = None) -> dict[str, Moments]:
+    def of(self, shapes: Shapes, model: Shapes | None = None) -> dict[str, AdamMoments]:
         """Return the moments of parameters {name: shape}.
 
         Moments with names are found by name. Moments without names are found by shape, if the
@@ -127,7 +127,9 @@ class OptimizerState:
         groups = [[(next(left), own) for _, own in group] for group in self.groups]
         return replace(self, groups=groups)
 
-    def _by_name(self, known: Mapping[str, Moments | None], shapes: Shapes) -> dict[str, Moments]:
+    def _by_name(
+        self, known: Mapping[str, AdamMoments | None], shapes: Shapes
+    ) -> dict[str, AdamMoments]:
         found = {}
         for name, shape in shapes.items():
             own = next((known[p + name] for p in _WRAPPERS if known.get(p + name)), None)
@@ -142,7 +144,7 @@ class OptimizerState:
             _require_shape(name, shape, own)
         return found
 
-    def _by_shape(self, shapes: Shapes, model: Shapes) -> dict[str, Moments]:
+    def _by_shape(self, shapes: Shapes, model: Shapes) -> dict[str, AdamMoments]:
         updated = [[own for _, own in group if own is not None] for group in self.groups]
         flat = [own for group in updated for own in group]
         if len(flat) != len(shapes):
@@ -176,7 +178,7 @@ def _require_one_assignment(shapes: Shapes, model: Shapes) -> None:
             )
 
 
-def _interleaved(groups: Sequence[Sequence[Moments]], shapes: Shapes) -> list[Moments]:
+def _interleaved(groups: Sequence[Sequence[AdamMoments]], shapes: Shapes) -> list[AdamMoments]:
     """Return the moments in the parameters' order, if each group has that order.
 
     The shapes must determine the next group, for example if weights decay and biases do not.
@@ -205,7 +207,7 @@ def require_distinct(names: Sequence[str], what: str, remedy: str) -> None:
         )
 
 
-def _require_shape(name: str, shape: tuple[int, ...], own: Moments) -> None:
+def _require_shape(name: str, shape: tuple[int, ...], own: AdamMoments) -> None:
     if own.shape != shape:
         raise CheckpointError(
             f"the optimiser's moments for {name!r} have the shape {own.shape}, but the parameter "

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradscope.errors import CheckpointError, located
 from gradscope.model.optimizer import (
-    Moments,
+    AdamMoments,
     OptimizerState,
     ParameterNames,
     require_distinct,
@@ -84,7 +84,7 @@ def _states(content: Any, depth: int) -> Iterator[Mapping[str, Any]]:
             yield from _states(inner, depth - 1)
 
 
-def _moments(state: Any, group: Mapping[str, Any]) -> Moments | None:
+def _moments(state: Any, group: Mapping[str, Any]) -> AdamMoments | None:
     """Return the moments in the state of a parameter, or None without a state."""
     if not state:
         return None
@@ -104,4 +104,4 @@ def _moments(state: Any, group: Mapping[str, Any]) -> Moments | None:
         raise CheckpointError("its second moments are negative or NaN", remedy=_SAVE)
     betas = (float(group["betas"][0]), float(group["betas"][1]))
     step, eps = float(state["step"]), float(group["eps"])
-    return Moments(first.double(), second.double(), largest, step, betas, eps)
+    return AdamMoments(first.double(), second.double(), largest, step, betas, eps)

@@ -18,7 +18,7 @@ from gradscope.blocks.base import squares
 from gradscope.blocks.derived import DerivedBlock
 from gradscope.core.precision import doubled
 from gradscope.errors import SpecError
-from gradscope.model.optimizer import Moments, OptimizerState, ParameterNames
+from gradscope.model.optimizer import AdamMoments, OptimizerState, ParameterNames
 from gradscope.stages.transforms.base import (
     KnowsModel,
     NeedsMean,
@@ -204,7 +204,7 @@ def adam(
             bound.update({name: made(name, own, gradients[name]) for name, own in found.items()})
         return gradients.of({k: bound[k](block) for k, block in widened(gradients).items()})
 
-    def made(name: str, moments: Moments, block: Block) -> Callable[[Block], Block]:
+    def made(name: str, moments: AdamMoments, block: Block) -> Callable[[Block], Block]:
         if block.dtype.is_complex:
             raise SpecError(f"{name!r} is complex, but adam supports real parameters only")
         if form == "step":
@@ -219,7 +219,7 @@ def adam(
 class StepBlock(DerivedBlock):
     """Adam's step for each sample's gradient."""
 
-    moments: Moments
+    moments: AdamMoments
 
     def _values(self, base: Tensor) -> Tensor:
         own, g = self.moments, doubled(base)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from gradscope.core.texts import count
-from gradscope.stats.builtin.norms import Moments, moments, percentiles
+from gradscope.stats.builtin.norms import MeanAndRange, moments, percentiles
 from gradscope.stats.records import Histogram, Record, cosines_of, number, spread
 from gradscope.stats.sections import (
     CurvePicture,
@@ -30,7 +30,7 @@ class Directions(Record):
 
     source: str
     samples: int
-    cosine: Moments
+    cosine: MeanAndRange
     percentiles: dict[str, float]
     histogram: Histogram
     opposing: float

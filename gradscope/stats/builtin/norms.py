@@ -27,7 +27,7 @@ _DECADES_FOR_LOG = 2
 _SHARES = (0.01, 0.05, 0.1, 0.5)  # shares of clipped samples
 
 
-class Moments(Record):
+class MeanAndRange(Record):
     """Mean, spread and range of a number, over samples."""
 
     mean: float | None
@@ -36,8 +36,8 @@ class Moments(Record):
     max: float
 
 
-class Distribution(Moments):
-    """Moments, percentiles and histogram of a number, over samples."""
+class Distribution(MeanAndRange):
+    """Mean, spread, range, percentiles and histogram of a number, over samples."""
 
     percentiles: dict[str, float]
     histogram: Histogram
@@ -48,12 +48,12 @@ class Distribution(Moments):
         return self.percentiles["50"]
 
 
-def moments(values: Floats) -> Moments | None:
+def moments(values: Floats) -> MeanAndRange | None:
     """Summarise the finite `values` (n,). Returns None if no value is finite."""
     values = values[np.isfinite(values)]
     if not values.size:
         return None
-    return Moments(
+    return MeanAndRange(
         mean=number(values.mean()),
         std=number(values.std(ddof=1)) if values.size > 1 else None,
         min=float(values.min()),
@@ -95,7 +95,7 @@ def histogram(values: Floats) -> Histogram:
 
 
 @statistic("loss", place=10)
-def loss(data: Data) -> Moments | None:
+def loss(data: Data) -> MeanAndRange | None:
     """Summarise Lᵢ."""
     return moments(data.samples.loss)
 

@@ -106,7 +106,7 @@ def _answer_losses(rows: Sequence[SampleRow], summary: Summary) -> Iterator[tupl
         yield "check labels", f"largest losses: {summary.noun}s {listed}{wrong}"
 
 
-class Predictions(Record):
+class PredictionSummary(Record):
     """The share of wrong predictions."""
 
     samples: int  # the number of samples whose target is a class
@@ -115,7 +115,7 @@ class Predictions(Record):
 
 
 @statistic("predictions", place=129)
-def predictions(data: Data) -> Predictions | None:
+def predictions(data: Data) -> PredictionSummary | None:
     """Count wrong predictions. Returns None if the file has no classes or predictions."""
     samples = data.samples
     target, prediction, margin = samples.target, samples.prediction, samples.margin
@@ -126,7 +126,7 @@ def predictions(data: Data) -> Predictions | None:
     if not n:
         return None
     wrong = float(np.mean(prediction[known] != target[known]))
-    return Predictions(
+    return PredictionSummary(
         samples=n, wrong=wrong, median_margin=number(float(np.median(margin[known])))
     )
 
