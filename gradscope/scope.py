@@ -459,7 +459,8 @@ class Scope(UncopiedHandle):
             return [*rows.split(_STREAMED)]
         each = max(1, _STREAMED // session.labels.each(batch))
         step = len(batch) if session.settings.own_loss else each
-        parts = [batch.select(slice(k, k + step)) for k in range(0, len(batch), step)]
+        spans = range(0, len(batch), step)
+        parts = [batch.select(slice(k, k + step)) for k in spans] if len(spans) > 1 else [batch]
         if session.settings.rows == "sample":
             return parts
         size = sum(p.nbytes for p in session.problem.parameters.values())

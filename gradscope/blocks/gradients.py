@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
+from math import isfinite, prod
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ class Gradients(Mapping[str, Block]):
 
         The square of a factor may overflow although the gradient, a product of factors, does not.
         """
-        if bool(torch.stack(list(squared.values())).isfinite().all()):
+        if isfinite(float(torch.stack(list(squared.values())).sum())):
             return squared
         found = {}
         for name, own in squared.items():

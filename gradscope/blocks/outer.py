@@ -32,6 +32,7 @@ from gradscope.blocks.base import (
     p_norms,
     precise,
     size,
+    squared_sizes,
     squares,
     summed,
     times,
@@ -118,7 +119,8 @@ class OuterBlock(TensorBlock):
         k, t, r, c = self.sizes
         left, right = precise(self.left), precise(self.right)
         if t == 1:
-            return (squares(left).sum((2, 3)) * squares(right).sum((2, 3))).sum(1)
+            sizes = [squared_sizes(f.reshape(self.n * k, -1)) for f in (left, right)]
+            return (sizes[0] * sizes[1]).view(self.n, k).sum(1)
         work = 2.0 * self.n * k * t
         variants = {
             "gram": Variant(seconds(0.6 * work * t * (r + c), 0, 6), self.ghost_norms),

@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from gradscope.core.texts import count
@@ -144,10 +145,15 @@ class Auditor:
         self.audits = audits
 
 
+@lru_cache(maxsize=4)
+def _chosen_place(seed: int, window: int) -> int:
+    return derive_seed(seed, window) % WINDOW
+
+
 def is_chosen(ordinal: int, seed: int) -> bool:
     """Whether the seed selects a batch: the first, and one of every 64 after the first 64."""
     window, place = divmod(ordinal, WINDOW)
-    return ordinal == 0 or (window > 0 and derive_seed(seed, window) % WINDOW == place)
+    return ordinal == 0 or (window > 0 and _chosen_place(seed, window) == place)
 
 
 def derive_seed(*words: int) -> int:

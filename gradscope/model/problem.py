@@ -32,9 +32,9 @@ from gradscope.core.texts import article, listed
 from gradscope.errors import ModelError, RefusedError, SpecError, UnsupportedError
 from gradscope.model.copies import deep_copy, graph_leaves
 from gradscope.model.locate import PACKED, shapes_of, user_code
-from gradscope.model.randomness import FixedRandomness, forked, switched_off
+from gradscope.model.randomness import FixedRandomness, switched_off
 from gradscope.model.ranks import ModelParallel, Ranks, ranks_of, without_ddp
-from gradscope.model.reach import reachable
+from gradscope.model.reach import every_module, reachable
 from gradscope.model.state import ModelState
 from gradscope.process.shortage import is_machine_error
 
@@ -516,14 +516,14 @@ class Problem:
     @contextmanager
     def _scratch_buffers(self) -> Iterator[None]:
         """Give the forward pass copies of the buffers, and a forked random generator."""
-        owners = [(m, dict(m._buffers)) for m in self.model.modules() if m._buffers]
+        owners = [(m, dict(m._buffers)) for m in every_module(self.model) if m._buffers]
         copies: dict[int, Tensor] = {}  # a buffer shared by two modules stays shared
         try:
             for module, buffers in owners:
                 for key, value in buffers.items():
                     if value is not None:
                         module._buffers[key] = copies.setdefault(id(value), value.clone())
-            with forked(self.device), self.state.noticing(self.device):
+            with self.state.noticing(self.device):
                 yield
         finally:
             for module, buffers in owners:

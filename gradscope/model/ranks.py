@@ -23,6 +23,7 @@ from torch.utils import checkpoint as checkpointing
 from gradscope.core.batch import Batch
 from gradscope.core.precision import on_host, perturbed
 from gradscope.errors import GradscopeError, RefusedError, SpecError, UnsupportedError
+from gradscope.model.reach import every_module
 from gradscope.process.shortage import is_machine_error
 
 T = TypeVar("T")
@@ -493,7 +494,7 @@ def ranks_of(model: nn.Module) -> Ranks | None:
 def parallel(model: nn.Module) -> list[Any]:
     """Return the modules that are wrapped in DistributedDataParallel."""
     kind = nn.parallel.DistributedDataParallel
-    return [m for m in model.modules() if isinstance(m, kind)]
+    return [m for m in every_module(model) if isinstance(m, kind)]
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradscope.model.locate import is_installed
 
@@ -48,6 +48,19 @@ class StateTable:
         """Return the name of a value; names of torch's own tables in a module are omitted."""
         usual = key in ("_modules", "_parameters", "_buffers", "cell_contents")
         return self.name if usual else f"{self.name}.{key}"
+
+
+def every_module(model: nn.Module) -> list[nn.Module]:
+    """Return what `model.modules()` yields, without names: they take most of its time."""
+    found: dict[nn.Module, None] = {}
+    stack = [model]
+    while stack:
+        module = stack.pop()
+        if module not in found:
+            found[module] = None
+            inner = [m for m in module._modules.values() if m is not None]
+            stack += reversed(inner)
+    return [*found]
 
 
 def reachable(

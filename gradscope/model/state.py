@@ -31,8 +31,8 @@ from gradscope.core.precision import doubled
 from gradscope.errors import GradscopeError, UnsupportedError
 from gradscope.model.control import step_by_step
 from gradscope.model.kernels import patched_kernels
-from gradscope.model.randomness import FixedRandomness, random_numbers_kept, states
-from gradscope.model.reach import PLAIN, Items, StateTable, reachable
+from gradscope.model.randomness import FixedRandomness, forked, random_numbers_kept, states
+from gradscope.model.reach import PLAIN, Items, StateTable, every_module, reachable
 
 _CheckpointedPart = Generator[None, None, None]  # runs a checkpointed part of a model
 _COPIED = 2**24  # bytes of a value; larger values are not copied
@@ -105,7 +105,7 @@ class ModelState:
         self.latest = ""
         # tables, each with the keys of values that change in place
         self._changing: dict[Hashable, tuple[StateTable, set[Hashable]]] = {}
-        self._before: tuple[list[tuple[Any, Any]], list[_Snapshot]] | None = None
+        self._before: tuple[_Contents, list[_Snapshot]] | None = None
         self._parts: list[weakref.ref[_CheckpointedPart]] = []
 
     @property
@@ -115,11 +115,26 @@ class ModelState:
 
     @contextmanager
     def noticing(self, device: torch.device) -> Iterator[None]:
-        """Detect whether the body uses torch's generators, of the CPU and of a device."""
+        """Restore torch's generators after the body, and detect whether the body uses them.
+
+        These are the generators of the CPU and of a device.
+        """
         reads = states(device)
-        before = [read() for read in reads] if self.randomness is None and not self.drew else []
-        yield
-        self.drew |= any(not torch.equal(a, r()) for a, r in zip(before, reads, strict=False))
+        if len(reads) > 1:
+            with forked(device):
+                before = [read() for read in reads]
+                yield
+                changed = any(not torch.equal(a, r()) for a, r in zip(before, reads, strict=True))
+        else:
+            (read,) = reads
+            own, changed = read(), True
+            try:
+                yield
+            finally:
+                changed = not torch.equal(own, read())
+                if changed:
+                    torch.set_rng_state(own)
+        self.drew |= changed and self.randomness is None
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
@@ -137,14 +152,14 @@ class ModelState:
             yield from self._restore_after()
 
     def _restore_after(self) -> Iterator[None]:
-        module_tables = [(table, table.copy()) for table in _module_tables(self._model)]
-        self._before = module_tables, [_snapshot(*found) for found in self._changing.values()]
+        contents = _Contents(self._model)
+        self._before = contents, [_snapshot(*found) for found in self._changing.values()]
         try:
             if self._changing:
                 self._begin()
             yield
         finally:
-            _put_back(module_tables)
+            contents.put_back()
             for taken in reversed(self._before[1]):  # the first snapshots have the original state
                 taken.put(taken.items)
             self._before = None
@@ -152,7 +167,7 @@ class ModelState:
     def _begin(self) -> None:
         assert self._before is not None
         self._end_parts()
-        _put_back(self._before[0])
+        self._before[0].put_back()
         for taken in self._before[1]:
             fresh = {key: _copy(value) for key, value in taken.copies.items()}
             taken.put({**taken.items, **fresh})
@@ -387,11 +402,13 @@ def compiled_part(model: nn.Module) -> str | None:
 def facts(model: nn.Module) -> list[Any]:
     """Return the facts that a proof relies on: modules, their modes and hooks, parameters."""
     found: list[Any] = []
-    for m in model.modules():
-        own, bases = vars(m), type(m).__mro__
-        forward = next((vars(base)["forward"] for base in bases if "forward" in vars(base)), None)
-        found += (id(m), m.training, forward, own.get("forward"), *map(id, m._buffers.values()))
-        found += [key for kind in _HOOKS for key in own.get(kind, ())]
+    for m in every_module(model):
+        own = vars(m)
+        found += (id(m), m.training, _forward_of(type(m)), own.get("forward"))
+        found += map(id, m._buffers.values())
+        for kind in _HOOKS:
+            if hooks := own.get(kind):
+                found += hooks
         for name, p in m._parameters.items():
             found += (name, id(p))
             if p is not None:
@@ -399,6 +416,14 @@ def facts(model: nn.Module) -> list[Any]:
                 found += (p.requires_grad, p.dtype, p.device, *(p._backward_hooks or ()))
                 found += after or ()
     return found
+
+
+def _forward_of(kind: type) -> Any:
+    """Return the class's own or inherited attribute `forward`, as stored, or None."""
+    found = getattr(kind, "forward", None)
+    if type(found) is types.FunctionType:
+        return found
+    return next((vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)), None)
 
 
 def _snapshot(
@@ -503,27 +528,43 @@ def _same(a: Any, b: Any) -> bool:
     return isinstance(a, PLAIN) and bool(a == b or (a != a and b != b))
 
 
-def _module_tables(model: nn.Module) -> Iterator[Any]:
-    """Yield the contents of each module, and the dicts and lists in it.
+class _Contents:
+    """The contents of a model's modules, and of the dicts and lists in them, at one moment.
 
     This includes hooks: a model may register hooks in a forward pass, and store that it did.
     """
-    for module in model.modules():
-        yield vars(module)
-        for name, value in vars(module).items():
-            if name in _HOOKS or (type(value) in (dict, list) and name not in _USUAL):
-                yield value
 
+    def __init__(self, model: nn.Module) -> None:
+        every = [vars(module) for module in every_module(model)]
+        inner = [
+            value
+            for own in every
+            for name, value in own.items()
+            if name in _HOOKS or (type(value) in (dict, list) and name not in _USUAL)
+        ]
+        self._dicts: list[dict[Any, Any]] = [*every, *(t for t in inner if type(t) is not list)]
+        self._lists: list[list[Any]] = [t for t in inner if type(t) is list]
+        self._before = self._read()
 
-def _put_back(tables: list[tuple[Any, Any]]) -> None:
-    for now, before in tables:
-        if not now and not before:  # true for almost all hooks
-            continue
-        if isinstance(now, list):
-            if len(now) != len(before) or not all(map(operator.is_, now, before)):
-                now[:] = before
-        elif now.keys() != before.keys() or not all(
-            map(operator.is_, map(now.__getitem__, before), before.values())
-        ):
-            now.clear()
-            now.update(before)
+    def _read(self) -> tuple[list[int], list[Any]]:
+        """Return the sizes of all tables, and their keys and values in a row: fast to compare."""
+        values = map(operator.methodcaller("values"), self._dicts)
+        flat = itertools.chain.from_iterable(itertools.chain(self._lists, self._dicts, values))
+        return [*map(len, self._lists), *map(len, self._dicts)], [*flat]
+
+    def put_back(self) -> None:
+        """Restore all tables."""
+        (sizes, flat), (now, found) = self._before, self._read()
+        if now == sizes and all(map(operator.is_, found, flat)):
+            return
+        rest = iter(flat)
+        lists, dicts = sizes[: len(self._lists)], sizes[len(self._lists) :]
+        for items, size in zip(self._lists, lists, strict=True):
+            items[:] = itertools.islice(rest, size)
+        keys = [[*itertools.islice(rest, size)] for size in dicts]
+        for table, own in zip(self._dicts, keys, strict=True):
+            values = [*itertools.islice(rest, len(own))]
+            known = len(table) == len(own) and all(map(operator.is_, table, own))
+            if not (known and all(map(operator.is_, table.values(), values))):
+                table.clear()
+                table.update(zip(own, values, strict=True))

@@ -5,6 +5,7 @@ operations on parameters only. At the frontier, a block stores each sample's con
 separately.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -203,8 +204,10 @@ class _Program:
         If no recorded operation moves samples, an operation without a derivative may have mixed
         them. Then no loss is finite although the parameters are.
         """
+        if math.isfinite(float(losses.sum())):
+            return False
         finite = losses.isfinite()
-        if bool(finite.all()):
+        if bool(finite.all()):  # only their sum overflows
             return False
         if analysis.moves:
             return True

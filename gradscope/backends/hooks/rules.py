@@ -117,11 +117,16 @@ class Site:
         shape = self.shape if shape is None else shape
         if isinstance(self.axis, OwnedAxis):
             return DenseBlock(self.axis.summed(values, shape, self.n).reshape(self.n, *self.shape))
+        if self.axis == _PLAIN and values.shape[1:] == shape:  # nothing to sum
+            return DenseBlock(values.reshape(self.n, *self.shape).clone())
         moved = self.first(values)
         padded = (1,) * (moved.dim() - 1 - len(shape)) + shape
         axes = [k + 1 for k, size in enumerate(padded) if size == 1]
         summed = moved.sum(axes, keepdim=True) if axes else moved
         return DenseBlock(summed.reshape(self.n, *self.shape))
+
+
+_PLAIN = SampleAxis(0)
 
 
 class DifferentNodesError(Exception):

@@ -38,7 +38,7 @@ class SampleAxis:
         """Move the samples to the front: (..., before·n·after, ...) to (n, ..., positions, ...)."""
         k = self.axis
         if self.before * self.after == 1:
-            return values.movedim(k, 0).unsqueeze(k + 1)
+            return (values.movedim(k, 0) if k else values).unsqueeze(k + 1)
         return self._split(values, n).movedim(k + 1, 0).flatten(k + 1, k + 2)
 
     def only(self, values: Tensor, n: int, sample: int) -> Tensor:
