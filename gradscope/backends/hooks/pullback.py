@@ -1,8 +1,8 @@
 """Propagation from the frontier back to the parameters, through operations on parameters only.
 
-Transposes and reshapes keep a block's structure. Other operations (a weight norm, an orthogonal
-map, a softmax over a parameter) are differentiated densely: one batched vector-Jacobian product for
-all samples.
+Transposes and reshapes keep a block's structure. Other operations (a mask, a weight norm, a softmax
+over a parameter) are differentiated densely for all samples together: by a rule, or by one batched
+vector-Jacobian product.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.trace import Output, Trace
+from gradscope.backends.hooks.parameter_rules import pull_dense
 from gradscope.backends.hooks.rules import scatter
 from gradscope.blocks import Block, DenseBlock, OuterBlock, SegmentBlock, total
 
@@ -24,10 +25,10 @@ def pull_back(
     """Return the blocks whose sum is each parameter's gradient; an empty list means zero."""
     names = {id(p): name for name, p in parameters.items()}
     parts: dict[str, list[Block]] = {name: [] for name in parameters}
-    stuck: dict[Output, list[Block]] = {}
-    for output, block in arrived:
-        place = output
-        # keeps the block's structure
+    waiting: dict[Output, list[Block]] = {}
+
+    def move(place: Output, block: Block) -> None:
+        """Move a block back as far as it keeps its structure."""
         while (step := _STEPS.get(trace.kinds[place[0]])) is not None:
             moved = step(trace, place[0], block)
             if moved is None:
@@ -35,9 +36,22 @@ def pull_back(
             block, place = moved, trace.edges[place[0]][0]
         leaf = internals.leaf(trace.nodes[place[0]])
         if leaf is None:
-            stuck.setdefault(place, []).append(block)
+            waiting.setdefault(place, []).append(block)
         elif id(leaf) in names:
             parts[names[id(leaf)]].append(block)
+
+    for output, block in arrived:
+        move(output, block)
+    stuck: dict[Output, list[Block]] = {}
+    while waiting:
+        # later operations first: then most of an output's gradients have arrived
+        output = max(waiting, key=lambda k: internals.moment(trace.nodes[k[0]]))
+        blocks = waiting.pop(output)
+        found = pull_dense(trace, output, total(blocks).dense())
+        if found is None:
+            stuck.setdefault(output, []).extend(blocks)
+        for source, values in (found or {}).items():
+            move(source, DenseBlock(values))
     if stuck:
         for name, block in _dense_pull(trace, stuck, parameters).items():
             parts[name].append(block)
@@ -84,6 +98,11 @@ def _transposed(trace: Trace, node: int, block: Block) -> Block:
     return block.transpose(*(axis % len(block.shape) for axis in axes))
 
 
+def _permuted(trace: Trace, node: int, block: Block) -> Block | None:
+    axes = internals.saved(trace.nodes[node], "dims")
+    return block.transpose(0, 1) if [a % 2 for a in axes] == [1, 0] else None
+
+
 def _cast(trace: Trace, node: int, block: Block) -> Block:
     source, output = trace.edges[node][0]
     return block.to(internals.output_dtypes(trace.nodes[source])[output])
@@ -124,6 +143,7 @@ _STEPS: dict[str, PullbackRule] = {
     ),
     **dict.fromkeys(("CloneBackward0", "AliasBackward0"), lambda trace, node, block: block),
     "ToCopyBackward0": _cast,
+    "PermuteBackward0": _permuted,
     "SelectBackward0": _stacked,
     "EmbeddingBackward0": _looked_up,
 }

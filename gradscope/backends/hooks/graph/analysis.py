@@ -52,7 +52,16 @@ REPEATABLE = frozenset(
 )
 _VIEWS_OF_WEIGHTS = frozenset(
     f"{name}Backward0"
-    for name in ("T", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Clone", "Alias")
+    for name in (
+        "T",
+        "Permute",
+        "View",
+        "UnsafeView",
+        "ReshapeAlias",
+        "Unsqueeze",
+        "Clone",
+        "Alias",
+    )
 )
 _SIZES = 8  # numbers of samples whose shapes are remembered
 
@@ -103,11 +112,18 @@ class Analysis:
             found.setdefault(key, []).append(edge)
         return tuple(map(tuple, found.values()))
 
+    @cached_property
+    def _permutations(self) -> dict[int, Any]:
+        """The order of axes of each permutation, which is equal in every batch."""
+        named = self.program.constants
+        return {node: value for node, name, value in named if name == "_saved_dims"}
+
     def _origin(self, output: Output) -> tuple[Any, ...]:
         """Return what an output is a transpose or view of, and the views on the way."""
         kinds, views = self.program.kinds, []
         while kinds[output[0]] in _VIEWS_OF_WEIGHTS:
-            views.append((kinds[output[0]], self.program.shapes[output[0]]))
+            order = self._permutations.get(output[0])
+            views.append((kinds[output[0]], self.program.shapes[output[0]], order))
             output = self.program.edges[output[0]][0]
         return (*views, output)
 
