@@ -357,6 +357,29 @@ def test_planted_duplicates_are_found(chain, source):
         assert found.near[0].distance == pytest.approx(apart, rel=1e-6)
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_equal_norms_are_found_as_by_all_pairs(width):
+    """Three numbers of dense ranges: a sort by one number leaves many neighbours."""
+    rng, n, limit = np.random.default_rng(width), 1000, 1e-5
+    g = rng.uniform(0.5, 2, (n, width)) * 2.0 ** rng.integers(-3, 4, (n, 1))
+    g[n // 2 : n // 2 + 300] = g[:300] * (1 + rng.uniform(-1.2, 1.2, (300, width)) * limit)
+    file = FakeFile({f"p{k}": g[:, [k]] for k in range(width)}, g.max(1) ** 2, None, rows=False)
+    own = np.column_stack([np.linalg.norm(g, axis=1), g.max(1) ** 2, g])
+    sizes = own[:, :2].max(1)
+    apart = np.linalg.norm(own[:, None] - own, axis=2) / np.maximum(sizes[:, None], sizes)
+    first, second = np.nonzero(np.triu(apart <= limit, 1))
+    assert 20 < len(first) < 200
+    found = summarize(file).duplicates
+    assert found.complete
+    pairs = {(pair.first, pair.second) for pair in found.same}
+    assert pairs == set(zip(first.tolist(), second.tolist(), strict=True))
+
+
+def test_many_equal_samples_are_listed_in_part():
+    found = summarize(FakeFile({"w": np.ones((3000, 2))}, np.ones(3000), rows=False)).duplicates
+    assert (found.complete, len(found.same)) == (False, 200)
+
+
 def test_no_duplicates_among_random_gradients():
     found = summarize(plain(np.random.default_rng(1).normal(size=(200, 30)))).duplicates
     assert (found.same, found.near) == ((), ())

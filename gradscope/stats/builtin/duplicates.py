@@ -1,12 +1,13 @@
 """Duplicates: pairs of samples with equal or nearly equal gradients."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 import numpy as np
 
 from gradscope.core.texts import count
 from gradscope.stats.products import distances
-from gradscope.stats.records import Floats, Positions, Record
+from gradscope.stats.records import Floats, Positions, Record, spread, wide
 from gradscope.stats.sections import Column, Line, Section, Styled, Table, index_and_name, numbers
 from gradscope.stats.source import Arrays, Samples, rows_of
 from gradscope.stats.summary import Data, Summary, statistic
@@ -15,6 +16,11 @@ _SAME = 1e-4  # the largest relative distance that may be rounding
 _NEAR = 0.02  # the largest relative distance of nearly equal gradients
 _MOST = 200  # the most pairs whose rows are compared
 _COMPARED = 5e7  # the most pairs of neighbours in the order of one number
+_CANDIDATES = 2**22  # the most pairs of samples in the same cell
+_CELL = 100  # the width of a cell, in distances of equal samples
+_BORDER = 1 / 48  # the share of a cell that its neighbours also have: above two distances
+_DIVIDED = 6  # the most parameters that divide cells: each copies the samples at borders
+_MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)  # odd, to number cells
 _SHOWN = 10
 
 
@@ -73,7 +79,8 @@ def _end(pair: Pair, which: str) -> tuple[int, int | str | None]:
 
 def _answer(found: Duplicates, summary: Summary) -> Iterator[tuple[str, str]]:
     pairs = f"{count(len(found.same), 'pair')} of duplicates"
-    yield "problems", pairs if found.same else "no duplicates"
+    none = "no duplicates" + ("" if found.complete else " among the pairs that were compared")
+    yield "problems", pairs if found.same else none
     other = sum(pair.same_target is False for pair in found.same)
     if other:
         yield "problems", f"{other} of them with different targets"
@@ -113,13 +120,69 @@ def _by_gram(gram: Floats, samples: Samples) -> Duplicates:
 
 def _by_norms(data: Data) -> Duplicates:
     """Find samples with equal losses and equal norms in every parameter."""
-    samples, norms = data.samples, data.file.norms
-    columns = [np.asarray(norms[name], np.float64)[samples.rows] for name in data.file.parameters]
-    own = np.stack([*columns, samples.loss], 1)
+    samples, norms, limit = data.samples, data.file.norms, _SAME / 10
     sizes = np.maximum(samples.norm, np.abs(samples.loss))
-    pairs, complete = _close(own, sizes, _SAME / 10)
-    pairs = pairs[samples.norm[pairs].min(1, initial=np.inf) > 0][:_MOST]
-    return _result("norms", samples, pairs, np.zeros(len(pairs)), complete)
+
+    def columns(names: Iterable[str]) -> Iterator[Floats]:
+        yield samples.loss
+        for name in names:
+            yield wide(np.asarray(norms[name])[samples.rows])
+
+    places, names = np.flatnonzero(samples.norm > 0), [*data.file.parameters]
+    some = columns(names[k] for k in spread(len(names), _DIVIDED))
+    pairs, complete = _in_cells(some, sizes, places, limit)
+    first, second = pairs.T
+    reach = limit * sizes[pairs].max(1, initial=0.0)
+    every = chain([samples.norm], columns(names))
+    squares = sum(np.square((values[first] - values[second]) / reach) for values in every)
+    near = np.flatnonzero(squares <= 1)
+    near = near[np.argsort(np.asarray(squares)[near], kind="stable")]
+    kept, complete = pairs[near[:_MOST]], complete and len(near) <= _MOST
+    return _result("norms", samples, kept, np.zeros(len(kept)), complete)
+
+
+def _in_cells(
+    columns: Iterable[Floats], sizes: Floats, places: Positions, limit: float
+) -> tuple[Positions, bool]:
+    """Return pairs (k, 2) of `places` (m,) that may be nearer than limit · their larger size.
+
+    No column (n,) exceeds the sizes (n,), and near samples have near sizes. A sample is in one cell
+    of a grid, and also in neighbouring cells if it is close to their border. So near samples share
+    a cell. Each column divides the cells further, and samples alone in their cells are left out.
+    The second result is True if no pair can have been missed.
+    """
+    cells = np.zeros(len(places), np.uint64)
+    for k, values in enumerate(chain([np.log(sizes)], columns)):
+        at = (values[places] if k == 0 else values[places] / sizes[places]) / (_CELL * limit)
+        at += 0.5  # common numbers, such as zeros, are not at a border
+        cell = np.floor(at)
+        at -= cell
+        low, high = at < _BORDER, at > 1 - _BORDER
+        number = np.concatenate([cell, cell[low] - 1, cell[high] + 1]).astype(np.int64)
+        cells, places = (np.concatenate([v, v[low], v[high]]) for v in (cells, places))
+        cells = (cells + number.view(np.uint64)) * _MIX[0]
+        cells = (cells ^ cells >> np.uint64(32)) * _MIX[1]
+        del at, cell, low, high, number
+        if k and len(cells):  # sizes alone leave few samples out
+            order = np.argsort(cells)
+            cells, places = cells[order], places[order]
+            same = np.r_[False, cells[1:] == cells[:-1], False]
+            several = same[1:] | same[:-1]
+            cells, places = cells[several], places[several]
+    found, first, complete = [np.empty(0, np.int64)], np.arange(len(places)), True
+    for offset in range(1, len(places)):
+        first = first[: np.searchsorted(first, len(places) - offset)]
+        first = first[cells[first] == cells[first + offset]]
+        left = _CANDIDATES - sum(map(len, found))
+        complete = complete and len(first) <= left
+        if not len(first) or not left:
+            break
+        one, other = places[first[:left]], places[first[:left] + offset]
+        found.append(np.minimum(one, other) * len(sizes) + np.maximum(one, other))
+    numbers = np.sort(np.concatenate(found))  # np.unique hashes, which is slow here
+    numbers = numbers[np.r_[True, numbers[1:] != numbers[:-1]][: len(numbers)]]
+    pairs = np.stack(np.divmod(numbers, len(sizes)), 1)
+    return pairs[pairs[:, 0] != pairs[:, 1]], complete
 
 
 def _close(points: Floats, sizes: Floats, limit: float) -> tuple[Positions, bool]:

@@ -50,9 +50,16 @@ class SampleRow(Record):
     cosine: float | None = None
 
 
-def _descending(values: Floats) -> Positions:
-    """Return places by falling value; equal values keep their order, NaN comes last."""
-    return np.argsort(-values, kind="stable")
+def _descending(values: Floats, most: int | None = None) -> Positions:
+    """Return places by falling value, at least the first `most`; equal values keep their order.
+
+    NaN comes last.
+    """
+    if most is None or most >= len(values):
+        return np.argsort(-values, kind="stable")
+    bound = -np.partition(-values, most)[most]  # NaN if there are fewer numbers
+    some = np.flatnonzero(values >= bound) if bound == bound else np.arange(len(values))
+    return some[np.argsort(-values[some], kind="stable")]
 
 
 def _rows(data: Data, places: Positions, cosines: Floats | None) -> tuple[SampleRow, ...]:
@@ -137,7 +144,7 @@ _losses = _sample_sections("{}s with the largest losses")
 @statistic("largest_losses", place=130, sections=_losses, answers=_answer_losses)
 def largest_losses(data: Data) -> tuple[SampleRow, ...]:
     """List the samples with the largest losses, largest first."""
-    return _rows(data, _descending(data.samples.loss), data.cosines)
+    return _rows(data, _descending(data.samples.loss, data.options.top), data.cosines)
 
 
 @statistic(
@@ -150,7 +157,7 @@ def most_opposed(data: Data) -> tuple[SampleRow, ...] | None:
     dots = data.products.dots
     if dots is None:
         return None
-    order = _descending(-dots)
+    order = _descending(-dots, data.options.top)
     return _rows(data, order[dots[order] < 0], data.cosines)
 
 
@@ -176,7 +183,7 @@ def _answer_largest(rows: Sequence[SampleRow], summary: Summary) -> Iterator[tup
 )
 def samples(data: Data) -> tuple[SampleRow, ...]:
     """List the samples with the largest norms, largest first."""
-    return _rows(data, _descending(data.samples.norm), data.cosines)
+    return _rows(data, _descending(data.samples.norm, data.options.top), data.cosines)
 
 
 class Points(Record):
