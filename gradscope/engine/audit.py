@@ -9,7 +9,7 @@ the run), it proves further batches, or compares one sample of a batch with a ba
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -55,9 +55,7 @@ class Audits:
 
     def to_json(self) -> dict[str, Any]:
         """Return the audits that do not depend on the time, as plain data."""
-        document = asdict(self)
-        del document["more"], document["singles"]
-        return document
+        return {k: v for k, v in vars(self).items() if k not in ("more", "singles")}
 
     @classmethod
     def of_json(cls, document: Mapping[str, Any]) -> "Audits":

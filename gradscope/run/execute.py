@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import InitVar, asdict, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from math import isnan
 from pathlib import Path
@@ -59,6 +59,7 @@ REPRODUCED = {  # allowed relative difference of a sample's recomputed numbers
     torch.float16: 5e-2,
 }
 _NOT_VERIFIED = {"verified": False, "verdict": "not asked for (verify = never)"}
+_MEAN = bind("mean")
 _FEW = 64  # samples of the first batch that a resumed run must reproduce
 _SMALL_STATES = 2**24  # a dense file stores reducers' states up to this size, for merging
 
@@ -74,7 +75,7 @@ class Progress:
 
     def to_state(self) -> State:
         """Return the progress as a tensor of bytes."""
-        text = json.dumps(asdict(self)).encode()
+        text = json.dumps(vars(self)).encode()
         return {"json": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
     def audits(self, done: int) -> Audits:
@@ -282,7 +283,7 @@ class Run:
     def _reducing_chains(self) -> dict[str, Chain]:
         """{owner of a state: chain} for the chains with a reducer."""
         found = {str(k): chain for k, chain in enumerate(self.chains) if chain.reducer is not None}
-        return found | {self._sum_owner: self.job.session.labels.chain(bind("mean"))}
+        return found | {self._sum_owner: self.job.session.labels.chain(_MEAN)}
 
     @property
     def _sum_owner(self) -> str:

@@ -130,7 +130,7 @@ def mean_gradient_norms(
 
 def require_written(
     file: GradientFile,
-    index: Sequence[int],
+    index: range,
     chains: Mapping[int, Chain],
     states: Mapping[str, State],
     *,
@@ -142,7 +142,7 @@ def require_written(
     `index`. Each reducer must have counted all samples with `nonfinite` "keep", else all finite
     samples. Reducers from the user's code are not checked.
     """
-    if not np.array_equal(file.samples["index"], np.asarray(index)):
+    if not np.array_equal(file.samples["index"], np.arange(index.start, index.stop)):
         raise OutputError(
             "the rows in the file belong to other samples than the selected ones",
             where="/samples/index",

@@ -15,7 +15,7 @@ from gradscope.core.precision import dtype_name
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import count, listed
 from gradscope.errors import DatasetError, located
-from gradscope.sources.data.columns import NumberColumn
+from gradscope.sources.data.columns import NumberColumn, as_index
 from gradscope.sources.data.files import FileSamples, open_files
 from gradscope.sources.data.python import PythonSamples
 from gradscope.sources.data.recipes import groups_of, ids_of, words
@@ -92,12 +92,13 @@ class Dataset:
             DatasetError: A row is out of range, `rows` is empty, or a value does not fit its dtype.
         """
         chosen = range(*rows.indices(len(self))) if isinstance(rows, slice) else rows
-        if not chosen or min(chosen) < 0 or max(chosen) >= len(self):
+        ends = chosen if not isinstance(chosen, range) else (*chosen[:1], *chosen[-1:])
+        if not chosen or min(ends) < 0 or max(ends) >= len(self):
             raise self._error(
                 f"the rows {rows} are out of range: the data set has {count(len(self), 'sample')}",
                 f"Give rows from 0 to {len(self) - 1}.",
             )
-        index = torch.tensor(chosen)
+        index = as_index(chosen)
         positions = chosen if self.chosen is None else self.chosen[index].tolist()
         found = self.samples.read(positions)
         spec = self.spec
@@ -123,7 +124,7 @@ class Dataset:
 
         inputs = arrays(spec.inputs, self.whole)
         if {*spec.input_arrays} <= {*spec.whole}:
-            inputs = WholeInputs(inputs, torch.tensor(positions), len(self.samples))
+            inputs = WholeInputs(inputs, as_index(positions), len(self.samples))
         return Batch.of(inputs, arrays(spec.targets, {}), index)
 
     @cached_property
@@ -269,7 +270,7 @@ def _chosen(spec: DatasetSpec, files: FileSamples | None, n: int) -> Tensor | No
         elif len(numbers.shape) == 1 and not numbers.dtype.is_floating_point:
             found = numbers[0 : numbers.shape[0]].long()
             inside = ((found >= 0) & (found < n)).all() and len(found)
-            what = "" if inside and len(set(found.tolist())) == len(found) else what
+            what = "" if inside and len(torch.unique(found)) == len(found) else what
     if what:
         remedy = "Name an array with one boolean a sample, or list different positions from 0."
         raise DatasetError(what, where=f"{spec.path}: select", remedy=remedy)

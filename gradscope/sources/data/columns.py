@@ -139,6 +139,13 @@ def even(stored: Numbers | SequenceColumn) -> Numbers:
     return NumberColumn(shape, stored.dtype, lambda a, b: torch.stack(list(read(a, b))))
 
 
+def as_index(rows: Sequence[int]) -> Tensor:
+    """Return positions as a tensor (n,) int64."""
+    if isinstance(rows, range):  # without an object for each position
+        return torch.arange(rows.start, rows.stop, rows.step)
+    return torch.tensor(rows)
+
+
 def runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) for each run of consecutive positions in `rows`, in order."""
     if isinstance(rows, range) and rows.step == 1:
