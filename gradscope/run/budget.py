@@ -44,7 +44,7 @@ from gradscope.process.memory import (
 )
 from gradscope.process.shortage import is_shortage
 from gradscope.run.execute import Run
-from gradscope.run.job import Job, max_dense_samples
+from gradscope.run.job import BATCH_SAMPLES, Job, max_dense_samples
 from gradscope.run.overlap import BatchSize
 from gradscope.stages.reducers.base import carried_bytes
 from gradscope.storage import KEEP_BYTES, PART_BYTES, FinishedBatch, Scratch, States
@@ -52,6 +52,7 @@ from gradscope.storage import KEEP_BYTES, PART_BYTES, FinishedBatch, Scratch, St
 _LARGEST = 4096  # larger batches are not faster
 _BUSY = 2**28  # on a CPU, more bytes of autograd graph per thread are not faster
 _THREADS = 2  # the minimum number of threads for this
+_CACHED = 2**24  # batches of small models are faster while their graph has fewer bytes
 _GRAPHS = 8  # the assumed peak in multiples of the graph: gradients, factors and workspace
 _SPARE = 2**28  # bytes for tiles and libraries
 _MARGIN = 0.8  # the share of --memory to plan with
@@ -164,6 +165,8 @@ def _plan_by_sizes(job: Job, free: int | None, *, fixed: bool, measured: bool) -
         least = 2 if raw or job.spec.compute.layout != "dense" else 1  # one hides structure
         least = max(least, job.least)
         batch_size = min(batch_size, max(least, sizes.busy(job.session.problem.device)))
+        if job.tokens is None:
+            batch_size = min(batch_size, max(least, BATCH_SAMPLES, sizes.cached))
         wanted = min(batch_size, job.work())
         fitting = max(job.least, sizes.fitting(wanted, _SHARE * limit))
         if fitting < wanted:
@@ -231,6 +234,11 @@ class Sizes:
             return _LARGEST
         found = _BUSY * max(_THREADS, torch.get_num_threads()) // max(1, self.graph)
         return 1 << max(1, found).bit_length() - 1
+
+    @property
+    def cached(self) -> int:
+        """The batch size, a power of two, up to which batches of small models become faster."""
+        return 1 << (_CACHED // max(1, self.graph)).bit_length() >> 1
 
     def most(self, n: int) -> int:
         """Return an upper bound in bytes for batches of n samples."""

@@ -59,9 +59,9 @@ _SAME = {
     *("backend", "coupling", "labels", "nonfinite", "layout", "seed", "predictions"),
     *("previews", "randomness", "rows", "group_reduction"),
 }
-_BATCH_SAMPLES = 256  # the default batch size
+BATCH_SAMPLES = 256  # the default batch size
 # small models get larger batches, up to these numbers of samples and of gradients' entries
-_MOST_SAMPLES, _BATCH_NUMBERS = 8192, 2**21
+_MOST_SAMPLES, _BATCH_NUMBERS = 2**15, 2**26
 _BATCH_TOKENS = 2048  # the default batch size with rows of tokens, rounded up to whole samples
 _DENSE_BYTES = 2**28  # the size of a batch's gradients if all of them are dense
 
@@ -274,8 +274,9 @@ def prepare(spec: RunSpec) -> Job:
         worst = int(groups.sizes.argmax())
         batch_size = asked_size or max(batch_size, groups.largest)
         fitting_groups(groups.sizes[worst:], groups.ids[worst:], batch_size)
-    if asked.sharded and shard is not None and not asked.batch_size:
-        batch_size = min(batch_size, max(1, len(run_rows) // shard.count))  # no empty shard
+    if shard is not None and not asked.batch_size:  # no empty shard
+        least = 1 if asked.sharded else BATCH_SAMPLES
+        batch_size = min(batch_size, max(least, len(run_rows) // shard.count))
     return Job(
         spec=spec,
         chains=chains,
@@ -480,7 +481,7 @@ def _usual_batch(
 
     `each` is the number of rows per sample: 1, or t with rows of tokens.
     """
-    samples = _BATCH_SAMPLES if each == 1 else -(-_BATCH_TOKENS // each) * each
+    samples = BATCH_SAMPLES if each == 1 else -(-_BATCH_TOKENS // each) * each
     if each == 1 and not session.settings.own_loss:
         size = max(1, sum(p.numel() for p in session.problem.parameters.values()))
         samples = max(samples, min(_MOST_SAMPLES, 1 << (_BATCH_NUMBERS // size).bit_length() >> 1))

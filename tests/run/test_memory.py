@@ -54,6 +54,18 @@ def test_a_size_as_it_is_shown() -> None:
     assert [memory_text(n) for n in (2.5e9, 512e6, 1234)] == ["2.5 GB", "512 MB", "0.00123 MB"]
 
 
+@pytest.mark.parametrize(("wide", "size"), [(0, 2**15), (200, 2**11), (4000, 256)])
+def test_batches_of_small_models_grow_while_their_graph_is_small(
+    tmp_path: Path, wide: int, size: int
+) -> None:
+    many = {"transform": ["norm | mean"], "verify": "never"}
+    write(tmp_path, 40_000)
+    job = prepare(spec(tmp_path, {"wide": wide}, **many))
+    assert plan(job, free=2**36).batch_size == size
+    shards = [prepare(spec(tmp_path, {"wide": wide}, shard=f"{k}/8", **many)) for k in range(8)]
+    assert [len(shard.rows) for shard in shards] == [5000] * 8
+
+
 def system(folder: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         path = folder / name
