@@ -86,7 +86,7 @@ def test_the_probe_uses_all_that_reads_a_graph(name: str, monkeypatch: pytest.Mo
 def test_a_probe_that_fails_goes_to_the_next_backend_loudly(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(internals, "output_shapes", lost)
+    monkeypatch.setattr(internals, "outputs", lost)
     tokens = {"loss": lambda o, t: (o - t).square(), "rows": "token"} if rows == 2 else {}
     with scope(**tokens) as one:
         require_right(one, rows=rows)

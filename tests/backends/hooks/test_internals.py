@@ -16,7 +16,7 @@ def test_a_linear_layer_is_recorded_as_expected(layer: nn.Linear) -> None:
     out = layer(torch.randn(4, 3, requires_grad=True))
     node = internals.root(out)
     assert internals.kind(node) == "AddmmBackward0"
-    assert internals.output_shapes(node) == ((4, 2),)
+    assert internals.outputs(node) == [((4, 2), torch.float32)]
     assert internals.output_dtypes(node) == (torch.float32,)
     sources = [source for source, _ in internals.edges(node)]
     assert [s is not None for s in sources] == [True, True, True]

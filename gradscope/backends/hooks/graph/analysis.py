@@ -6,8 +6,9 @@ axes, and show whether samples are coupled. Each batch decides what remains open
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.axes import (
     CONSTANT,
+    SEVERAL_OWNERS,
     Axis,
     Growth,
     OwnedAxis,
@@ -25,7 +27,7 @@ from gradscope.backends.hooks.graph.axes import (
     growth,
     layouts,
     nonzero,
-    owned,
+    owned_alike,
     owned_exactly,
     owned_singly,
     support,
@@ -94,6 +96,8 @@ class Analysis:
     sizes: dict[Output, Growth | None]
     # {number of samples: shapes that fit}, so that equal shapes need no second comparison
     fitting: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    # {number of samples: shapes, and the owners that follow from them alone}
+    tracked: dict[int, tuple[Any, Mapping[Output, Owners]]] = field(default_factory=dict)
 
     @cached_property
     def outputs(self) -> dict[int, list[Output]]:
@@ -178,9 +182,9 @@ class Analysis:
         Raises:
             UnsupportedError: An entry has no single owner.
         """
-        known: dict[Output, Owners] = {}
+        known: Mapping[Output, Owners] = {}
         if any(way is not Movement.STAYS for way in self.ways.values()):
-            known = OwnerTracker(batch, self.order, self.ways, self.sizes, self.axes).owners()
+            known = self._tracked(batch)
         found: dict[Output, Axis] = {}
         unknown: dict[Output, tuple[int, ...]] = {}
         for output in at:
@@ -206,18 +210,28 @@ class Analysis:
                     kept[k].append(
                         attempt.keep(torch.zeros_like(once) if t is None else t, unknown[k])
                     )
-            unclear = {}
-            for k, once in wanted.items():
-                try:
-                    found[k] = attempt.find(once, kept[k], unknown[k])
-                except ValueError as raised:
-                    unclear[k], error = once, unsupported_at(batch, k[0], str(raised))
-            wanted = unclear
+            axes = attempt.find(wanted, kept, unknown)
+            found |= axes
+            wanted = {k: once for k, once in wanted.items() if k not in axes}
+            if wanted:
+                error = unsupported_at(batch, [*wanted][-1][0], SEVERAL_OWNERS)
             if not (bool(wanted) if agree is None else agree(bool(wanted))):
                 return found
         if error is not None and wanted:
             raise error
         return found
+
+    def _tracked(self, batch: Trace) -> Mapping[Output, Owners]:
+        """Return the owners that a batch's indices show; without indices, shapes determine them."""
+        shapes, known = self.tracked.get(batch.n, ((), {}))
+        if shapes == batch.shapes:
+            return known
+        tracker = OwnerTracker(batch, self.order, self.ways, self.sizes, self.axes)
+        known = tracker.owners()
+        if not tracker.used_indices:
+            self.tracked.clear()
+            self.tracked[batch.n] = batch.shapes, known
+        return known
 
     def _axes(self, output: Output) -> tuple[int, ...]:
         grows = self.sizes.get(output)
@@ -232,25 +246,58 @@ class _OwnerSearch(NamedTuple):
     weights: Tensor  # (passes, n), weights of the losses
     # maps (gradient of a pass, axes) to the part that is kept
     keep: Callable[[Tensor, tuple[int, ...]], Tensor]
-    # maps (gradient of Σᵢ Lᵢ, kept parts of each pass, axes) to owners; raises ValueError on
-    # failure
-    find: Callable[[Tensor, list[Tensor], tuple[int, ...]], OwnedAxis]
+    # maps (gradients of Σᵢ Lᵢ, kept parts of each pass, axes), by output, to the axes it finds
+    find: Callable[
+        [Mapping[Output, Tensor], Mapping[Output, list[Tensor]], Mapping[Output, tuple[int, ...]]],
+        dict[Output, Axis],
+    ]
 
 
 def _attempts(batch: Trace, seed: int) -> Iterator[_OwnerSearch]:
     """Yield the methods to find owners, from the fastest to the most certain."""
     losses = batch.losses.detach()
     marks = OwnerWeights.of(losses, seed, batch.dtypes)
-    yield _OwnerSearch(
-        marks.weights, lambda t, axes: t, lambda once, t, axes: owned(once, t, axes, marks)
-    )
+    yield _OwnerSearch(marks.weights, lambda t, axes: t, partial(_by_marks, batch.n, marks))
     some = OwnerPasses.of(losses, seed)
     if len(some.weights) < batch.n:
-        yield _OwnerSearch(
-            some.weights, nonzero, lambda once, t, axes: owned_exactly(t, axes, some)
-        )
+        exactly = partial(owned_exactly, passes=some)
+        yield _OwnerSearch(some.weights, nonzero, partial(_one_by_one, exactly))
     every = torch.eye(batch.n, dtype=losses.dtype, device=losses.device)
-    yield _OwnerSearch(every, nonzero, lambda once, t, axes: owned_singly(t, axes))
+    yield _OwnerSearch(every, nonzero, partial(_one_by_one, owned_singly))
+
+
+def _by_marks(
+    n: int,
+    marks: OwnerWeights,
+    wanted: Mapping[Output, Tensor],
+    kept: Mapping[Output, list[Tensor]],
+    axes: Mapping[Output, tuple[int, ...]],
+) -> dict[Output, Axis]:
+    """Return the axes that weights of the losses show, together for outputs of one shape."""
+    groups: dict[Any, list[Output]] = {}
+    for k, once in wanted.items():
+        groups.setdefault((once.shape, once.dtype, axes[k]), []).append(k)
+    found: dict[Output, Axis] = {}
+    for (shape, _, own), alike in groups.items():
+        each = owned_alike([wanted[k] for k in alike], [kept[k] for k in alike], own, marks)
+        for k, one in zip(alike, each, strict=True):
+            if one is not None:
+                even = one.in_order and shape and len(own) == 1 and shape[own[0]] % n == 0
+                found[k] = SampleAxis(own[0], 1, shape[own[0]] // n) if even else one.axis
+    return found
+
+
+def _one_by_one(
+    find: Callable[[list[Tensor], tuple[int, ...]], OwnedAxis],
+    wanted: Mapping[Output, Tensor],
+    kept: Mapping[Output, list[Tensor]],
+    axes: Mapping[Output, tuple[int, ...]],
+) -> dict[Output, Axis]:
+    found: dict[Output, Axis] = {}
+    for k in wanted:
+        with suppress(ValueError):
+            found[k] = find(kept[k], axes[k])
+    return found
 
 
 def _passes(

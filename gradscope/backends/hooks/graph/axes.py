@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice
 from math import comb, prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -280,7 +281,7 @@ class OwnerPasses:
 
 
 _NOISE = 64.0  # an entry below this many roundings of the largest entry may be rounding error
-_SEVERAL = "an entry's gradient comes from the losses of several samples"
+SEVERAL_OWNERS = "an entry's gradient comes from the losses of several samples"
 _DIGITS = {torch.float64: 2**16, torch.float32: 2**10, torch.bfloat16: 2**6}
 
 
@@ -299,13 +300,37 @@ def owned(
         SpreadError: An entry is not finite, so it shows no weight.
         ValueError: An entry has no single owner, and is not only rounding error.
     """
-    once, often = _entries(gradient, axes), [_entries(t, axes) for t in weighted]
+    (found,) = owned_alike([gradient], [weighted], axes, marks)
+    if found is None:
+        raise ValueError(SEVERAL_OWNERS)
+    return found.axis
+
+
+class FoundAxis(NamedTuple):
+    """Owners read in one batch."""
+
+    axis: OwnedAxis
+    in_order: bool  # whether each entry along the axis belongs to the samples in their order
+
+
+def owned_alike(
+    gradients: Sequence[Tensor],
+    weighted: Sequence[Sequence[Tensor]],
+    axes: tuple[int, ...],
+    marks: OwnerWeights,
+) -> list[FoundAxis | None]:
+    """Find the owners of entries as `owned` does, of several gradients of one shape at once.
+
+    The result has None for a gradient with an entry that has no single owner.
+    """
+    count = len(gradients)
+    once, *often = (_rows(passing, axes) for passing in (gradients, *zip(*weighted, strict=True)))
     size, sizes = _largest(once), [_largest(t) for t in often]
     if not bool(torch.stack([size, *sizes]).isfinite().all()):
         raise SpreadError
     ratios = [torch.where(size == 0, 1, t / size).to(marks.values.dtype) for t in sizes]
     owner = marks.owners(ratios)
-    eps = max(torch.finfo(gradient.dtype).eps, marks.eps)
+    eps = max(torch.finfo(once.dtype).eps, marks.eps)
     torn = owner < 0
     for entries, weights in zip(often, marks.weights, strict=True):
         factor = weights[owner].to(size)
@@ -314,10 +339,19 @@ def owned(
         torn |= ~(gap <= eps**0.5 * size * factor)
     # shared entries may cancel with all weights 1, but not with other weights
     most = torch.stack([size, *(t / marks.values[-1].to(t.dtype) for t in sizes)]).amax(0)
-    noise = most <= min(_NOISE * eps, eps**0.75) * most.amax() if len(most) else torn
-    if bool((torn & ~noise).any()):
-        raise ValueError(_SEVERAL)
-    return OwnedAxis(axes[0], torch.where((most == 0) | torn, -1, owner), axes[1:])
+    owner = torch.where((most == 0) | torn, -1, owner)
+    most, torn, owner = (t.view(count, -1) for t in (most, torn, owner))
+    if not owner.shape[1]:
+        return [FoundAxis(OwnedAxis(axes[0], own, axes[1:]), False) for own in owner]
+    noise = most <= min(_NOISE * eps, eps**0.75) * most.amax(1, keepdim=True)
+    n, size_of_axis = marks.weights.shape[1], owner.shape[1]
+    usual = torch.arange(n, device=owner.device).repeat_interleave(-(-size_of_axis // n))
+    in_order = (owner == usual[:size_of_axis]) | (most == 0)
+    facts = torch.stack([(torn & ~noise).any(1), in_order.all(1)]).tolist()
+    return [
+        None if several else FoundAxis(OwnedAxis(axes[0], own, axes[1:]), placed)
+        for own, several, placed in zip(owner, *facts, strict=True)
+    ]
 
 
 def owned_exactly(
@@ -330,7 +364,7 @@ def owned_exactly(
     """
     owner, shared = passes.owners(binary(torch.stack([*touched])))
     if bool((shared | (owner == -2)).any()):
-        raise ValueError(_SEVERAL)
+        raise ValueError(SEVERAL_OWNERS)
     return OwnedAxis(axes[0], owner, axes[1:])
 
 
@@ -343,7 +377,7 @@ def owned_singly(touched: Sequence[Tensor], axes: tuple[int, ...]) -> OwnedAxis:
     nonzero = torch.stack([*touched]).to(torch.int32)
     count, owner = nonzero.sum(0), nonzero.argmax(0)
     if bool((count > 1).any()):
-        raise ValueError(_SEVERAL)
+        raise ValueError(SEVERAL_OWNERS)
     return OwnedAxis(axes[0], torch.where(count == 1, owner, -1), axes[1:])
 
 
@@ -361,6 +395,16 @@ def binary(digits: Tensor) -> Tensor:
 def _entries(values: Tensor, axes: tuple[int, ...]) -> Tensor:
     """Return a matrix with one row for each entry of the axes."""
     return merge_axes(values, axes).unsqueeze(-1).flatten(1)
+
+
+def _rows(values: Sequence[Tensor], axes: tuple[int, ...]) -> Tensor:
+    """Return the entries of several tensors of one shape, one tensor after the other."""
+    if len(values) == 1:
+        return _entries(values[0], axes)
+    if not values[0].dim():
+        return torch.stack([*values]).unsqueeze(1)
+    stacked = torch.stack([*values]).movedim([k + 1 for k in axes], [*range(1, 1 + len(axes))])
+    return stacked.flatten(0, len(axes)).unsqueeze(-1).flatten(1)
 
 
 def _largest(rows: Tensor) -> Tensor:

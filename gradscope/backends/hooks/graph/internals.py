@@ -42,9 +42,9 @@ def edges(node: Node) -> tuple[tuple[Node | None, int], ...]:
     return node.next_functions
 
 
-def output_shapes(node: Node) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of the forward operation's outputs."""
-    return tuple([tuple(m.shape) for m in node._input_metadata])
+def outputs(node: Node) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Return the shape and dtype of each output of the forward operation."""
+    return [(tuple(m.shape), m.dtype) for m in node._input_metadata]
 
 
 def output_dtypes(node: Node) -> tuple[torch.dtype, ...]:
@@ -181,7 +181,7 @@ def probe() -> None:
     expect(
         {
             "the name of addmm's Node": (kind(node), "AddmmBackward0"),
-            "_input_metadata's shapes": (output_shapes(node), ((4, 2),)),
+            "_input_metadata": (outputs(node), [((4, 2), torch.float32)]),
             "_input_metadata's dtypes": (output_dtypes(node), (torch.float32,)),
             "_sequence_nr": (moment(root(total)) > moment(node), True),
             "next_functions": (edges(root(total)), ((node, 0),)),

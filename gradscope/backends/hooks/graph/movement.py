@@ -12,7 +12,7 @@ index, a mask or a scatter saves the position of each entry. Other owners stay u
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from math import gcd, prod
@@ -323,6 +323,12 @@ class OwnerTracker:
     ways: Mapping[tuple[int, int], Movement]  # by node and slot, of inputs on samples
     sizes: Mapping[Output, Growth | None]
     axes: Mapping[Output, SampleAxis]  # in the analysed batch
+    _read: list[int] = field(default_factory=list)  # the nodes whose indices were read
+
+    @property
+    def used_indices(self) -> bool:
+        """Whether the owners depend on indices of this batch."""
+        return bool(self._read)
 
     def owners(self) -> dict[Output, Owners]:
         """Return the known owners of each output on samples that has a gradient."""
@@ -370,7 +376,10 @@ class OwnerTracker:
         )
         if way is Movement.MOVES:
             test = _MOVES.get(name)
-            found = None if test is None else test(step, listed)
+            found = None
+            if test is not None:
+                self._read.append(node)
+                found = test(step, listed)
         elif name in VIEWS:
             found = _viewed(step, listed)
         else:

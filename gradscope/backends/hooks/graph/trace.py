@@ -29,6 +29,8 @@ class Trace:
     kinds: tuple[str, ...]  # each node's type
     # for each node, the shapes of its forward outputs
     shapes: tuple[tuple[tuple[int, ...], ...], ...]
+    # the dtypes of the gradients; a part of the model may compute with fewer digits
+    dtypes: frozenset[torch.dtype]
     # (n, t), 1 for the requested losses of tokens, else 0
     loss_weights: Tensor | None = None
 
@@ -36,12 +38,6 @@ class Trace:
     def n(self) -> int:
         """The number of samples."""
         return int(self.losses.shape[0])
-
-    @property
-    def dtypes(self) -> set[torch.dtype]:
-        """The dtypes of the gradients; a part of the model may compute with fewer digits."""
-        found = {dtype for node in self.nodes for dtype in internals.output_dtypes(node)}
-        return {dtype for dtype in found if dtype.is_floating_point or dtype.is_complex}
 
     def same_program(self, other: "Trace | RecordedProgram") -> bool:
         """Whether both passes recorded the same operations with the same edges."""
@@ -112,12 +108,15 @@ def trace(losses: Tensor) -> Trace:
                 nodes.append(source)
             row.append((k, output))
         edges.append(tuple(row))
+    found = [internals.outputs(node) for node in nodes]
+    dtypes = {dtype for outputs in found for _, dtype in outputs}
     return Trace(
         losses=losses,
         nodes=tuple(nodes),
         edges=tuple(edges),
         kinds=(*map(internals.kind, nodes),),
-        shapes=(*map(internals.output_shapes, nodes),),
+        shapes=(*(tuple([shape for shape, _ in outputs]) for outputs in found),),
+        dtypes=frozenset([t for t in dtypes if t.is_floating_point or t.is_complex]),
     )
 
 
