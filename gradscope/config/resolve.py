@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from gradscope.config.spec import RunSpec, run_options
-from gradscope.config.values import FROM_CHECKPOINT, function_of, is_folder
+from gradscope.config.values import FROM_CHECKPOINT, function_of, is_folder, nested_factory
 from gradscope.core.filetypes import describe
 from gradscope.core.grammar import resolve_paths
 from gradscope.core.registry import suggestion
@@ -283,6 +283,15 @@ def _factory(value: Any, base: Path) -> Any:
     return f"{base / value}" if folder else _reference(value, base)
 
 
+def _arguments(value: Any, base: Path) -> Any:
+    """Make the files of nested factories absolute."""
+    if not isinstance(value, Mapping):
+        return value
+    found = {k: _arguments(v, base) for k, v in value.items()}
+    nested = nested_factory(value)
+    return found if nested is None else found | {"factory": _reference(nested, base)}
+
+
 def _chains(value: Any, base: Path) -> Any:
     """Make files in chains absolute: files of users' stages and of stored vectors."""
     if not isinstance(value, list):
@@ -292,6 +301,7 @@ def _chains(value: Any, base: Path) -> Any:
 
 _ANCHORS: dict[tuple[str, str], Callable[[Any, Path], Any]] = {
     ("model", "factory"): _factory,
+    ("model", "kwargs"): _arguments,
     ("checkpoint", "path"): _path,
     ("dataset", "path"): _path,
     ("dataset", "spec"): _path,

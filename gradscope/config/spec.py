@@ -133,7 +133,11 @@ class ModelSpec(_Section):
         f"{REFERENCE_FORMS}, a function that returns the model; or {FROM_CHECKPOINT} for the model "
         "stored in the checkpoint; for an adapter also the folder of its base model",
     )
-    kwargs: values.Table = option({}, accepted="a table of the factory's keyword arguments")
+    kwargs: values.Table = option(
+        {},
+        accepted="a table of the factory's keyword arguments; a table in it with a key `factory`, "
+        "FILE.py:NAME, stands for what NAME returns for the table's other entries",
+    )
     argv: tuple[str, ...] = option(
         (),
         accepted="a list of command-line arguments that FILE.py parses when it is imported, "

@@ -198,6 +198,12 @@ def function_of(loss: str) -> str | None:
     return None if match is None else match["function"]
 
 
+def nested_factory(table: Any) -> str | None:
+    """Return the reference "FILE.py:NAME" under the key `factory` of a table, or None."""
+    found = table.get("factory") if isinstance(table, Mapping) else None
+    return found if isinstance(found, str) and function_of(found) == found else None
+
+
 def is_folder(path: Path) -> bool:
     """Whether `path` is a folder: the model is then an adapter's base model."""
     try:

@@ -38,7 +38,7 @@ from gradscope.sources.scripts import (
     reconstruction,
 )
 from gradscope.sources.weights import read
-from gradscope.sources.weights.fit import state_dict_under, state_dicts
+from gradscope.sources.weights.fit import state_dict_under, state_dicts, stored_modules
 from gradscope.sources.weights.hugging_face import CONFIG
 from gradscope.sources.weights.readers import ADAPTER
 
@@ -105,7 +105,6 @@ _ARGV = '# argv = ["--width", "64"]         # command-line arguments, if the fil
 _ARGV += " when imported"
 _REPLACE = "an example: replace it"
 _NO_VALUE = "fill in: no value was found"
-_FUNCTION = 'write a function that returns the model, factory = "FILE.py:FUNCTION"'
 _FILL_IN = "fill it in, or build the model in a function: --model FILE.py:FUNCTION"
 
 # a loss that a script computes with a method of the model
@@ -116,7 +115,7 @@ _METHOD = """\
 #     import gradscope, torch
 #     @gradscope.model_loss
 #     def loss(model, inputs, targets):
-#         return torch.stack([{each} for {of}])"""
+"""
 
 # a loss that is a function or a class of a script
 _OWN = """\
@@ -166,7 +165,7 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     files = [*near, *(file for file in below if file not in near)]
     drafted = _model(result, model, checkpoint, folder, files, stored)
     called = losses_called(near, drafted.file) or losses_called(files, drafted.file)
-    each, line = ("", "") if loss else loss_method(files, drafted.file)
+    each, line = ([], "") if loss else loss_method(files, drafted.file)
     lines, own = ([], "") if loss or each else own_loss(files, drafted.file)
     found, why = "mse", "an example"
     described = data.suffix.lower() == ".toml"
@@ -192,19 +191,19 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
             folder,
             keywords=held,
             forward=drafted.inputs,
-            loss=loss,
+            loss=loss or ("loss.py:loss" if each else None),
             called=called,
             group=spec.dataset.group,
         )
     if spec.dataset.group is not None:
         dataset_lines.append(f"group = {quoted(spec.dataset.group)}")
     if each:
-        of = "x, y in zip(inputs, targets)" if "y[None]" in each else "x in inputs"
-        text = _METHOD.format(each=_comment(each), line=_comment(line), of=of)
-        found, loss_lines = "loss.py:loss", text.splitlines()
+        text = _METHOD.format(line=_comment(line))
+        body = [f"#         {_comment(code)}" for code in each]
+        found, loss_lines = "loss.py:loss", [*text.splitlines(), *body]
         result.missing["loss.name"] = f"write loss.py, as the run file shows, for {line}"
     elif own:
-        how = " For one sample at a time:" if lines else ""
+        how = " For one sample at a time:" if "import torch" in lines else ""
         text = _OWN.format(line=_comment(own), how=how)
         lines = lines or ["def loss(outputs, targets):", "    return ..."]
         found, loss_lines = "loss.py:loss", [*text.splitlines(), *(f"#     {x}" for x in lines)]
@@ -224,8 +223,13 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     names = ("model", "kwargs", "checkpoint", "dataset", "loss")
     texts = dict(zip(names, map("\n".join, sections), strict=True))
     mode = f"{quoted(spec.model.mode):<28}# eval or train"
-    compute = "\n".join(_compute(spec, folder))
-    result.text = _TEMPLATE.format(mode=mode, argv=drafted.argv, compute=compute, **texts)
+    compute = _compute(spec, folder)
+    if drafted.random and "randomness" not in _given(spec, "compute"):
+        of = "each sample has its own numbers: the model's forward draws random numbers"
+        compute.append(f'randomness = "fixed"  # guessed: {of}')
+        result.guessed["compute.randomness"] = f"fixed: {of}"
+    texts |= {"compute": "\n".join(compute), "argv": drafted.argv}
+    result.text = _TEMPLATE.format(mode=mode, **texts)
     return result
 
 
@@ -269,6 +273,7 @@ class _Model:
     file: Path | None = None
     argv: str = _ARGV
     loss: str = ""  # the loss of a class of transformers, with the class
+    random: bool = False  # whether its forward draws random numbers
 
 
 def _model(
@@ -292,9 +297,10 @@ def _model(
         own = next((each for each in known if (each.file, each.name) == (given, name)), None)
         lines = [f"factory = {quoted(_anchored(model, folder))}"]
         inputs = own.inputs if own else _forward(stored.content)
-        return _Model(lines, _arguments(result, own), inputs, Path(file) if file else None)
+        arguments, place = _arguments(result, own, folder), Path(file) if file else None
+        return _Model(lines, arguments, inputs, place, random=own is not None and own.random)
     held = _description(checkpoint)
-    if isinstance(stored.content, nn.Module):
+    if len(stored_modules(stored.content)) == 1:
         held = "pickled model"
     found = [] if held else find_models(files, stored.shapes, stored.content)
     likely = [each for each in found if each.fit > max(_LIKELY, found[0].fit - _DOUBT)]
@@ -333,7 +339,8 @@ def _model(
         result.missing["model.argv"] = f"the arguments of the training, if {best.file.name} had any"
         argv = f"argv = []  # fill in: {best.file.name} parses arguments when imported"
     loss = "" if "num_labels" in best.arguments else _loss_of_class(best.name.partition(".")[0])
-    return _Model(lines, _arguments(result, best), best.inputs, best.file, argv, loss)
+    arguments = _arguments(result, best, folder)
+    return _Model(lines, arguments, best.inputs, best.file, argv, loss, best.random)
 
 
 def _architecture(checkpoint: Path) -> str:
@@ -351,32 +358,32 @@ def _loss_of_class(name: str) -> str:
     return f"{loss}: the loss of {name}" if loss else ""
 
 
-def _forward(model: Any) -> Sequence[str]:
-    """Return the names of the parameters of a pickled model's forward, () of anything else."""
-    if not isinstance(model, nn.Module):
-        return ()
-    return list(inspect.signature(model.forward).parameters)
+def _forward(content: Any) -> Sequence[str]:
+    """Return the names of the parameters of a pickled model's forward, () without such a model."""
+    models = [*stored_modules(content).values()]
+    return list(inspect.signature(models[0].forward).parameters) if len(models) == 1 else ()
 
 
-def _arguments(result: Draft, found: FoundModel | None) -> list[str]:
+def _arguments(result: Draft, found: FoundModel | None, folder: Path) -> list[str]:
     """Return the lines for the known arguments of a model, and for the arguments to fill in."""
     if found is None:
         return []
     lines: dict[str, list[str]] = {"": []}  # {table: lines}, "" for the arguments themselves
     for name, argument in found.arguments.items():
         table, _, key = name.rpartition(".")
-        line = f"{_key(key)} = {_value(argument.value)}  # guessed: {_comment(argument.why)}"
-        lines.setdefault(table, []).append(line)
-        result.guessed[f"model.kwargs.{name}"] = f"{_value(argument.value)}: {argument.why}"
+        nested = table and key == "factory"  # an argument that is a module
+        value = _value(_anchored(argument.value, folder) if nested else argument.value)
+        lines.setdefault(table, []).append(
+            f"{_key(key)} = {value}  # guessed: {_comment(argument.why)}"
+        )
+        result.guessed[f"model.kwargs.{name}"] = f"{value}: {argument.why}"
     for name in found.unknown:
         table, _, key = name.rpartition(".")
-        module = found.modules.get(name, "")
-        what = f"a module, {_comment(module)}: {_FUNCTION}" if module else _NO_VALUE
-        lines.setdefault(table, []).append(f"# {_key(key)} =  # {what}")
-        result.missing[f"model.kwargs.{name}"] = what if module else _FILL_IN
-    tables = [f"\n[model.kwargs.{_key(table)}]" if table else "" for table in lines]
+        lines.setdefault(table, []).append(f"# {_key(key)} =  # {_NO_VALUE}")
+        result.missing[f"model.kwargs.{name}"] = _FILL_IN
+    tables = [".".join(["model.kwargs", *map(_key, t.split("."))]) if t else "" for t in lines]
     blocks = zip(tables, lines.values(), strict=True)
-    return [line for table, own in blocks for line in (*filter(None, [table]), *own)]
+    return [line for table, own in blocks for line in ([f"\n[{table}]"] * bool(table) + own)]
 
 
 def _key(name: str) -> str:

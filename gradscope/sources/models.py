@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gradscope.config import FROM_CHECKPOINT, CheckpointSpec, ModelSpec, is_folder
+from gradscope.config import FROM_CHECKPOINT, CheckpointSpec, ModelSpec, is_folder, nested_factory
 from gradscope.core.precision import cast
 from gradscope.core.texts import article, listed
 from gradscope.errors import CheckpointError, ModelError, SpecError, located
@@ -29,7 +29,12 @@ from gradscope.sources.code import (
 from gradscope.sources.formats import sha256, sha256_of_list
 from gradscope.sources.weights import CheckpointReport, load_into, read
 from gradscope.sources.weights.adapters import base_of, is_adapter, with_adapter
-from gradscope.sources.weights.fit import changed_dtypes, check_finite, rounding_note
+from gradscope.sources.weights.fit import (
+    changed_dtypes,
+    check_finite,
+    rounding_note,
+    stored_modules,
+)
 from gradscope.sources.weights.hugging_face import CONFIG, build_from_config
 from gradscope.sources.weights.readers import ADAPTER, ADAPTER_WEIGHTS
 
@@ -77,7 +82,9 @@ def load_model(
         made, report, digests = _model_in_checkpoint(model, checkpoint, dtype)
     else:
         made, report = (_lean if lean else _whole)(model, checkpoint, dtype)
-        digests = code_digests(model.factory, "model factory")
+        references = [model.factory, *_nested_factories(model.kwargs)]
+        every = [code_digests(each, "model factory") for each in references]
+        digests = {name: digest for own in reversed(every) for name, digest in own.items()}
         report = replace(
             report, notes=(*import_notes(model.factory, "model factory"), *report.notes)
         )
@@ -161,13 +168,24 @@ def build(
 
     Args:
         factory: "FILE.py:NAME" or "package.module:NAME".
-        kwargs: The factory's keyword arguments.
+        kwargs: The factory's keyword arguments. A table with a key `factory` stands for the object
+            that this factory returns for the table's other entries.
         mode: "eval" or "train", the mode of batch normalisation and dropout.
 
     Raises:
         SpecError: The reference has neither form.
         ModelError: The factory cannot be imported, raised, or returned no trainable model.
     """
+    model: nn.Module = _made(factory, kwargs)
+    where = f"model factory {factory}"
+    _require_trainable(model, where)
+    with user_file(where):
+        model.train(mode == "train")
+    return model
+
+
+def _made(factory: str, kwargs: Mapping[str, Any]) -> Any:
+    """Call a factory and return its result."""
     function = load_function(factory, "model factory")
     where = f"model factory {factory}"
     if isinstance(function, nn.Module):  # a variable of a script
@@ -181,12 +199,9 @@ def build(
             what = f"the arguments do not fit the factory: {error}"
             remedy = f"It takes: {taken}. Correct `kwargs` under [model] in the run file."
             raise ModelError(what, where=where, remedy=remedy) from error
+    given = {name: _argument(value) for name, value in kwargs.items()}
     with user_file(where), loading(factory, "model factory"):
-        model = function(**{name: _with_attributes(value) for name, value in kwargs.items()})
-    _require_trainable(model, where)
-    with user_file(where):
-        model.train(mode == "train")
-    return model
+        return function(**given)
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -214,10 +229,20 @@ class Config(dict[str, Any]):
             ) from None
 
 
-def _with_attributes(value: Any) -> Any:
-    if isinstance(value, dict):
-        return Config({name: _with_attributes(entry) for name, entry in value.items()})
-    return value
+def _argument(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    nested = nested_factory(value)
+    if nested is not None:
+        return _made(nested, {name: entry for name, entry in value.items() if name != "factory"})
+    return Config({name: _argument(entry) for name, entry in value.items()})
+
+
+def _nested_factories(kwargs: Mapping[str, Any]) -> list[str]:
+    """Return the factories in tables of arguments."""
+    tables = [value for value in kwargs.values() if isinstance(value, Mapping)]
+    own = [found for table in tables if (found := nested_factory(table)) is not None]
+    return [*own, *(found for table in tables for found in _nested_factories(table))]
 
 
 def _require_trainable(model: Any, where: str) -> None:
@@ -399,9 +424,7 @@ def _require_whole(path: Path) -> None:
 
 def _module(value: Any, key: str | None) -> nn.Module:
     """Return the only module in the content of a trusted file."""
-    held = {"": value} if isinstance(value, nn.Module) else {}
-    if isinstance(value, Mapping):
-        held = {k: v for k, v in value.items() if isinstance(v, nn.Module) and key in (None, k)}
+    held = {"": value} if isinstance(value, nn.Module) else stored_modules(value, key)
     if len(held) == 1:
         return next(iter(held.values()))
     what, remedy = "the checkpoint has weights, but no model", _FACTORY

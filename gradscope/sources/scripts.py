@@ -9,9 +9,9 @@ import ast
 import re
 from argparse import Namespace
 from collections import ChainMap, Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -73,7 +73,10 @@ _REGISTER = {"register_buffer", "register_parameter", "add_module", "setattr"}
 _ADD = {"append", "add_module"}  # methods of Sequential and ModuleList
 _COPIED = {"deepcopy", "copy"}  # functions that return a copy of a module
 _PRETRAINED = {"pretrained", "weights"}  # the checkpoint replaces these weights
-_ARGUMENTS = ("model_args", "hyper_parameters", "hparams", "model_config", "config", "cfg", "args")
+_ARGUMENTS = (
+    "model_args", "model_kwargs", "hyper_parameters", "hparams", "model_config", "config", "cfg",
+    "args", "opt", "options", "params", "settings",
+)  # fmt: skip
 _LOSSES = {
     "cross_entropy": "cross_entropy", "CrossEntropyLoss": "cross_entropy",
     "nll_loss": "nll", "NLLLoss": "nll",
@@ -86,6 +89,8 @@ _LOSSES = {
     "GaussianNLLLoss": "gaussian_nll", "triplet_margin_loss": "triplet",
     "TripletMarginLoss": "triplet", "ctc_loss": "ctc", "CTCLoss": "ctc",
 }  # fmt: skip
+_DRAWS = {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm"}
+_DRAWS |= {"bernoulli", "multinomial", "normal", "normal_", "uniform_", "bernoulli_", "rsample"}
 _LOADER = ".from_pretrained"
 _WRAPPER = 0.5  # the largest fit of a class whose only part may be the model
 _LOSS_OPTIONS = {"ignore_index", "label_smoothing", "delta", "margin"}
@@ -108,13 +113,13 @@ class FoundModel:
     is_class: bool
     fit: float  # from 0 to 1: the share of the checkpoint's tensors that its parts explain
     why: str
-    arguments: Mapping[str, Argument]  # known, by name; CONFIG.NAME within a config
+    # known, by name; CONFIG.NAME within a config; MODULE.factory and MODULE.NAME of a module
+    arguments: Mapping[str, Argument]
     unknown: Sequence[str]  # names of arguments that must be given
-    # {unknown argument that is a module: the expression in the script}
-    modules: Mapping[str, str] = field(default_factory=dict)
     package: str = ""  # the installed module that defines it, if the file does not
     inputs: Sequence[str] = ()  # the names of the parameters of its forward
     of_arguments: bool = False  # whether command-line arguments may decide what it is
+    random: bool = False  # whether its forward draws random numbers in eval mode too
 
     @property
     def reference(self) -> str:
@@ -152,8 +157,15 @@ def find_models(files: Iterable[Path], shapes: Shapes, stored: Any = None) -> li
             found += fitting(_below(known, name))
 
     def rank(model: FoundModel) -> tuple[float, bool, bool, bool]:
-        # a function without arguments passes the arguments of its class
-        return -round(model.fit, 2), bool(model.unknown), bool(model.arguments), model.is_class
+        # a function without arguments passes the arguments of its class; the arguments of a class
+        # say what to fill in
+        unknown = bool(model.unknown)
+        return (
+            -round(model.fit, 2),
+            unknown,
+            bool(model.arguments) != unknown,
+            model.is_class != unknown,
+        )
 
     return sorted(found, key=rank)
 
@@ -188,13 +200,14 @@ def find_trained(files: Iterable[Path], stored: Any = None) -> list[FoundModel]:
             dotted = _called_name(made.value, script, sources, given)
             package, last = _split(dotted)
             if sources.is_module(own):
-                model = ModelClass(sources, own)
+                model = _with_modules(sources, own)
                 known, unknown = _given(made.value, list(model.parameters), sources, given)
-                file = next(s.file for s in scripts if sources.classes[own] in s.tree.body)
-                taken, parts = model.inputs(), _modules(sources, model, unknown)
-                found.append(
-                    FoundModel(file, own, True, 1.0, why, known, unknown, parts, inputs=taken)
-                )
+                for name in model.given.keys() & {*unknown}:
+                    inner, missing = _nested(sources, name, model, {}, given)
+                    unknown = [*(each for each in unknown if each != name), *missing]
+                    known |= inner
+                made_by = FoundModel(sources.file(own), own, True, 1.0, why, known, unknown)
+                found.append(replace(made_by, inputs=model.inputs(), random=model.random))
             elif package and package.partition(".")[0] not in {*local, "self", "torch"}:
                 names = ["pretrained_model_name_or_path"] if last.endswith(_LOADER) else []
                 known, unknown = _given(made.value, names, sources, given)
@@ -235,7 +248,7 @@ def _split(dotted: str) -> tuple[str, str]:
 
 
 def _named_constant(node: ast.expr, sources: "Sources", given: Mapping[str, Any]) -> str:
-    found = given.get(_tail(node)) or getattr(sources.constant(node), "value", None)
+    found = given.get(_tail(node) or _key(node)) or getattr(sources.constant(node), "value", None)
     return found if isinstance(found, str) else ""
 
 
@@ -264,9 +277,8 @@ def stored_arguments(content: Any) -> dict[str, Any]:
     """Return the arguments of a model that a checkpoint stores with its weights."""
     found: dict[str, Any] = {}
     if isinstance(content, Mapping):
-        for name in reversed(_ARGUMENTS):
-            value = content.get(name)
-            value = vars(value) if isinstance(value, Namespace) else value
+        parsed = [vars(value) for value in content.values() if isinstance(value, Namespace)]
+        for value in (*parsed, *(content.get(name) for name in reversed(_ARGUMENTS))):
             if isinstance(value, Mapping):
                 found |= {k: v for k, v in value.items() if isinstance(k, str)}
     return found
@@ -284,11 +296,13 @@ def losses_called(files: Iterable[Path], model: Path | None = None) -> list[str]
     return sorted(counts, key=lambda name: (-counts[name], ":" not in name, name))
 
 
-def loss_method(files: Iterable[Path], model: Path | None) -> tuple[str, str]:
-    """Return a loss that a script computes with a method of the model, and the script's line.
+def loss_method(files: Iterable[Path], model: Path | None) -> tuple[list[str], str]:
+    """Return code for a loss that a method of the model computes, and the script's line.
 
-    In the loss, x and y are the inputs and targets of one sample: "-model.log_prob(x[None]).mean()"
-    for the line "train.py: loss = -model.log_prob(batch).mean()". Without such a loss, both are "".
+    The code is the body of a function of (model, inputs, targets). Its last line is
+    "return torch.stack([-model.log_prob(x[None]).mean() for x in inputs])" for the line
+    "train.py: loss = -model.log_prob(batch).mean()". The method may be forward. Without such a
+    loss, the code is [].
     """
     files = list(files)
     scripts = [script for file in files if (script := Script.read(file)) is not None]
@@ -304,12 +318,49 @@ def loss_method(files: Iterable[Path], model: Path | None) -> tuple[str, str]:
                 and _tail(each.func.value) in script.owners
                 and each.func.attr not in {"forward", *torch_losses}
             ]
+            forward = None if methods else _forward_of(value, script, scripts)
+            if forward is not None:  # loss = model(x, y)
+                methods = [value]  # type: ignore[list-item]
             if methods and _LOSSES.keys().isdisjoint(_tail(each.func) for each in called):
-                given = ", ".join(["x[None]", "y[None]"][: len(methods[0].args)])
-                own = f"model.{_tail(methods[0].func)}({given})"
+                place = f"{script.file.name}: {name} = {line}"
+                given = ["x[None]", "y[None]"][: len(methods[0].args)]
+                reduced = None if forward is None else _reduced_by(forward, torch_losses)
+                if reduced:
+                    both = ", ".join(["inputs", "targets"][: len(given)])
+                    whole = f"return model({both}).flatten(1).mean(1)"
+                    return [f'model.{reduced}.reduction = "none"', whole], place
+                own = "model" if forward is not None else f"model.{_tail(methods[0].func)}"
+                own += f"({', '.join(given)})"
                 each = ast.unparse(value).replace(ast.unparse(methods[0]), own)
-                return each, f"{script.file.name}: {name} = {line}"
-    return "", ""
+                of = "x, y in zip(inputs, targets)" if "y[None]" in each else "x in inputs"
+                return [f"return torch.stack([{each} for {of}])"], place
+    return [], ""
+
+
+def _forward_of(
+    node: ast.expr, script: "Script", scripts: Sequence["Script"]
+) -> ast.FunctionDef | None:
+    """Return the forward of a local model if the expression is a call of this model."""
+    called = node.func if isinstance(node, ast.Call) else None
+    if not isinstance(called, ast.Name) or called.id not in script.owners:
+        return None
+    sources = Sources(script, scripts)
+    made = _unmoved(script.values.get(called.id, called))
+    name = _tail(made.func) if isinstance(made, ast.Call) else ""
+    known = sources.is_module(name) and not _is_loss(name)
+    return ModelClass(sources, name).method("forward") if known else None
+
+
+def _is_loss(name: str) -> bool:
+    return name.lower().endswith(("loss", "criterion"))
+
+
+def _reduced_by(forward: ast.FunctionDef, torch_losses: Collection[str]) -> str:
+    """Return NAME if forward returns self.NAME(...), a loss of torch, else ""."""
+    value = getattr(forward.body[-1], "value", None)
+    dotted = _dotted(value.func) or "" if isinstance(value, ast.Call) else ""
+    owner, _, name = dotted.partition(".")
+    return name if owner == "self" and name in torch_losses else ""
 
 
 def _with_outputs(loss: ast.expr, script: "Script") -> ast.expr:
@@ -337,8 +388,9 @@ def _with_outputs(loss: ast.expr, script: "Script") -> ast.expr:
 def own_loss(files: Iterable[Path], model: Path | None) -> tuple[list[str], str]:
     """Return code for a loss that is a script's own function or class, and the script's line.
 
-    The code is a function of (outputs, targets), or () if it cannot be written. A function that
-    returns a loss of torch is not an own loss.
+    The code is a function of (outputs, targets), or () if it cannot be written. If the loss takes
+    parts of the model, the code is the first lines of a function of (model, inputs, targets). A
+    function that returns a loss of torch is not an own loss.
     """
     files = list(files)
     scripts = [script for file in files if (script := Script.read(file)) is not None]
@@ -351,17 +403,25 @@ def own_loss(files: Iterable[Path], model: Path | None) -> tuple[list[str], str]
                 while isinstance(built, ast.Call) and _tail(built.func) in _MOVED:
                     built = getattr(built.func, "value", None)
                 own = _tail(built.func if isinstance(built, ast.Call) else call.func)
+                if isinstance(built, ast.Call) and not own:  # losses.__dict__[args.loss]()
+                    own = _called_name(built, script, Sources(script, scripts), {}).split(".")[-1]
                 place = places.get(own)
-                if place is None or (own in place.classes and _tail(call.func) in script.owners):
+                owner = _tail(call.func) in script.owners and not _is_loss(own)
+                if place is None or (own in place.classes and owner):
                     continue  # not a script's loss, or a model that returns its loss
                 if _returns_torch_loss(place.functions.get(own) or place.classes[own]):
                     continue
                 line = f"{script.file.name}: {name} = {ast.unparse(value)}"
                 if place.trains or len(call.args) != 2 or call.keywords:  # its import may train
-                    return [], f"{line}, with {own} of {place.file.name}"
+                    names = {_tail(inner) for each in call.args for inner in ast.walk(each)}
+                    of_model = ["import gradscope", "@gradscope.model_loss"]
+                    of_model += ["def loss(model, inputs, targets):", "    return ..."]
+                    code = [] if names.isdisjoint(script.owners) else of_model
+                    return code, f"{line}, with {own} of {place.file.name}"
                 lines = ["import torch", f"from {place.file.stem} import {own}"]
                 if isinstance(built, ast.Call):
-                    lines.append(f"criterion = {ast.unparse(built)}")
+                    taken = ast.unparse(built).removeprefix(ast.unparse(built.func))
+                    lines.append(f"criterion = {own}{taken}")
                     own = "criterion"
                 each = f"{own}(o[None], t[None])"
                 lines.append("def loss(outputs, targets):")
@@ -515,15 +575,37 @@ class Script:
                     continue
             if isinstance(node, ast.Assign) and _dotted(node.value) is None:
                 name = _tail(node.targets[0])  # args.sizes = args.sizes.split(",")
-                if isinstance(found.get(name), str) and not isinstance(node.value, ast.Constant):
+                own = name in map(_tail, ast.walk(node.value))
+                if own and isinstance(found.get(name), str):
                     del found[name]
         return found
 
     @cached_property
     def values(self) -> dict[str, ast.expr]:
-        """The last value of each variable and attribute, by its last name."""
+        """The last value of each variable and attribute, by its last name.
+
+        model = model.cuda() is not a new value.
+        """
         assigned = (node for node in self.nodes if isinstance(node, ast.Assign))
-        return {_tail(node.targets[0]): node.value for node in assigned}
+        pairs = ((_tail(node.targets[0]), node.value) for node in assigned)
+        return {name: value for name, value in pairs if name not in ("", _tail(_unmoved(value)))}
+
+    @cached_property
+    def local(self) -> dict[int, dict[str, ast.expr]]:
+        """{id of a call: the variables of the functions around it, if assigned once}."""
+        found: dict[int, dict[str, ast.expr]] = {}
+        for function in self.nodes:
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            nodes = list(ast.walk(function))
+            assigned = (n for n in nodes if isinstance(n, ast.Assign))
+            every = [(_tail(t), value) for n in assigned for t, value in _pairs(n.targets, n.value)]
+            counts = Counter(name for name, _ in every)
+            own = {name: value for name, value in every if name and counts[name] == 1}
+            for node in nodes:  # inner functions come later
+                if isinstance(node, ast.Call):
+                    found[id(node)] = found.get(id(node), {}) | own
+        return found
 
     @cached_property
     def torch_losses(self) -> set[str]:
@@ -572,11 +654,16 @@ class Script:
             for node in self.calls.get("backward", ())
             if isinstance(node.func, ast.Attribute)
         }
-        return [
-            (name, node.value)
-            for node in self.nodes
-            if isinstance(node, ast.Assign) and (name := _tail(node.targets[0])) in names
-        ]
+        found = []
+        for node in self.nodes:
+            if isinstance(node, ast.Assign):
+                target = node.targets[0]  # loss, correct = compute(outputs, targets)
+                first = target.elts[0] if isinstance(target, ast.Tuple) else target
+                if (name := _tail(first)) in names:
+                    part = node.value  # loss = raw_loss
+                    part = self.values.get(part.id, part) if isinstance(part, ast.Name) else part
+                    found.append((name, part))
+        return found
 
     @cached_property
     def sums(self) -> bool:
@@ -632,6 +719,14 @@ class Sources:
         """Return the calls of a class or function in all scripts."""
         return [call for script in self._scripts for call in script.calls.get(name, ())]
 
+    def local(self, call: ast.Call) -> dict[str, ast.expr]:
+        """Return the variables of the functions around a call, if they are assigned once."""
+        return next((found for s in self._scripts if (found := s.local.get(id(call)))), {})
+
+    def file(self, name: str) -> Path:
+        """Return the file of a class."""
+        return next(s.file for s in self._scripts if self.classes[name] in s.tree.body)
+
     def is_module(self, name: str, depth: int = 0) -> bool:
         """Whether a class is a torch.nn.Module, judged by its bases."""
         node = self.classes.get(name)
@@ -649,8 +744,9 @@ class Sources:
         with suppress(ValueError):
             value = ast.literal_eval(node)
             return Argument(value, "the value in the script") if _is_plain(value) else None
-        value = self.constants.get(_tail(node))
-        named = isinstance(node, ast.Name | ast.Attribute) and _is_plain(value)
+        name = _tail(node) or _key(node)  # width, args.width and config["width"]
+        value = self.constants.get(name)
+        named = name and _is_plain(value)
         return Argument(value, "the script's default; no tensor confirms it") if named else None
 
     def fields(self, names: set[str]) -> dict[str, Argument]:
@@ -744,12 +840,14 @@ class ModelClass:
     def names(self) -> dict[str, ast.expr]:
         """The values assigned in methods to variables and to self.NAME, except parameters.
 
+        A value that is computed from the variable itself is left out: layers = Sequential(*layers).
         The value of a loop's variable is the first entry.
         """
         found: dict[str, ast.expr] = {}
         for target, value in self._assignments():
             key = target.id if isinstance(target, ast.Name) else f"self.{target.attr}"
-            if key not in self.parameters:
+            own = (n for n in ast.walk(value) if isinstance(n, ast.Name | ast.Attribute))
+            if key not in self.parameters and key not in map(_dotted, own):
                 found.setdefault(key, value)
         for loop in (inner for line in self._lines[0] for inner in ast.walk(line)):
             if isinstance(loop, ast.For):
@@ -810,16 +908,14 @@ class ModelClass:
                         targets, value = [inner.target], inner.value
                     else:
                         continue
-                    pairs = [(target, value) for target in targets]
-                    for target, each in pairs:  # and a, b = 1, 2
-                        if isinstance(target, ast.Tuple) and isinstance(each, ast.Tuple):
-                            pairs += zip(target.elts, each.elts, strict=False)
+                    for target, each in _pairs(targets, value):
                         own = isinstance(target, ast.Attribute) and _tail(target.value) == "self"
                         if isinstance(target, ast.Name) or own:
                             yield target, each  # type: ignore[misc]
 
     def part(self, node: ast.expr) -> Part:
         """Return the part that an expression makes."""
+        node = _unmoved(node)
         if isinstance(node, ast.IfExp):
             return self.part(node.body)
         if (own := _dotted(node)) is not None:
@@ -849,7 +945,7 @@ class ModelClass:
             return self._dict(node)
         if self.sources.is_module(name) and self.depth < 8:
             return Part("module", node, name=name)
-        method = self._method(name) if _dotted(called) == f"self.{name}" else None
+        method = self.method(name) if _dotted(called) == f"self.{name}" else None
         if method is not None:
             return self._made_by(method, node)
         function = self.sources.functions.get(name) if self.depth < 8 else None
@@ -859,7 +955,8 @@ class ModelClass:
             return self.part(_Substituted(passed).visit(_copied(made)))
         return Part("plain") if _PLAIN.search(name) else _UNKNOWN
 
-    def _method(self, name: str) -> ast.FunctionDef | None:
+    def method(self, name: str) -> ast.FunctionDef | None:
+        """Return a method, or None."""
         methods = (
             m for node in self._lines[0] for m in node.body if isinstance(m, ast.FunctionDef)
         )
@@ -867,12 +964,34 @@ class ModelClass:
 
     def inputs(self) -> list[str]:
         """Return the names of the parameters of forward."""
-        forward = self._method("forward")
+        forward = self.method("forward")
         return [] if forward is None else list(_parameters(forward.args, skip=1))
+
+    @property
+    def random(self) -> bool:
+        """Whether forward, or a method that it calls, draws random numbers in eval mode too."""
+        waiting, seen = ["forward"], {"forward"}
+        while waiting:
+            method = self.method(waiting.pop())
+            nodes = [] if method is None else _in_eval(method)
+            called = [node.func for node in nodes if isinstance(node, ast.Call)]
+            own = {_tail(name) for name in called if _dotted(name) == f"self.{_tail(name)}"}
+            if not _DRAWS.isdisjoint({*map(_tail, called)} - own):
+                return True
+            waiting += own - seen
+            seen |= own
+        return False
+
+    def attribute_of(self, argument: str) -> str:
+        """Return the attribute of self to which `__init__` assigns an argument."""
+        for target, value in self._assignments():
+            if isinstance(target, ast.Attribute) and _dotted(_unmoved(value)) == argument:
+                return target.attr
+        return argument
 
     def only_calls(self, part: str) -> bool:
         """Whether forward, if there is one, only returns self.PART(...)."""
-        forward = self._method("forward")
+        forward = self.method("forward")
         last = None if forward is None else forward.body[-1]
         called = last.value if isinstance(last, ast.Return) else None
         return forward is None or (
@@ -1072,6 +1191,29 @@ class ModelClass:
         return found
 
 
+def _pairs(targets: Sequence[ast.expr], value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    """Return an assignment's (target, value) pairs, also of a, b = 1, 2."""
+    pairs = [(target, value) for target in targets]
+    for target, each in pairs:
+        if isinstance(target, ast.Tuple) and isinstance(each, ast.Tuple):
+            pairs += zip(target.elts, each.elts, strict=False)
+    return pairs
+
+
+def _in_eval(node: ast.AST) -> list[ast.AST]:
+    """Return the nodes of a method without the branches `if self.training`."""
+    found: list[ast.AST] = []
+    waiting = [node]
+    while waiting:
+        each = waiting.pop()
+        found.append(each)
+        if isinstance(each, ast.If | ast.IfExp) and _tail(each.test) == "training":
+            waiting += each.orelse if isinstance(each.orelse, list) else [each.orelse]
+        else:
+            waiting += ast.iter_child_nodes(each)
+    return found
+
+
 def _entries(
     node: ast.expr, names: Mapping[str, ast.expr], depth: int = 0
 ) -> tuple[ast.expr | None, ast.expr | None]:
@@ -1177,7 +1319,7 @@ def _examined(
     of_class = name if function is None else ("" if node is None else _tail(node.func))
     if not sources.is_module(of_class):
         return None
-    model = ModelClass(sources, of_class)
+    model = _with_modules(sources, of_class)
     if node is not None:
         model = ModelClass(sources, of_class, given=_bound(node, list(model.parameters)))
     keys = {key: tuple(key.split(".")) for key in shapes}
@@ -1199,11 +1341,8 @@ def _examined(
         arguments, unknown = _of_function(sources, function, given)
     else:
         arguments, unknown = _arguments(sources, model, shapes, given)
-    taken = model.inputs()
-    parts = _modules(sources, model, unknown)
-    return FoundModel(
-        script.file, name, function is None, fit, why, arguments, unknown, parts, inputs=taken
-    )
+    found = FoundModel(script.file, name, function is None, fit, why, arguments, unknown)
+    return replace(found, inputs=model.inputs(), random=model.random)
 
 
 def _entry(node: ast.expr, given: Mapping[str, ast.expr]) -> int | None:
@@ -1257,22 +1396,27 @@ def _arguments(
     """Return the known arguments of a class, and the names of the arguments to fill in."""
     solved = _solved(model.equations(shapes))
     configs = model.configs()
-    called = _called(sources, model)
+    called = _called(sources, model, given)
     found: dict[str, Argument] = {}
     unknown: list[str] = []
     for name, default in model.parameters.items():
+        if name in model.given:
+            own, missing = _nested(sources, name, model, shapes, given)
+            found |= own
+            unknown += missing
+            continue
         if configs.get(name) and default is None and name not in solved:
             own, missing = _config(sources, name, configs[name], solved, given)
             found |= {f"{name}.{key}": value for key, value in own.items()}
             unknown += [f"{name}.{key}" for key in missing]
             continue
         value = _stored(given, name) or solved.get(name) or called.get(name)
+        if name == "device" and (value is not None or default is None):
+            value = Argument("cpu", "the default device of a run")
         if value is None and name in model.keywords:
             value = sources.constant(ast.Name(name))
         if value is not None:
             found[name] = value
-        elif default is None and name == "device":
-            found[name] = Argument("cpu", "the default device of a run")
         elif default is None:
             unknown.append(name)
     return found, unknown
@@ -1310,25 +1454,59 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, bool | int | float | str)
 
 
-def _called(sources: Sources, model: ModelClass) -> dict[str, Argument]:
-    """Return the constant arguments that scripts pass to a model's class."""
+def _called(sources: Sources, model: ModelClass, given: Mapping[str, Any]) -> dict[str, Argument]:
+    """Return the arguments that a call of a model's class gives as constants or stored values.
+
+    `given` are the stored arguments: Net(width=args.wide) has the stored value of "wide".
+    """
+    best: dict[str, Argument] = {}
     for call in sources.calls(model.name):
-        given = _bound(call, list(model.parameters))
-        known = {name: sources.constant(node) for name, node in given.items()}
-        if known:
-            return {name: value for name, value in known.items() if value is not None}
-    return {}
-
-
-def _modules(sources: Sources, model: ModelClass, names: Sequence[str]) -> dict[str, str]:
-    """Return {argument: expression} of the arguments that scripts pass a module of a class."""
-    found: dict[str, str] = {}
-    for call in sources.calls(model.name) if names else ():
+        local, known = sources.local(call), {}
         for name, node in _bound(call, list(model.parameters)).items():
-            made = sources.values.get(_tail(node), node)
-            if name in names and isinstance(made, ast.Call) and sources.is_module(_tail(made.func)):
-                found.setdefault(name, ast.unparse(made))
-    return found
+            value = _stored(given, _key(node) or _tail(node))
+            value = value or sources.constant(local.get(_tail(node), node))
+            if value is not None:
+                known[name] = value
+        best = max(best, known, key=len)
+    return best
+
+
+def _with_modules(sources: Sources, name: str) -> ModelClass:
+    """Return a class with the modules that a script passes to it as arguments."""
+    plain = ModelClass(sources, name)
+    found: dict[str, ast.expr] = {}
+    for call in sources.calls(name):
+        local = sources.local(call)
+        for argument, node in _bound(call, list(plain.parameters)).items():
+            made = _unmoved(local.get(_tail(node)) or sources.values.get(_tail(node), node))
+            if isinstance(made, ast.Call) and sources.is_module(_tail(made.func)):
+                found.setdefault(argument, made)
+    return ModelClass(sources, name, given=found)
+
+
+def _nested(
+    sources: Sources, name: str, model: ModelClass, shapes: Shapes, given: Mapping[str, Any]
+) -> tuple[dict[str, Argument], list[str]]:
+    """Return the factory and the known arguments of an argument that is a module, and the rest.
+
+    Both have the argument's name before them: NAME.factory.
+    """
+    own = _with_modules(sources, _tail(model.given[name].func))  # type: ignore[attr-defined]
+    known, unknown = _arguments(sources, own, _below(shapes, model.attribute_of(name)), given)
+    factory = Argument(f"{sources.file(own.name)}:{own.name}", f"the script passes {own.name}(...)")
+    found = {f"{name}.{key}": value for key, value in {"factory": factory, **known}.items()}
+    return found, [f"{name}.{key}" for key in unknown]
+
+
+def _unmoved(node: ast.expr) -> ast.expr:
+    """Return MODEL of MODEL.to(device) and MODEL.cuda()."""
+    while (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in _MOVED
+    ):
+        node = node.func.value
+    return node
 
 
 def _solved(equations: Iterable[Equation]) -> dict[str, Argument]:

@@ -473,14 +473,19 @@ def _less_the_margin(
     return values + rest.masked_fill(targets == ignore_index, 0.0)
 
 
-def _require_probabilities(outputs: Any, targets: Any) -> None:
+def _probabilities(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return targets from 0 to 1, the integers 0 and 1 in the dtype of the outputs."""
     _require_tensors(outputs, targets)
-    if not targets.is_floating_point():
-        remedy = (
-            "Convert the targets to floating-point probabilities: in a dataset spec, write "
-            'dtype = { NAME = "float32" }.'
-        )
-        raise _misfit("targets are not floating-point numbers", outputs, targets, remedy)
+    with suppress(RuntimeError):  # vmap cannot read a number
+        if ((targets < 0) | (targets > 1)).any():  # NaN is reported with the sample's losses
+            low, high = (float(v) for v in targets.aminmax())
+            raise _misfit(
+                f"targets are from {low:.3g} to {high:.3g}, but must be probabilities from 0 to 1",
+                outputs,
+                targets,
+                "For classes 0, 1, 2, ... use the loss cross_entropy, with an output for each.",
+            )
+    return targets if targets.is_floating_point() else targets.to(outputs.dtype)
 
 
 @loss("bce_with_logits", _BITS)
@@ -493,10 +498,10 @@ def bce_with_logits(
 ) -> Tensor:
     """Binary cross-entropy of logits; outputs and targets have the same shape (n, ...).
 
-    Targets are probabilities. `pos_weight` multiplies the positive part. It has a single factor, or
-    a factor for each entry of the last axis.
+    Targets are probabilities, or the integers 0 and 1. `pos_weight` multiplies the positive part.
+    It has a single factor, or a factor for each entry of the last axis.
     """
-    _require_probabilities(outputs, targets)
+    targets = _probabilities(outputs, targets)
     if outputs.shape == targets.shape and outputs.dim() == 1:
         outputs, targets = outputs[:, None], targets[:, None]
     if pos_weight is not None and len(pos_weight) == 1:
@@ -512,7 +517,7 @@ def bce(outputs: Tensor, targets: Tensor, *, per_sample: Normaliser = "mean") ->
 
     For logits use `bce_with_logits`.
     """
-    _require_probabilities(outputs, targets)
+    targets = _probabilities(outputs, targets)
     with suppress(RuntimeError):  # vmap cannot read a number
         if not ((outputs >= 0) & (outputs <= 1)).all():
             low, high = (float(v) for v in outputs.detach().aminmax())

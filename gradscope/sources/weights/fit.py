@@ -164,6 +164,16 @@ def check_finite(values: StateDict, expected: StateDict, parameters: set[str]) -
         )
 
 
+def stored_modules(content: Any, key: str | None = None) -> dict[str, nn.Module]:
+    """Return {key: module} of the modules with parameters in a checkpoint; a module has key ""."""
+    held = content if isinstance(content, Mapping) else {"": content}
+    return {
+        k: v
+        for k, v in held.items()
+        if isinstance(v, nn.Module) and key in (None, k) and any(True for _ in v.parameters())
+    }
+
+
 def state_dicts(content: Any) -> list[tuple[str, Mapping[Any, Any]]]:
     """Return all possible state dicts in a checkpoint, each with its dotted key."""
     seen: set[int] = set()

@@ -184,6 +184,7 @@ def read_trusted(path: Path, name: str) -> Any:
     """Return the content of a file that the user trusts; this can execute any code in the file.
 
     `name` is the reader, one of `TRUSTED`. A TorchScript or torch.export archive gives its module.
+    The entries of a list, such as [model, optimizer], get the keys "0", "1", ....
     """
     kind = _verified_kind(path) if name == "torch" else "saved"
     try:  # output of the file's code is sent to stderr
@@ -202,8 +203,11 @@ def read_trusted(path: Path, name: str) -> Any:
             if kind == "torch.export":
                 return _program(torch.export.load(file))
             if name == "pickle":
-                return pickle.load(file)
-            return torch.load(file, map_location="cpu", weights_only=False)
+                found = pickle.load(file)
+            else:
+                found = torch.load(file, map_location="cpu", weights_only=False)
+            listed = isinstance(found, list | tuple)
+            return {str(k): entry for k, entry in enumerate(found)} if listed else found
     except SystemExit as error:
         what, remedy = f"its code called sys.exit({error.code!r})", "Save model.state_dict()."
         raise CheckpointError(what, remedy=remedy) from error
