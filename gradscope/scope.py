@@ -448,8 +448,8 @@ class Scope(UncopiedHandle):
         with located("group"):
             return rows if self._groups is None or is_empty(rows) else self._groups.batch(rows)
 
-    def parts(self, batch: Batch) -> list[Batch]:
-        """Split a batch into the parts in which it is evaluated."""
+    def parts(self, batch: Batch, most: int = _STREAMED) -> list[Batch]:
+        """Split a batch into the parts in which it is evaluated, of at most `most` samples."""
         session = self.session
         if is_empty(batch):
             return [batch]
@@ -457,7 +457,7 @@ class Scope(UncopiedHandle):
             rows = self._rows_of(batch)
             assert isinstance(rows, Groups)
             return [*rows.split(_STREAMED)]
-        each = max(1, _STREAMED // session.labels.each(batch))
+        each = max(1, min(most, _STREAMED) // session.labels.each(batch))
         step = len(batch) if session.settings.own_loss else each
         spans = range(0, len(batch), step)
         parts = [batch.select(slice(k, k + step)) for k in spans] if len(spans) > 1 else [batch]

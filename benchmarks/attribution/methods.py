@@ -1,6 +1,7 @@
 """The ways to attribute: each returns scores (M, N) of one model, positive where a sample helps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -63,10 +64,10 @@ def _of_inputs(task: Task, model: nn.Module) -> np.ndarray:
     return (counts[0] @ counts[1].mT).numpy()
 
 
-def _kronfluence(task: Task, model: nn.Module, **factors: Any) -> np.ndarray:
-    """Kronfluence 1.0: factors and scores in its own files, in a temporary folder."""
+@contextmanager
+def analyzer(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Any]:
+    """Yield kronfluence's analyzer of a model; its files are in a temporary folder."""
     from kronfluence.analyzer import Analyzer, prepare_model
-    from kronfluence.arguments import FactorArguments, ScoreArguments
     from kronfluence.task import Task as TheirTask
 
     class ValidationSettings(TheirTask):  # type: ignore[misc]
@@ -77,27 +78,28 @@ def _kronfluence(task: Task, model: nn.Module, **factors: Any) -> np.ndarray:
                 with torch.no_grad():
                     chance = torch.softmax(outputs.detach().flatten(0, -2), -1)
                     targets = torch.multinomial(chance, 1).reshape(targets.shape)
-            return task.loss(outputs, targets).sum()
+            return loss(outputs, targets).sum()
 
         def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
             return self.compute_train_loss(batch, model)
 
-    damping = factors.pop("damping_factor", 1e-8)
     asked = ValidationSettings()
-    train, query = TensorDataset(*task.train), TensorDataset(*task.query)
+    ready = prepare_model(model, asked)
+    options: Any = {"cpu": True, "disable_tqdm": True, "log_level": 40}
     with TemporaryDirectory() as folder:
-        analyzer = Analyzer(
-            "benchmark",
-            prepare_model(model, asked),
-            asked,
-            cpu=True,
-            disable_tqdm=True,
-            output_dir=folder,
-            log_level=40,
-        )
+        yield Analyzer("benchmark", ready, asked, output_dir=folder, **options)
+
+
+def _kronfluence(task: Task, model: nn.Module, **factors: Any) -> np.ndarray:
+    """Kronfluence 1.0: factors and scores in its own files."""
+    from kronfluence.arguments import FactorArguments, ScoreArguments
+
+    damping = factors.pop("damping_factor", 1e-8)
+    train, query = TensorDataset(*task.train), TensorDataset(*task.query)
+    with analyzer(model, task.loss) as found:
         arguments = FactorArguments(strategy="ekfac", **factors)
-        analyzer.fit_all_factors("f", train, per_device_batch_size=_BATCH, factor_args=arguments)
-        analyzer.compute_pairwise_scores(
+        found.fit_all_factors("f", train, per_device_batch_size=_BATCH, factor_args=arguments)
+        found.compute_pairwise_scores(
             "s",
             "f",
             query,
@@ -106,7 +108,7 @@ def _kronfluence(task: Task, model: nn.Module, **factors: Any) -> np.ndarray:
             per_device_train_batch_size=_BATCH,
             score_args=ScoreArguments(damping_factor=damping),
         )
-        scores: np.ndarray = analyzer.load_pairwise_scores("s")["all_modules"].numpy()
+        scores: np.ndarray = found.load_pairwise_scores("s")["all_modules"].numpy()
     return scores
 
 

@@ -37,16 +37,26 @@ class Tile:
         none = torch.empty(0, dtype=torch.int64)
         self.places = torch.cat([none, *(batch.places for batch in batches)])  # (m,)
         self.batches, self._dtype = batches, dtype
-        self._rows: dict[str, Tensor] = {}
+        self._rows: dict[tuple[str, int], Tensor] = {}
 
     @property
     def n(self) -> int:
         """The number of samples, m."""
         return len(self.places)
 
-    def map(self, change: Callable[[Gradients], Gradients]) -> "Tile":
-        """Return a tile of the same samples whose gradients `change` has replaced."""
-        made = [GradientBatch(b.places, change(b.gradients)) for b in self.batches]
+    def map(self, change: Callable[[Gradients], Gradients], *, keep: bool = True) -> "Tile":
+        """Return a tile of the same samples whose gradients `change` has replaced.
+
+        Without `keep`, this tile is empty afterwards.
+        """
+        batches = [*self.batches]
+        if not keep:
+            self.batches.clear()
+        made = []
+        while batches:
+            batch = batches.pop(0)
+            made.append(GradientBatch(batch.places, change(batch.gradients)))
+            del batch
         return Tile(made, self._dtype)
 
     def with_rows(self, other: "Tile", groups: Groups | None = None) -> dict[str, Tensor]:
@@ -66,29 +76,29 @@ class Tile:
                     self.n, other.n, dtype=torch.float64, device=block.device
                 )
             found = every[group]
-            for batch in self.batches:
+            for number, batch in enumerate(self.batches):
                 own, rows = batch.gradients[name], slice(top, top + len(batch.places))
                 if _by_factors(own, block):
                     _add_by_factors(found[rows], own, block, self._dtype)
                 else:
-                    self._add(found[rows], name, rows, block)
+                    self._add(found[rows], name, number, block)
                 top = rows.stop
         return every
 
-    def _add(self, out: Tensor, name: str, rows: slice, block: Block) -> None:
-        own = self._dense(name)[rows]
+    def _add(self, out: Tensor, name: str, number: int, block: Block) -> None:
+        own = self._dense(name, number)
         for samples, part, values in block.pieces():
             width = slice(part.start, part.stop)
             if values.is_complex():
                 width = slice(2 * part.start, 2 * part.stop)
-            out[:, samples] += own[:, width] @ real_rows(values, self._dtype).mT
+            rows = own[:, width].to(self._dtype)  # in pieces: float64 would double the memory
+            out[:, samples] += rows @ real_rows(values, self._dtype).mT
 
-    def _dense(self, name: str) -> Tensor:
-        if name not in self._rows:
-            every = [batch.gradients[name].dense() for batch in self.batches]
-            rows = [real_rows(dense, self._dtype) for dense in every]
-            self._rows[name] = rows[0] if len(rows) == 1 else torch.cat(rows)
-        return self._rows[name]
+    def _dense(self, name: str, number: int) -> Tensor:
+        if (name, number) not in self._rows:
+            found = self.batches[number].gradients[name].dense()
+            self._rows[name, number] = real_rows(found, found.dtype.to_real())
+        return self._rows[name, number]
 
 
 def real_rows(values: Tensor, dtype: torch.dtype) -> Tensor:

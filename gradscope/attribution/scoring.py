@@ -137,13 +137,13 @@ def scores_of(
 
     Args:
         form: The form of the scores.
-        tile: The queries.
+        tile: The queries; only `cosine` leaves their gradients in the tile.
         source: All training samples, or some of them.
         steps: The curvature of all training samples.
         own: gᵢᵀ H⁻¹ gᵢ (k,), which `influence` does not need.
         n: The number of all training samples, N.
     """
-    prepared = tile.map(steps.before)
+    prepared = tile.map(steps.before, keep=form == "cosine")
     products = products_of(prepared, source, steps.groups)
     found = steps.after(products) / n
     if own is not None:

@@ -30,6 +30,7 @@ from gradscope.engine.fold import fold, prepare_chains, usable
 from gradscope.engine.session import Session
 from gradscope.errors import ResultFileError, SpecError
 from gradscope.run import Job, plan, prepare
+from gradscope.run.budget import samples_busy
 from gradscope.run.execute import batches, samples_of, table_of
 from gradscope.run.overlap import BatchSize
 from gradscope.scope import Scope
@@ -42,6 +43,7 @@ _SAME = {
     "kfac:bias=column": ("kfac:positions=mean,bias=column",),
 }
 _READ = 2**26  # bytes of rows read at a time
+_GRAPH = 2**25  # on a CPU, bytes of autograd graph per thread: the passes take most of the memory
 COLUMNS = (  # the columns of a sample table that a score file keeps
     *("index", "loss", "norm", "finite", "sample", "position", "target", "prediction", "margin"),
     *("id", "size"),
@@ -277,9 +279,13 @@ class SessionSource(GradientSource):
                 found = {name: (min(dim, prod(shape)),) for name, shape in found.items()}
         return found
 
+    @property
+    def _rows_seen(self) -> int:
+        return sum(len(one["index"]) for one in self._seen)
+
     def table(self, stop: int | None = None) -> Table:
         wanted = self.n if stop is None else stop
-        if sum(len(one["index"]) for one in self._seen) < wanted:
+        if self._rows_seen < wanted:
             for _ in self.batches():
                 pass
         names = self._seen[0]
@@ -289,16 +295,19 @@ class SessionSource(GradientSource):
         session = self._session
         if self._ready is None:
             self._ready = prepare_chains(session, [self._chain], self._walk)[0]
-        chain, start, self._seen = self._ready, 0, []
-        for ordinal, batch in enumerate(self._walk()):
+        # norms cost much: the table is made once
+        known = self.table()["finite"] if self._rows_seen == self.n else None
+        chain, start = self._ready, 0
+        self._seen = self._seen if known is not None else []
+        for batch in self._walk():
             stop = start + len(batch)
-            evaluation = session.evaluate(batch, ordinal=ordinal, last=stop == self.n)
-            table = self._table_of(batch, evaluation)
-            self._seen.append(table)
+            evaluation = session.evaluate(batch, last=stop == self.n)
+            if known is None:
+                self._seen.append(self._table_of(batch, evaluation))
+            finite = self._seen[-1]["finite"].cpu() if known is None else known[start:stop]
             kept = usable(session, batch, evaluation)
             if kept is not None:
-                places = torch.arange(start, stop)[table["finite"].cpu()]
-                yield GradientBatch(places, chain.rows(*kept))
+                yield GradientBatch(torch.arange(start, stop)[finite], chain.rows(*kept))
             start = stop
 
     def all_batches(self) -> Iterator[GradientBatch]:
@@ -309,9 +318,12 @@ class SessionSource(GradientSource):
     def aggregates(self, chains: Sequence[str]) -> list[dict[str, Tensor]]:
         if self.part is not None:
             raise self.part.alone(chains[0], self.facts.name)
-        session = self._session
-        bound = prepare_chains(session, [bind(chain) for chain in chains], self._walk)
-        total, _ = fold(session, self._walk(), dict(enumerate(bound)))
+        session, seen = self._session, list[Table]()
+        add = None if self._rows_seen == self.n else lambda *row: seen.append(self._table_of(*row))
+        with session.tuner.active():
+            bound = prepare_chains(session, [bind(chain) for chain in chains], self._walk)
+            total, _ = fold(session, self._walk(), dict(enumerate(bound)), add)
+        self._seen = seen or self._seen
         found = [bound[k].finish(total.result(k)) for k in sorted(total.states)]
         if len(found) < len(chains):
             raise SpecError("no sample has a finite gradient", where=self.facts.name)
@@ -328,7 +340,8 @@ def job_source(job: Job, name: str) -> SessionSource:
 
 def samples_at_a_time(job: Job) -> int:
     """Return the number of samples whose gradients are computed together."""
-    return plan(replace(job, chains=(bind("norm"),))).batch_size  # dense rows are formed in pieces
+    asked = replace(job, chains=(bind("norm"),))  # dense rows are formed in pieces
+    return plan(asked, busy=_GRAPH).batch_size
 
 
 def selected_source(job: Job, name: str, places: Tensor) -> SessionSource:
@@ -387,10 +400,11 @@ def scope_source(name: str, scope: Scope, inputs: Any, targets: Any = None) -> S
     settings = session.settings
     noun = settings.rows if settings.group is None else "group"
     shapes = {name: tuple(p.shape) for name, p in scope.problem.parameters.items()}
+    most = samples_busy(session, whole, _GRAPH)
     return SessionSource(
         session,
         bind("identity"),
-        lambda: scope.parts(whole),
+        lambda: scope.parts(whole, most),
         partial(table_of, session),
         len(whole) if noun == "sample" else sum(map(len, scope.parts(whole))),
         SourceFacts(name, "identity", shapes, {}, described, rows=noun),

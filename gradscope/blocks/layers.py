@@ -63,7 +63,7 @@ class LayerWeights(NamedTuple):
         size = matrices.shape[axis] - 1
         weight, bias = matrices.narrow(axis, 0, size), matrices.narrow(axis, size, 1)
         return {
-            self.weight: weight.reshape(n, *shapes[self.weight]),
+            self.weight: weight.contiguous().view(n, *shapes[self.weight]),
             self.bias: bias.reshape(n, *shapes[self.bias]),
         }
 

@@ -4,6 +4,7 @@ Work that chains share is done once. An `Accumulator` holds the states.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from gradscope.stages.transforms.base import NeedsProblem
 Sink = Callable[[Batch, Evaluation], None]
 Usable = tuple[Gradients, Problem, Batch]
 K = TypeVar("K", bound=Hashable)
+Start = State | Callable[[State], State]  # a batch's state, or a function that adds it to a state
 
 
 def fold(
@@ -69,25 +71,39 @@ def fold(
             sink(batch, evaluation)
         starts, left_out = _states_after_batch(session, every, batch, evaluation)
         del evaluation  # release memory before the next evaluation
-        total.add(dict(zip(chains, starts, strict=False)), carry=False)
-        del starts
+        _add(total, dict(zip(chains, starts, strict=False)))
+        del starts  # functions hold the gradients
         skipped += left_out
     return total, skipped
 
 
+def _add(total: Accumulator[K], starts: Mapping[K, Start]) -> None:
+    """Add what the chains have for a batch."""
+    total.add({k: start for k, start in starts.items() if isinstance(start, dict)}, carry=False)
+    for key, start in starts.items():
+        if not isinstance(start, dict):
+            total.update(key, start)
+
+
 def _states_after_batch(
     session: Session, chains: Sequence[Chain], batch: Batch, evaluation: Evaluation
-) -> tuple[list[State], int]:
-    """Return the chains' states after one batch (none if no sample is usable), and the skipped."""
+) -> tuple[list[Start], int]:
+    """Return what chains add for one batch (nothing if no sample is usable), and the skipped."""
     if session.labels.mode != "exact":
         found = _start_states_if_finite(chains, evaluation)
         if found is not None:
-            return found, 0
+            return [*found], 0
     kept = usable(session, batch, evaluation)
     if kept is None:
         return [], len(batch)
     skipped = len(batch) - samples(kept[2])
-    return _start_states(chains, {} if skipped else evaluation.states, *kept), skipped
+    adds = [reducer_of(chain).add for chain in chains]
+    others = [chain for chain, add in zip(chains, adds, strict=True) if add is None]
+    states = iter(_start_states(others, {} if skipped else evaluation.states, *kept))
+    starts: list[Start] = []
+    for chain, add in zip(chains, adds, strict=True):
+        starts.append(next(states) if add is None else partial(add, chain.rows(*kept)))
+    return starts, skipped
 
 
 def prepare_chains(

@@ -30,7 +30,7 @@ from gradscope.config import memory_text, parse_memory
 from gradscope.core.batch import Batch
 from gradscope.core.texts import count
 from gradscope.engine.fold import prepare_chains
-from gradscope.engine.session import Verify
+from gradscope.engine.session import Session, Verify
 from gradscope.errors import ModelError, SpecError
 from gradscope.model.independence import require_independent, require_unaffected
 from gradscope.model.problem import Problem
@@ -71,13 +71,16 @@ class MemoryPlan:
     available: int | None = None  # free bytes, if the system reports them
 
 
-def plan(job: Job, *, measured: bool = False, free: int | None = None) -> MemoryPlan:
+def plan(
+    job: Job, *, measured: bool = False, free: int | None = None, busy: int | None = None
+) -> MemoryPlan:
     """Return the requested batch size, or a batch size that fits into memory.
 
     Args:
         job: The run.
         measured: Measure the peak, even if the batch size does not depend on it.
         free: Free bytes, by default what the system reports.
+        busy: On a CPU, the bytes of autograd graph per thread that are enough.
 
     Raises:
         SpecError: A single sample takes more than `--memory`.
@@ -86,7 +89,7 @@ def plan(job: Job, *, measured: bool = False, free: int | None = None) -> Memory
     asked = job.session.settings
     proved = asked.verify != "never" and not asked.own_loss and len(job.rows) > 1
     try:
-        found = _choose_plan(job, free, measured=measured)
+        found = _choose_plan(job, free, measured=measured, busy=busy or _BUSY)
     except ModelError:
         if proved:
             _require_independent(job)  # its error is more precise if samples are coupled
@@ -96,7 +99,7 @@ def plan(job: Job, *, measured: bool = False, free: int | None = None) -> Memory
     return found
 
 
-def _choose_plan(job: Job, free: int | None, *, measured: bool) -> MemoryPlan:
+def _choose_plan(job: Job, free: int | None, *, measured: bool, busy: int) -> MemoryPlan:
     asked = job.spec.compute
     if asked.memory is not None:
         with rehearsal(job) as rehearsed:
@@ -107,7 +110,7 @@ def _choose_plan(job: Job, free: int | None, *, measured: bool) -> MemoryPlan:
     if given and not measured:
         return MemoryPlan(job.batch_size, available=free)
     with rehearsal(job) as rehearsed:
-        return _plan_by_sizes(rehearsed, free, fixed=given, measured=measured)
+        return _plan_by_sizes(rehearsed, free, fixed=given, measured=measured, busy=busy)
 
 
 def _require_independent(job: Job) -> None:
@@ -155,7 +158,9 @@ def _plan_within(job: Job, memory: int, free: int | None) -> MemoryPlan:
     return MemoryPlan(batch_size, (note,), max(found.largest, peak), free)
 
 
-def _plan_by_sizes(job: Job, free: int | None, *, fixed: bool, measured: bool) -> MemoryPlan:
+def _plan_by_sizes(
+    job: Job, free: int | None, *, fixed: bool, measured: bool, busy: int
+) -> MemoryPlan:
     """Return the job's batch size, or a smaller one if memory is short and it is not `fixed`."""
     rehearsals = Rehearsals(job) if measured else None  # first, so the peak includes loaded code
     batch_size, sizes, notes = job.batch_size, Sizes.of(job), list[str]()
@@ -164,7 +169,7 @@ def _plan_by_sizes(job: Job, free: int | None, *, fixed: bool, measured: bool) -
         raw = any(c.reducer is not None and c.reducer.raw for c in job.chains)
         least = 2 if raw or job.spec.compute.layout != "dense" else 1  # one hides structure
         least = max(least, job.least)
-        batch_size = min(batch_size, max(least, sizes.busy(job.session.problem.device)))
+        batch_size = min(batch_size, max(least, sizes.busy(job.session.problem.device, busy)))
         if job.tokens is None:
             batch_size = min(batch_size, max(least, BATCH_SAMPLES, sizes.cached))
         wanted = min(batch_size, job.work())
@@ -228,11 +233,14 @@ class Sizes:
             gradient=sum(p.nbytes for p in job.session.problem.parameters.values()),
         )
 
-    def busy(self, device: torch.device) -> int:
-        """Return a batch size that keeps the device busy; on a CPU, a power of two."""
+    def busy(self, device: torch.device, size: int = _BUSY) -> int:
+        """Return a batch size that keeps the device busy; on a CPU, a power of two.
+
+        On a CPU, more than `size` bytes of autograd graph per thread are not needed.
+        """
         if device.type != "cpu":
             return _LARGEST
-        found = _BUSY * max(_THREADS, torch.get_num_threads()) // max(1, self.graph)
+        found = size * max(_THREADS, torch.get_num_threads()) // max(1, self.graph)
         return 1 << max(1, found).bit_length() - 1
 
     @property
@@ -361,6 +369,22 @@ def graph_bytes(problem: Problem, batch: Batch) -> int:
     own = chain(problem.model.parameters(), problem.model.buffers())
     others = storages.keys() - {t.untyped_storage().data_ptr() for t in own}
     return sum(storages[place].nbytes() for place in others)
+
+
+def samples_busy(session: Session, batch: Batch, size: int) -> int:
+    """Return a batch size that keeps the device busy, at least 2; see `Sizes.busy`.
+
+    It follows from the first sample of `batch`, or is `_LARGEST` if that cannot be evaluated.
+    """
+    trial = session.rehearsal("never")
+    try:
+        with unmeasured(), trial.problem.state.watching():
+            graph = graph_bytes(trial.problem, trial.labels.of(batch.select(slice(0, 1))))
+    except Exception:  # the run will report the error
+        return _LARGEST
+    finally:
+        trial.close()
+    return max(2, Sizes(graph, 0, 0, 0).busy(trial.problem.device, size))  # one hides structure
 
 
 class NullWriter:

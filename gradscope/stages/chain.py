@@ -84,7 +84,7 @@ class Chain:
             (*self.stages[: len(self.before)], earlier.stage), self.before, earlier.reducer
         )
 
-    def given(self, found: Mapping[str, Tensor], *, rehearsed: bool = False) -> "Chain":
+    def given(self, found: dict[str, Tensor], *, rehearsed: bool = False) -> "Chain":
         """Complete the first stage that waits for the result of `first_pass`.
 
         If `rehearsed`, only time and memory of the completed chain have to be right.

@@ -12,11 +12,19 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import gradscope
-from gradscope.attribution import AttributionSettings, Scores, Scoring, open_sources, writing_scores
+from gradscope.attribution import (
+    AttributionSettings,
+    Scores,
+    Scoring,
+    open_sources,
+    sources,
+    writing_scores,
+)
 from gradscope.attribution.curvature import Moments, along, ekfac_curvature
-from gradscope.attribution.methods import Method, layers_of
+from gradscope.attribution.methods import Form, Method, layers_of
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.config import load
+from gradscope.engine.session import Session
 from gradscope.errors import GradscopeError, OutputError, ResultFileError, SpecError
 from gradscope.run import compute, prepare
 
@@ -469,3 +477,37 @@ def test_tokens_that_never_meet_are_scored_as_samples_are(curvature: Any) -> Non
 
 def test_scores_is_public() -> None:
     assert gradscope.Scores is Scores
+
+
+@pytest.mark.parametrize("form", ["influence", "cosine"])
+def test_batches_that_fit_into_memory_give_the_same_scores(
+    form: Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    train, query = (
+        (torch.randn(n, 4, 6, dtype=torch.float64), torch.randn(n, 4, 3, dtype=torch.float64))
+        for n in (11, 5)
+    )
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().sum((1, 2))
+
+    def scores() -> Any:
+        scope = gradscope.Scope(model, loss)
+        return gradscope.attribute((scope, *train), (scope, *query), "ekfac", score=form).values
+
+    wanted = scores()[...]
+    monkeypatch.setattr(sources, "_GRAPH", 1)
+    sizes = []
+    evaluate = Session.evaluate
+
+    def counted(self: Session, batch: Any, *args: Any, **how: Any) -> Any:
+        sizes.append(len(batch))
+        return evaluate(self, batch, *args, **how)
+
+    monkeypatch.setattr(Session, "evaluate", counted)
+    close(scores(), wanted)
+    assert max(sizes) == 2
+    walks = {"influence": 3, "cosine": 4}[form]  # the table takes no further walk
+    assert sum(sizes) == walks * 11 + 5

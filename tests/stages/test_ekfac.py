@@ -24,6 +24,7 @@ from gradscope.engine.fold import prepare_chains
 from gradscope.errors import InputError, SpecError, UnsupportedError
 from gradscope.stages.reducers.accumulator import depends_on_split
 from gradscope.stages.reducers.base import Reducer
+from gradscope.stages.reducers.eigen import eigenvectors
 from tests.stages.examples import Draw, accumulated, compare, reducer, run
 
 
@@ -401,3 +402,41 @@ def test_the_split_is_tried_with_a_basis() -> None:
 
     wrong = made._replace(earlier=earlier._replace(given=last_part_only))
     assert depends_on_split(wrong) == "weight.eigenvalues"
+
+
+@pytest.mark.parametrize("rank", [90, 600])
+@pytest.mark.parametrize("dead", [0, 50])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_eigenvectors_of_large_matrices(rank: int, dead: int, dtype: torch.dtype) -> None:
+    """Of low rank, with sizes over six decades; zero rows hide the rank from a decomposition."""
+    torch.manual_seed(0)
+    rows = torch.randn(600, rank, dtype=dtype) * torch.logspace(0, -6, rank, dtype=torch.float64)
+    rows[:dead] = 0.0
+    matrix = rows @ rows.mH
+    vectors = eigenvectors(matrix[None])[0]
+    size = float(torch.linalg.matrix_norm(matrix, 2))
+    torch.testing.assert_close(
+        vectors.mH @ vectors, torch.eye(600, dtype=dtype), rtol=0, atol=1e-12
+    )
+    inside = vectors.mH @ matrix @ vectors
+    off = inside - torch.diag(inside.diagonal())
+    assert float(off.abs().max()) < 1e-13 * size
+    wanted = torch.linalg.eigvalsh(matrix)
+    found = inside.diagonal().real.sort().values
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13 * size)
+
+
+def test_batches_are_added_in_place_as_they_are_merged() -> None:
+    made = reducer("kfac:bias=column")
+    assert made.add is not None
+    every = [pair(), pair(last=1.0)]
+    added: dict[str, Tensor] = {}
+    for gradients in every:
+        added = made.add(gradients, added)
+    merged = made.merge(*(made.start(gradients) for gradients in every))
+    assert added.keys() == merged.keys()
+    for key, value in merged.items():
+        torch.testing.assert_close(added[key], value)
+    other = Gradients({"more": every[0]["l.weight"], **every[0]})
+    with pytest.raises(UnsupportedError, match="in some batches only"):
+        made.add(other, added)

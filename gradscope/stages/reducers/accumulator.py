@@ -4,7 +4,7 @@ Within a batch, sums have the gradients' precision. Between batches, states are 
 Sums are added in place, so no memory for a second state is needed.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Generic, TypeVar
 
 import torch
@@ -69,6 +69,11 @@ class Accumulator(Generic[K]):
             _add_in_place(self.states[key], own)
         self._owned |= {key for key in new if carry or key in self.states}
         self.states = self.states | new
+
+    def update(self, key: K, add: Callable[[State], State]) -> None:
+        """Let `add` add further samples to a reducer's state in place; see `Reducer.add`."""
+        self.states[key] = add(self.states.get(key, {}))
+        self._owned.add(key)
 
     def carry(self) -> None:
         """Convert the remaining states to float64: they may keep the gradients' memory alive."""

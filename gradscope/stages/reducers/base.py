@@ -38,10 +38,11 @@ class FirstPass(NamedTuple):
 
     stage: Stage  # the earlier reducer's name and arguments
     reducer: "Reducer"  # the earlier reducer
-    given: Callable[[Mapping[str, Tensor]], "Reducer"]  # from its result to the waiting reducer
+    # from its result to the waiting reducer; it may replace large entries of the result
+    given: Callable[[dict[str, Tensor]], "Reducer"]
     # from its result to a result of the same sizes that `given` processes quickly: for runs that
     # measure time and memory only
-    rehearsed: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict
+    rehearsed: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict
 
 
 class Reducer(NamedTuple):
@@ -57,6 +58,8 @@ class Reducer(NamedTuple):
         earlier: The earlier reducer whose result it needs before it can start, if any.
         note: A note about its result, shown to the user.
         separate: Each parameter's result depends only on its entries ("kind:NAME") and on n.
+        add: Adds the samples of a batch to a float64 state in place, one parameter at a time, and
+            returns it; {} is the state without samples. For states that are too large to have two.
     """
 
     start: Callable[[Gradients], State]
@@ -68,6 +71,7 @@ class Reducer(NamedTuple):
     earlier: FirstPass | None = None
     note: str = ""
     separate: bool = False
+    add: Callable[[Gradients, State], State] | None = None
 
 
 reducers: Registry[Callable[..., Reducer]] = Registry("reducer")

@@ -18,7 +18,7 @@ George et al. 2018 (arXiv:1806.03884) keep the eigenvectors of A ⊗ B and compu
 in their basis: E[(U_Bᵀ G U_A)²] for a layer's gradient G, instead of products of eigenvalues.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import partial
 from math import prod
 from typing import Literal, NamedTuple
@@ -51,6 +51,7 @@ from gradscope.stages.reducers.base import (
     Reducer,
     State,
     added,
+    carried,
     count,
     entries,
     joined,
@@ -58,7 +59,10 @@ from gradscope.stages.reducers.base import (
     power_sum,
     reducers,
 )
+from gradscope.stages.reducers.eigen import eigenvectors
 from gradscope.stages.transforms.base import Vector
+
+_BANDS, _BAND = 8, 128  # the bands of a symmetric product, and the least rows of a band
 
 
 @reducers.register("kfac")
@@ -93,11 +97,18 @@ def kfac(
     A dense parameter without factors (for example of a norm layer) is a single row if it has at
     most `full` numbers. Then A is the full second moment E[g gᵀ], B is 1, and it has no diagonal.
     """
-    return Reducer(partial(_start, bias, full), _merged, partial(_result, positions), raw=True)
+    every = partial(_parts, bias, full)
+    return Reducer(
+        lambda gradients: joined(_samples(gradients), dict(every(gradients))),
+        _merged,
+        partial(_result, positions),
+        raw=True,
+        add=lambda gradients, state: _added_in_place(state, _samples(gradients), every(gradients)),
+    )
 
 
-def _start(bias: str, full: int, gradients: Gradients) -> State:
-    """Return the sums of one batch."""
+def _parts(bias: str, full: int, gradients: Gradients) -> Iterator[tuple[str, ParameterState]]:
+    """Yield the sums of each parameter over one batch."""
     if all(block.kind != "outer" for block in gradients.values()):
         raise UnsupportedError(
             "kfac needs gradients as sums of outer products, but the gradients of "
@@ -105,18 +116,19 @@ def _start(bias: str, full: int, gradients: Gradients) -> State:
             remedy="Linear and convolutional layers have them with the backend hooks, if no "
             "transform is before kfac. For other parameters use second_moment or curvature fisher.",
         )
-    every = {}
     for name, block in gradients.items():
         own = gradients.get(bias_of(name) or "") if bias == "column" else None
         if block.kind is None and 0 < prod(block.shape) <= full:
-            every[name] = _as_row(block, gradients.weights)
+            yield name, _as_row(block, gradients.weights)
         else:
-            every[name] = _sums(block, own, gradients.weights)
-    return joined(_samples(gradients), every)
+            yield name, _sums(block, own, gradients.weights)
 
 
-def _result(positions: str, state: State) -> dict[str, Tensor]:
-    """Return the factors, and the diagonals of parameters without factors."""
+def _result(positions: str, state: State, *, in_place: bool = False) -> dict[str, Tensor]:
+    """Return the factors, and the diagonals of parameters without factors.
+
+    With `in_place`, the sums in the state are divided.
+    """
     n, every = state["n"], parts(state)
     layers = {name: _with_bias(part) for name, part in every.items() if "a" in part}
     inside = {bias_of(name) for name, (_, _, has_bias) in layers.items() if has_bias}
@@ -124,21 +136,43 @@ def _result(positions: str, state: State) -> dict[str, Tensor]:
     for name, (a, b, _) in layers.items():
         if name not in inside:
             by = every[name]["counted"].clamp(min=1) if positions == "mean" else n
-            found[f"{name}.A"] = a / by.reshape(-1, 1, 1).squeeze(0)
-            found[f"{name}.B"] = b / n
+            by = by.reshape(-1, 1, 1).squeeze(0)
+            found[f"{name}.A"] = a.div_(by) if in_place else a / by
+            found[f"{name}.B"] = b.div_(n) if in_place else b / n
     squares = {name: part["squares"] for name, part in every.items() if "squares" in part}
     return found | {f"{k}.diagonal": v / n for k, v in squares.items() if k not in inside}
 
 
 def _merged(a: State, b: State) -> State:
-    differing = {key.partition(":")[2] for key in a.keys() ^ b.keys()}
+    _require_same(a.keys() ^ b.keys())
+    return added(a, b)
+
+
+def _added_in_place(state: State, n: Tensor, every: Iterable[tuple[str, ParameterState]]) -> State:
+    """Add the parts of n further samples to a state, one parameter at a time."""
+    keys, first = {"n"}, not state
+    state["n"] = state["n"] + n if state else n
+    for name, part in every:
+        for kind, value in part.items():
+            key = f"{kind}:{name}"
+            keys.add(key)
+            if first or kind == "basis":
+                state[key] = carried(value)
+            elif key in state:
+                state[key].add_(value)
+    _require_same(state.keys() ^ keys)
+    return state
+
+
+def _require_same(keys: Set[str]) -> None:
+    """Raise if there are entries in one of two states only."""
+    differing = {key.partition(":")[2] for key in keys}
     if differing:
         raise UnsupportedError(
             f"the gradient of {', '.join(sorted(differing))} is an outer product in some batches "
             "only",
             remedy="Use the same backend and the same input shape for all batches.",
         )
-    return added(a, b)
 
 
 def _samples(gradients: Gradients) -> Tensor:
@@ -260,12 +294,26 @@ def _moments(factor: Tensor, counted: Tensor, *, ones: bool) -> Tensor:
     inside = counted.transpose(0, 1).flatten(1).unsqueeze(2)  # (k, n·t, 1)
     if not bool(inside.all()):
         rows.masked_fill_(~inside, 0)
-    found = rows.mT @ rows.conj()
+    found = _products(rows)
     if not ones:
         return found
     sums = rows.sum(1, keepdim=True)  # (k, 1, f)
     below = torch.cat([sums.conj(), inside.sum(1, keepdim=True).to(sums)], 2)
     return torch.cat([torch.cat([found, sums.mT], 2), below], 1)
+
+
+def _products(rows: Tensor) -> Tensor:
+    """Return Σ f fᴴ (k, f, f) of rows (k, m, f); blocks above the diagonal are not multiplied."""
+    k, _, f = rows.shape
+    width = max(_BAND, -(-f // _BANDS))
+    if f < 2 * width:
+        return rows.mT @ rows.conj()
+    found = rows.new_empty(k, f, f)
+    for start in range(0, f, width):
+        stop = min(start + width, f)
+        found[:, start:stop, :stop] = rows[:, :, start:stop].mT @ rows[:, :, :stop].conj()
+        found[:, :start, start:stop] = found[:, start:stop, :start].mH
+    return found
 
 
 def _with_bias(part: ParameterState) -> tuple[Tensor, Tensor, bool]:
@@ -285,13 +333,20 @@ _DIAGONAL = ".diagonal"
 class Basis(NamedTuple):
     """The eigenvectors (as columns) of a layer's factors, for k groups."""
 
-    a: Tensor  # (k, c, c), float64 or complex128
+    a: Tensor  # (k, c, c)
     b: Tensor  # (k, r, r)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         """(k, r, c) of the layer's matrices."""
         return len(self.a), self.b.shape[-1], self.a.shape[-1]
+
+    def like(self, block: Block) -> "Basis":
+        """Return the basis in the precision of the gradients, float32 at least."""
+        dtype = precise(torch.empty(0, dtype=block.dtype)).dtype
+        if self.a.is_complex():
+            dtype = torch.promote_types(dtype, torch.complex64)
+        return Basis(*(side.to(block.device, dtype) for side in self))
 
     def coordinates(self, matrices: Tensor) -> Tensor:
         """Return the coordinates U_Bᴴ G conj(U_A) of matrices G (n, k, r, c)."""
@@ -327,10 +382,15 @@ def ekfac(with_: Vector | None = None, full: int = 512) -> Reducer:
         return _within(with_.values, with_.source)
     stage = Stage("kfac", {"bias": "column", "full": f"{full}"})
 
-    def after(found: Mapping[str, Tensor]) -> Reducer:  # the earlier pass saw the same samples
+    def after(found: dict[str, Tensor]) -> Reducer:  # the earlier pass saw the same samples
+        for key in [*found]:  # a factor is replaced: another chain may wait for the same pass
+            if key.endswith((".A", ".B")):
+                found[f"{key}.vectors"] = _vectors(found.pop(key), key[:-2], "", False)
         return _within(found, known=_diagonals(found))
 
-    earlier = FirstPass(stage, kfac("mean", "column", full), after, _of_the_same_sizes)
+    # nothing else uses the sums: there is no second copy of the factors
+    factors = kfac("mean", "column", full)._replace(result=partial(_result, "mean", in_place=True))
+    earlier = FirstPass(stage, factors, after, _of_the_same_sizes)
     return Reducer(_waiting, added, dict, raw=True, earlier=earlier)
 
 
@@ -366,7 +426,7 @@ def _vectors(factor: Tensor, name: str, source: str, as_they_are: bool) -> Tenso
             remedy='Leave out samples with gradients that are not finite: nonfinite="skip".',
         )
     matrices = factor.unsqueeze(0) if factor.dim() == 2 else factor
-    return matrices if as_they_are else torch.linalg.eigh(matrices)[1]
+    return matrices if as_they_are else eigenvectors(matrices)
 
 
 def _of_the_same_sizes(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -393,21 +453,26 @@ def _within(
 
     Parameters without factors have diagonals, unless `known` {NAME.diagonal: (*shape)} has them.
     """
-    bases = bases_of(stored, source)
+    bases = bases_of(stored, source)  # in float64 until the first batch
     marks = {name: _mark(basis) for name, basis in bases.items()}
     plain = [key.removesuffix(_DIAGONAL) for key in _diagonals(stored)]
 
-    def start(gradients: Gradients) -> State:
+    def every(gradients: Gradients) -> Iterator[tuple[str, ParameterState]]:
         layers = _layers(bases, gradients, source)
         inside = {layer.bias for layer in layers.values()}
-        every: dict[str, ParameterState] = {}
         for name, block in gradients.items():
             if name in layers:
+                bases[name] = bases[name].like(block)
                 moments = _in_basis(gradients, layers[name], bases[name])
-                every[name] = {"moments": moments, "basis": marks[name].to(block.device)}
+                yield name, {"moments": moments, "basis": marks[name].to(block.device)}
             elif name not in inside and known is None:
-                every[name] = {"squares": wide(block).squared_sum(_flat(gradients.weights))}
-        return joined(_samples(gradients), every)
+                yield name, {"squares": wide(block).squared_sum(_flat(gradients.weights))}
+
+    def start(gradients: Gradients) -> State:
+        return joined(_samples(gradients), dict(every(gradients)))
+
+    def add(gradients: Gradients, state: State) -> State:
+        return _added_in_place(state, _samples(gradients), every(gradients))
 
     def merge(a: State, b: State) -> State:
         _require_bases(a, marks)
@@ -428,7 +493,7 @@ def _within(
         return found | rest
 
     note = f"ekfac: diagonal only, because there are no Kronecker factors: {', '.join(plain)}"
-    return Reducer(start, merge, result, raw=True, note=note if plain else "")
+    return Reducer(start, merge, result, raw=True, note=note if plain else "", add=add)
 
 
 def _require_bases(state: State, marks: Mapping[str, Tensor]) -> None:
@@ -462,11 +527,7 @@ def _layers(
 def _in_basis(gradients: Gradients, layer: LayerWeights, basis: Basis) -> Tensor:
     """Return Σᵢ |U_Bᴴ Gᵢ conj(U_A)|² (k, r, c), a few samples at a time."""
     k, r, c = layer.sizes
-    weight = gradients[layer.weight]
-    dtype = precise(torch.empty(0, dtype=weight.dtype)).dtype
-    if basis.a.is_complex():
-        dtype = torch.promote_types(dtype, torch.complex64)
-    basis = Basis(*(side.to(weight.device, dtype) for side in basis))
+    weight, dtype = gradients[layer.weight], basis.a.dtype
     factored = weight.factored_size or 0
     positions = factored // (k * (r + c)) + 1  # approximately t
     by_factors = weight.kind == "outer" and positions * (r * r + c * c) <= r * c * (r + c)
