@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks import machine
+from benchmarks.attribution import size
 from benchmarks.attribution.methods import METHODS, checkpoints
 from benchmarks.attribution.run import Cell, measure
 from benchmarks.attribution.tasks import CHECKPOINTS, TASKS
@@ -25,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Score every task by every method, and print the table in Markdown."""
     options = parser().parse_args(arguments)
     torch.set_num_threads(1)
+    if options.size is not None:
+        size.main(options.size or list(size.SIZES))
+        return 0
     seeds = CHECKPOINTS[: options.models]
     found: dict[str, dict[str, Cell]] = {method: {} for method in options.methods}
     with TemporaryDirectory() as scratch:
@@ -161,6 +165,13 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--models", type=int, default=len(CHECKPOINTS), help=f"explained [{len(CHECKPOINTS)}]"
+    )
+    parser.add_argument(
+        "--size",
+        nargs="*",
+        choices=list(size.SIZES),
+        metavar="SIZE",
+        help=f"measure EK-FAC of larger models instead ({', '.join(size.SIZES)})",
     )
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write the results")
     return parser

@@ -196,7 +196,9 @@ def _damped(
     inverses, absolute = {}, {}
     for own, (values, basis) in parts.items():
         absolute[own] = damping * (float(values.double().mean()) if values.numel() else 0.0)
-        inverses[own] = _LayerSpectrum(_inverted(values.double(), absolute[own]), basis)
+        inverse = _inverted(values.double(), absolute[own])
+        like = inverse if basis is None else basis.a.real
+        inverses[own] = _LayerSpectrum(inverse.to(like), basis)
     return Curvature(partial(_applied, inverses), absolute, damping)
 
 

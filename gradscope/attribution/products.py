@@ -1,6 +1,6 @@
 """Inner products of two sets of gradients, computed tile by tile."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from gradscope.process.memory import slices
 Groups = Mapping[str, str]  # {parameter: group}; products are summed within a group
 
 _SMALL = 1e-24  # smaller squared norms are computed again in float64
-_PAIRS_BYTES = 2**26  # the most bytes for products of factors at a time
+_PAIRS_BYTES = 2**26  # the most bytes for products at a time
 
 
 class GradientBatch(NamedTuple):
@@ -75,24 +75,17 @@ class Tile:
                 every[group] = torch.zeros(
                     self.n, other.n, dtype=torch.float64, device=block.device
                 )
-            found = every[group]
+            found, dense = every[group], list[tuple[slice, Tensor]]()
             for number, batch in enumerate(self.batches):
                 own, rows = batch.gradients[name], slice(top, top + len(batch.places))
                 if _by_factors(own, block):
                     _add_by_factors(found[rows], own, block, self._dtype)
                 else:
-                    self._add(found[rows], name, number, block)
+                    dense.append((rows, self._dense(name, number)))
                 top = rows.stop
+            if dense:
+                _add_dense(found, dense, block, self._dtype)
         return every
-
-    def _add(self, out: Tensor, name: str, number: int, block: Block) -> None:
-        own = self._dense(name, number)
-        for samples, part, values in block.pieces():
-            width = slice(part.start, part.stop)
-            if values.is_complex():
-                width = slice(2 * part.start, 2 * part.stop)
-            rows = own[:, width].to(self._dtype)  # in pieces: float64 would double the memory
-            out[:, samples] += rows @ real_rows(values, self._dtype).mT
 
     def _dense(self, name: str, number: int) -> Tensor:
         if (name, number) not in self._rows:
@@ -167,6 +160,20 @@ def _by_factors(a: Block, b: Block) -> bool:
     (_, k, t, r), (_, _, _, c) = (x.shape for x in first.tensors.values())
     s = second.tensors["left"].shape[2]
     return k * t * s * (r + c + 1) < prod(a.shape)
+
+
+def _add_dense(
+    out: Tensor, every: Sequence[tuple[slice, Tensor]], block: Block, dtype: torch.dtype
+) -> None:
+    """Add products to rows of `out` (m, n); each of `every` is a slice and its dense rows."""
+    for samples, part, values in block.pieces():
+        flat = real_rows(values, values.dtype.to_real())
+        start, m = part.start * (2 if values.is_complex() else 1), max(len(own) for _, own in every)
+        for some in slices(flat.shape[1], dtype.itemsize * (m + len(flat)), _PAIRS_BYTES):
+            other = flat[:, some].to(dtype).mT  # in parts: float64 may double the memory
+            for rows, own in every:
+                mine = own[:, start + some.start : start + some.stop].to(dtype)
+                out[rows, samples] += mine @ other
 
 
 def _add_by_factors(out: Tensor, a: Block, b: Block, dtype: torch.dtype) -> None:

@@ -72,7 +72,8 @@ class Accumulator(Generic[K]):
 
     def update(self, key: K, add: Callable[[State], State]) -> None:
         """Let `add` add further samples to a reducer's state in place; see `Reducer.add`."""
-        self.states[key] = add(self.states.get(key, {}))
+        found = self.states | {key: add(self.states.get(key, {}))}
+        self.states = {key: found[key] for key in self.reducers if key in found}
         self._owned.add(key)
 
     def carry(self) -> None:

@@ -294,26 +294,24 @@ def _moments(factor: Tensor, counted: Tensor, *, ones: bool) -> Tensor:
     inside = counted.transpose(0, 1).flatten(1).unsqueeze(2)  # (k, n·t, 1)
     if not bool(inside.all()):
         rows.masked_fill_(~inside, 0)
-    found = _products(rows)
-    if not ones:
-        return found
-    sums = rows.sum(1, keepdim=True)  # (k, 1, f)
-    below = torch.cat([sums.conj(), inside.sum(1, keepdim=True).to(sums)], 2)
-    return torch.cat([torch.cat([found, sums.mT], 2), below], 1)
+    size = f + 1 if ones else f
+    found = rows.new_empty(k, size, size)
+    _multiply(rows, found[:, :f, :f])
+    if ones:
+        found[:, :f, f] = rows.sum(1)
+        found[:, f, :f] = found[:, :f, f].conj()
+        found[:, f, f] = inside.sum((1, 2)).to(dtype)
+    return found
 
 
-def _products(rows: Tensor) -> Tensor:
-    """Return Σ f fᴴ (k, f, f) of rows (k, m, f); blocks above the diagonal are not multiplied."""
-    k, _, f = rows.shape
+def _multiply(rows: Tensor, found: Tensor) -> None:
+    """Write Σ f fᴴ (k, f, f) of rows (k, m, f); blocks above the diagonal are not multiplied."""
+    f = rows.shape[2]
     width = max(_BAND, -(-f // _BANDS))
-    if f < 2 * width:
-        return rows.mT @ rows.conj()
-    found = rows.new_empty(k, f, f)
     for start in range(0, f, width):
         stop = min(start + width, f)
         found[:, start:stop, :stop] = rows[:, :, start:stop].mT @ rows[:, :, :stop].conj()
         found[:, :start, start:stop] = found[:, start:stop, :start].mH
-    return found
 
 
 def _with_bias(part: ParameterState) -> tuple[Tensor, Tensor, bool]:
