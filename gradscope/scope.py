@@ -15,7 +15,7 @@ from gradscope.backends.base import ROWS, Request
 from gradscope.blocks import Evaluation, Gradients
 from gradscope.core.batch import Batch, Tokens, is_empty
 from gradscope.core.groups import GroupIds, Groups, Reduction, decoded
-from gradscope.engine.audit import Auditor
+from gradscope.engine.audit import SCOPE_WINDOW, Auditor
 from gradscope.engine.certificate import Certificate
 from gradscope.engine.chains import bind
 from gradscope.engine.fold import fold, merge_ranks, prepare_chains, state_of_none
@@ -72,8 +72,9 @@ class Scope(UncopiedHandle):
         parameters: Globs of parameter names; all trainable ones when None.
         backend: `auto`, or a name from `gradscope list backends`.
         verify: Which batches to prove: "audit" proves the first batch and audits some later ones,
-            "first" only the first, "always" every batch, "never" no batch. Audits take at most 5 %
-            of the time. With "audit", a scope used as a context manager audits the last batch.
+            "first" only the first, "always" every batch, "never" no batch. Audits take about 5 % of
+            the time of these calls. With "audit", a scope used as a context manager audits the
+            last batch.
         coupling: What to do if a sample's loss depends on its batch. "refuse" raises. "own-loss"
             returns ∂Lᵢ/∂θ through the shared statistics, with backends loop and vmap; the batch is
             then never split, because the rows depend on it. "frozen" puts normalisation layers on
@@ -139,8 +140,8 @@ class Scope(UncopiedHandle):
         with located("group"):
             self._groups = None if group is None else GroupIds.of(group, group_reduction)
         self.session = Session(model, loss, settings)
-        self.session.warn = _warn
         self._bound: dict[str, Chain] = {}
+        self._prepare()
 
     @property
     def backend(self) -> str:
@@ -171,8 +172,11 @@ class Scope(UncopiedHandle):
         """Return a scope with the same model and settings, and another loss."""
         made = object.__new__(type(self))
         made.session, made._bound, made._groups = self.session.with_loss(loss), {}, self._groups
-        made.session.warn = _warn
+        made._prepare()
         return made
+
+    def _prepare(self) -> None:
+        self.session.warn, self.session.auditor.window = _warn, SCOPE_WINDOW
 
     def evaluate(
         self,

@@ -1,9 +1,10 @@
 """Audits: the choice of the batches after the first that are proved.
 
-The auditor proves one of every 64 batches, chosen by the seed, and the last batch. This is about a
-thirtieth of the work. The choice depends only on the seed, so the same run records the same audits.
-The auditor also proves each batch of a new size, or computed by new code. If time permits (5 % of
-the run), it proves further batches, or compares one sample of a batch with a batch of one.
+The auditor proves the last batch and one of every 64 batches, chosen by the seed. (A scope: one of
+every 256.) The choice depends only on the seed, so the same run records the same audits. The
+auditor also proves each batch of a new size, or computed by new code. If time permits (5 % of the
+time of evaluations), it proves further batches, or compares one sample of a batch with a batch of
+one.
 """
 
 import hashlib
@@ -18,6 +19,8 @@ from gradscope.engine.certificate import Certificate
 
 SHARE = 0.04  # the share of the time for audits; about 5 % with their overhead
 WINDOW = 64  # one of this many batches is audited
+# the same for a scope: its loops are long, and a proof of a small model takes ten evaluations
+SCOPE_WINDOW = 256
 _SINGLES = 32  # samples of an audited batch that are evaluated alone, at most
 _SAVED = 0.1  # seconds of unused audit time that are kept, at least
 
@@ -91,6 +94,7 @@ class Auditor:
     verify: str = "audit"  # with "always", every batch is proved and recorded
     clock: Callable[[], float] = time.perf_counter
     audits: Audits = field(default_factory=Audits)
+    window: int = WINDOW
     _sizes: set[int] = field(default_factory=set)  # batch sizes so far
     # seconds of the last proof of a batch, without single samples
     _batch_seconds: float = 0.0
@@ -99,6 +103,10 @@ class Auditor:
     _last: float = 0.0
 
     def __post_init__(self) -> None:
+        self._last = self.clock()
+
+    def start(self) -> None:
+        """Start the time of an evaluation; the time before it is the caller's."""
         self._last = self.clock()
 
     def begin(
@@ -114,7 +122,7 @@ class Auditor:
         self._credit, self._last = min(earned, max(_SAVED, 4 * self._batch_seconds)), now
         batch, sample = self._batch_seconds, self._sample_seconds
         due = proof is not None and (self.verify == "always" or not self.audits.proves)
-        recorded = last or due or is_chosen(ordinal, self.seed)
+        recorded = last or due or is_chosen(ordinal, self.seed, self.window)
         if self.verify != "audit" or proof is not None:
             return AuditPlan(recorded=recorded)
         if recorded:
@@ -144,14 +152,14 @@ class Auditor:
 
 
 @lru_cache(maxsize=4)
-def _chosen_place(seed: int, window: int) -> int:
-    return derive_seed(seed, window) % WINDOW
+def _chosen_place(seed: int, window: int, size: int) -> int:
+    return derive_seed(seed, window) % size
 
 
-def is_chosen(ordinal: int, seed: int) -> bool:
-    """Whether the seed selects a batch: the first, and one of every 64 after the first 64."""
-    window, place = divmod(ordinal, WINDOW)
-    return ordinal == 0 or (window > 0 and _chosen_place(seed, window) == place)
+def is_chosen(ordinal: int, seed: int, size: int) -> bool:
+    """Whether the seed selects a batch: the first, and one in each later window of this size."""
+    window, place = divmod(ordinal, size)
+    return ordinal == 0 or (window > 0 and _chosen_place(seed, window, size) == place)
 
 
 def derive_seed(*words: int) -> int:

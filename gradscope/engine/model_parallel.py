@@ -107,6 +107,7 @@ class ModelParallelEvaluator:
         self, batch: Batch, request: Request, number: int | None, *, last: bool = False
     ) -> Evaluation:
         """Evaluate a batch of this process; without a `number`, only to take part."""
+        self.auditor.start()
         processes, n = self.processes, len(batch)
         counts, due = zip(
             *processes.all_gather((n, self._proof_due or self._proves_every_batch)), strict=True

@@ -396,6 +396,7 @@ class Session:
         self, batch: Batch, request: Request, number: int, *, last: bool
     ) -> tuple[Evaluation, Certificate | None]:
         """Return an evaluation, audited if chosen, and its proof if the whole batch was proved."""
+        self.auditor.start()
         before, drew = self.certificate, self.problem.state.drew
         answer: Evaluate = self._evaluate_uncompiled if self._compiled is None else self._compiled
         if self._randomness is not None:

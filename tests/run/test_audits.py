@@ -210,3 +210,21 @@ def assert_right(folder: Path, path: Path) -> None:
             np.testing.assert_allclose(
                 file[f"chains/0/{name}"][...], rows[:60], rtol=1e-9, atol=1e-12, err_msg=name
             )
+
+
+@pytest.mark.parametrize(("inside", "outside", "audited"), [(1.0, 0.0, True), (0.0, 1.0, False)])
+def test_only_time_of_evaluations_pays_for_audits(
+    inside: float, outside: float, audited: bool
+) -> None:
+    now = 0.0
+    auditor = Auditor(0, clock=lambda: now)
+    plans = []
+    for ordinal in range(1, 40):
+        now += outside
+        auditor.start()
+        now += inside
+        plans.append(auditor.begin(8, ordinal, last=False, new=False, proof=None))
+        now += 0.01 if plans[-1].whole_batch or plans[-1].singles else 0.0
+        auditor.end(plans[-1], None)
+    later = [plan.whole_batch for plan in plans[1:]]  # the first batch has a new size
+    assert any(later) == audited

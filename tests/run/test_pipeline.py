@@ -235,7 +235,7 @@ def test_audits_for_which_there_was_time_change_no_byte(
         job, readings = prepare(asked), count(1)
 
         def clock(hours: int = hours, readings: Iterator[int] = readings) -> float:
-            return 3600.0 * hours * (next(readings) // 2)  # between two batches
+            return 3600.0 * hours * (next(readings) // 3)  # while a batch is evaluated
 
         job.session.auditor = Auditor(0, clock=clock)
         compute(job, tmp_path / f"{hours}.h5")
