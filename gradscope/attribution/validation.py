@@ -339,7 +339,7 @@ def _inputs(scores: Scores, side: str) -> Iterator[Tensor]:
     record: Any = scores.record[side]
     where = None if scores.file is None else str(scores.file.path)
     spec = recorded_run(record.get("spec"), where)
-    data = open_dataset(spec.dataset)
+    data = open_dataset(spec.dataset, samples=spec.compute.samples)
     rows = data.rows(spec.compute.samples)
     table = scores.samples if side == "train" else scores.queries
     if not np.array_equal(table["index"], np.arange(rows.start, rows.stop)):

@@ -245,7 +245,7 @@ def prepare(spec: RunSpec) -> Job:
     own_order = is_model_loss(loss)  # a model loss calls the model with its own order of inputs
     taken = None if own_order else positional(loaded.model)
     grouped = spec.dataset.group is not None
-    dataset = open_dataset(spec.dataset, None if taken is None else len(taken))
+    dataset = open_dataset(spec.dataset, None if taken is None else len(taken), asked.samples)
     dataset = dataset.in_any_order if grouped else dataset
     if not own_order:
         require_order(loaded.model, spec.dataset.inputs)

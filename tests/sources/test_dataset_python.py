@@ -244,8 +244,22 @@ def test_data_sets_that_cannot_be_used(file: Path, name: str, expected: str) -> 
 
 def test_a_length_that_is_not_true(file: Path) -> None:
     data = opened(file, "Stream", kwargs={"n": 30})
-    with pytest.raises(DatasetError, match="ended after 23 samples, but its length is 30"):
+    with pytest.raises(DatasetError, match="ended after 23 samples, but 30 are expected"):
         data.batch(range(20, 30))
+
+
+def test_an_iterable_without_length_has_the_selected_samples(file: Path) -> None:
+    spec = DatasetSpec(path=Path(f"{file}:Unsized"))
+    data = open_dataset(spec, samples="4:12")
+    assert (len(data), data.rows("4:12")) == (12, range(4, 12))
+    for rows in (range(4, 8), range(8, 12), range(5)):
+        assert torch.equal(data.batch(rows).inputs, X[list(rows)])
+    with pytest.raises(DatasetError, match="ended after 23 samples, but 30 are expected") as caught:
+        open_dataset(spec, samples=":30").batch(range(30))
+    assert "samples" in caught.value.remedy
+    with pytest.raises(DatasetError, match="no __len__") as caught:
+        open_dataset(spec, samples="4:")
+    assert ":1000" in caught.value.remedy
 
 
 def test_shuffled_samples_are_noticed(file: Path) -> None:

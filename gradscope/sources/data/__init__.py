@@ -208,20 +208,24 @@ class Dataset:
         return DatasetError(what, where=str(self.spec.path), remedy=remedy)
 
 
-def open_dataset(spec: DatasetSpec, taken: int | None = None) -> Dataset:
+def open_dataset(
+    spec: DatasetSpec, taken: int | None = None, samples: str | None = None
+) -> Dataset:
     """Open a data file, a folder or a user's data set, and check it against the spec.
 
     Args:
         spec: The options of the data set.
         taken: The most inputs that the model takes by position. Further entries of a user's sample
             are targets.
+        samples: The selected samples, "A:B". An iterable without a length has B samples.
 
     Raises:
         InputError: The data cannot be read, or do not fit the spec.
     """
     _check_whole(spec)
     if spec.factory is not None:
-        own = PythonSamples(spec, taken)
+        most = None if samples is None else parse_samples(samples).stop
+        own = PythonSamples(spec, taken, most)
         return Dataset(own.spec, own, _chosen(own.spec, None, len(own)))
     files = open_files(spec)
     ids = None

@@ -21,6 +21,7 @@ from gradscope.core.texts import article, listed
 from gradscope.errors import DatasetError, ModelError, located
 from gradscope.model.locate import first_line
 from gradscope.sources.code import code_digests, load_value, loading, user_file
+from gradscope.sources.data.columns import as_index
 from gradscope.sources.data.recipes import converter
 
 Collate = Callable[[list[Any]], Any]
@@ -43,13 +44,17 @@ class PythonSamples:
     If a sample is a tuple with more than `taken` entries, its first `taken` entries are the inputs,
     and the rest are the targets.
 
+    `most` is the end of the selected samples, if known: an iterable without a length needs no more.
+
     `code` is {file: digest} of the user's code. `sha256` is the digest of the code, the arguments,
     the length and the first sample.
     """
 
     format = "python"
 
-    def __init__(self, spec: DatasetSpec, taken: int | None = None) -> None:
+    def __init__(
+        self, spec: DatasetSpec, taken: int | None = None, most: int | None = None
+    ) -> None:
         factory = spec.factory
         assert factory is not None
         for key in _FILES_ONLY:
@@ -76,9 +81,9 @@ class PythonSamples:
             self._data, self._collate, self.notes = _parts(made)
             self._iterable = isinstance(self._data, IterableDataset)
             self._iterable |= not hasattr(self._data, "__getitem__")
-            self._n = self._length()
+            self._n = self._length(most)
         self._iterator: tuple[int, Iterator[Any]] | None = None
-        self._seen: dict[Sequence[int], str] = {}
+        self._seen: dict[range | str, str] = {}  # {rows, or their digest: digest of the samples}
         first = self._batch(self._samples(range(1)))
         self._first = _digest(first)
         if self._collate is not default_collate:
@@ -127,7 +132,8 @@ class PythonSamples:
         found = self._batch(samples)
         if rows[0] == 0 and _digest(self._batch(samples[:1])) != self._first:
             raise self._other("sample 0 is")
-        key, digest = rows if isinstance(rows, range) else tuple(rows), _digest(found)
+        key = rows if isinstance(rows, range) else _digest({"rows": as_index(rows)})
+        digest = _digest(found)
         if self._seen.setdefault(key, digest) != digest:
             raise self._other(f"samples {rows[0]} to {rows[-1]} are")
         used = {name: found[name] for name in self._spec.arrays if name in found}
@@ -180,36 +186,47 @@ class PythonSamples:
 
     def _samples(self, rows: Sequence[int]) -> list[Any]:
         if self._iterable:
-            return [self._next(row) for row in rows]
+            return self._iterated(rows)
         with user_file(self._where):
             return [self._data[row] for row in rows]
 
-    def _next(self, row: int) -> Any:
-        """Return a sample of an iterable data set; earlier samples are skipped."""
+    def _iterated(self, rows: Sequence[int]) -> list[Any]:
+        """Return samples of an iterable data set; samples between them are skipped."""
+        found: list[Any] = []
+        (at, iterator), self._iterator = self._iterator or (0, None), None
         with user_file(self._where):
-            at, iterator = self._iterator or (0, iter(self._data))
-            if at > row:
-                at, iterator = 0, iter(self._data)
-            sample: Any = _END
-            while at <= row and (sample := next(iterator, _END)) is not _END:
-                at += 1
-        if sample is _END:
+            for row in rows:
+                if iterator is None or at > row:
+                    at, iterator = 0, iter(self._data)
+                sample: Any = _END
+                while at <= row and (sample := next(iterator, _END)) is not _END:
+                    at += 1
+                if sample is _END:
+                    break
+                found.append(sample)
+        if iterator is None or len(found) < len(rows):
             raise DatasetError(
-                f"it ended after {at} samples, but its length is {self._n}",
+                f"it ended after {at:,} samples, but {self._n:,} are expected",
                 where=self._where,
-                remedy="Correct its __len__.",
+                remedy="Correct its __len__, or select fewer `samples`.",
             )
         self._iterator = (at, iterator)
-        return sample
+        return found
 
-    def _length(self) -> int:
+    def _length(self, most: int | None) -> int:
         with user_file(self._where):
             sized = getattr(type(self._data), "__len__", None) is not None
-            n = len(self._data) if sized else 0
+            if not sized and self._iterable and most is not None:
+                sized, n = True, most
+            else:
+                n = len(self._data) if sized else 0
             once = self._iterable and n > 0 and iter(self._data) is self._data
         if not sized:
             what = "it has no __len__, so the number of samples is unknown"
-            raise DatasetError(what, remedy="Define __len__, or return a map-style Dataset.")
+            remedy = "Define __len__, or return a map-style Dataset."
+            if self._iterable:
+                remedy += " Or select `samples` with an end, such as :1000."
+            raise DatasetError(what, remedy=remedy)
         if n == 0:
             raise DatasetError("there are no samples", remedy="Give at least one sample.")
         if once:
