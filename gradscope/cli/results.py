@@ -192,8 +192,8 @@ def view(options: ViewOptions) -> None:
         from gradscope.view import write_page
 
         target = options.output or files[0].with_suffix(".html")
-        document = shown.document()
-        bytes_ = write_page(document, shown.overview(), target)
+        overview, document = shown.overview(), shown.document()  # the document is large
+        bytes_ = write_page(document, overview, target)
         made = {"schema": "gradscope.view", "version": 1, "path": str(target), "bytes": bytes_}
         if options.as_json:
             show(made | {"samples": document["samples"]}, print, json=True)

@@ -23,7 +23,7 @@ def write_html(result: Displayable, path: str | Path) -> None:
     Raises:
         OutputError: The file cannot be written, or exists and is not such a page.
     """
-    write_page(Path(path), _page(result.overview()), _MAKER)
+    write_page(Path(path), _MAKER, _page(result.overview()))
 
 
 def _page(found: Overview) -> str:

@@ -105,6 +105,18 @@ def spread(n: int, most: int) -> Positions:
     return np.linspace(0, n - 1, min(n, most)).round().astype(np.int64)
 
 
+def descending(values: Floats, most: int | None = None) -> Positions:
+    """Return places by falling value, at least the first `most`; NaN comes last.
+
+    Equal values keep their order.
+    """
+    if most is None or most >= len(values):
+        return np.argsort(-values, kind="stable")
+    bound = -np.partition(-values, most)[most]  # NaN if there are fewer numbers
+    some = np.flatnonzero(values >= bound) if bound == bound else np.arange(len(values))
+    return some[np.argsort(-values[some], kind="stable")]
+
+
 def rounding(values: Any) -> float:
     """Return the relative rounding error of squares of `values`, by their dtype."""
     dtype = np.asarray(values).dtype

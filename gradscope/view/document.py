@@ -26,7 +26,7 @@ from gradscope.sources.opened import Content, ShownData
 from gradscope.stats import Options
 from gradscope.stats.album import scaled
 from gradscope.stats.certificate import FileFacts
-from gradscope.stats.records import Floats, cosines_of, plain, wide
+from gradscope.stats.records import Floats, cosines_of, descending, plain, wide
 from gradscope.stats.sections import WRONG, Overview
 from gradscope.stats.source import (
     gram_of,
@@ -55,6 +55,10 @@ Contents = Sequence[Content | None]  # pictures, texts or numbers of samples
 def packed(values: Any) -> dict[str, str]:
     """Return numbers (n, ...) as base64 of little-endian int32, float32 or float64, by dtype."""
     array = np.asarray(values)
+    if array.dtype == np.float64:
+        with np.errstate(over="ignore"):
+            narrow = array.astype(np.float32)  # half as long, if the numbers were stored so
+        array = narrow if np.array_equal(narrow, array, equal_nan=True) else array
     kind = "i4" if array.dtype.kind in "iub" else "f4" if array.dtype == np.float32 else "f8"
     return {kind: b64encode(np.ascontiguousarray(array, f"<{kind}").tobytes()).decode()}
 
@@ -202,8 +206,10 @@ class View:
         """Return the columns of the second file for the same samples, NaN for missing samples."""
         assert self.other is not None
         table = self.other.samples
-        at = {key: k for k, key in enumerate(keys_of(table).tolist())}
-        rows = np.array([at.get(key, -1) for key in self._keys.tolist()], np.int64)
+        keys = keys_of(table)
+        order = np.argsort(keys, kind="stable")
+        at = order[np.searchsorted(keys[order], self._keys, side="right") - 1]
+        rows = np.where(keys[at] == self._keys, at, -1)
         found = {}
         for name in ("loss", "norm", "prediction", "margin"):
             if name in table:
@@ -345,9 +351,9 @@ def _chosen(data: Data, most: int) -> Places:
     n = data.samples.n
     if n <= most:
         return np.arange(n)
-    by_norm = np.argsort(-data.samples.norm, kind="stable")[: most // 2]
+    by_norm = descending(data.samples.norm, most // 2)[: most // 2]
     loss = np.where(np.isnan(data.samples.loss), -np.inf, data.samples.loss)
-    by_loss = np.argsort(-loss, kind="stable")[: most // 4]
+    by_loss = descending(loss, most // 4)[: most // 4]
     even = np.linspace(0, n - 1, most).astype(np.int64) if most else np.arange(0)
     first = dict.fromkeys([*by_norm.tolist(), *by_loss.tolist()])
     return np.array([*dict.fromkeys([*first, *even.tolist()])][:most], np.int64)

@@ -22,10 +22,16 @@ from gradscope.stats.sections import Overview
 from gradscope.view.document import View
 
 _MAKER = "gradscope view"
+_DATA = "\0data\0"  # stands for the data, because no HTML contains it
 
 
 def page(document: dict[str, Any], found: Overview) -> str:
     """Return the page for a document of `View.document` and its statistics `found`."""
+    return "".join(_parts(document, found))
+
+
+def _parts(document: dict[str, Any], found: Overview) -> tuple[str, str, str]:
+    """Return the page in three parts: the data, which may be long, are the second."""
     about = "About this file"
     filled = {
         "HEADER": html.header(found) + markup.details(about, html.about(found, about)),
@@ -35,17 +41,18 @@ def page(document: dict[str, Any], found: Overview) -> str:
             markup.section(section.title, html.section(section, found.noun))
             for section in found.sections
         ),
-        "DATA": markup.embedded(document | {"terms": TERMS}, "data"),
+        "DATA": _DATA,
     }
     pieces = _part("view.html").split("%%")  # text, a name, text, ...
-    return markup.page(
+    before, _, after = markup.page(
         f"{html.title(found)}: {found.noun}s and their gradients",
         "".join(filled[one] if k % 2 else one for k, one in enumerate(pieces)),
         _MAKER,
         style=_part("view.css"),
         scripts=[*markup.chart_scripts(), _part("view.js")],
         connect="'self'" if document["served"] else "'none'",
-    )
+    ).partition(_DATA)
+    return before, markup.embedded(document | {"terms": TERMS}, "data"), after
 
 
 def write_page(document: dict[str, Any], found: Overview, path: str | Path) -> int:
@@ -54,7 +61,7 @@ def write_page(document: dict[str, Any], found: Overview, path: str | Path) -> i
     Raises:
         OutputError: The file cannot be written, or exists and is not such a page.
     """
-    return storage.write_page(Path(path), page(document, found), _MAKER)
+    return storage.write_page(Path(path), _MAKER, *_parts(document, found))
 
 
 def _part(name: str) -> str:

@@ -10,6 +10,7 @@ from gradscope.stats.records import (
     Positions,
     Record,
     cosines_of,
+    descending,
     number,
     plain,
     ratio,
@@ -48,18 +49,6 @@ class SampleRow(Record):
     prediction: Plain = None
     times_median: float | None
     cosine: float | None = None
-
-
-def _descending(values: Floats, most: int | None = None) -> Positions:
-    """Return places by falling value, at least the first `most`; equal values keep their order.
-
-    NaN comes last.
-    """
-    if most is None or most >= len(values):
-        return np.argsort(-values, kind="stable")
-    bound = -np.partition(-values, most)[most]  # NaN if there are fewer numbers
-    some = np.flatnonzero(values >= bound) if bound == bound else np.arange(len(values))
-    return some[np.argsort(-values[some], kind="stable")]
 
 
 def _rows(data: Data, places: Positions, cosines: Floats | None) -> tuple[SampleRow, ...]:
@@ -144,7 +133,7 @@ _losses = _sample_sections("{}s with the largest losses")
 @statistic("largest_losses", place=130, sections=_losses, answers=_answer_losses)
 def largest_losses(data: Data) -> tuple[SampleRow, ...]:
     """List the samples with the largest losses, largest first."""
-    return _rows(data, _descending(data.samples.loss, data.options.top), data.cosines)
+    return _rows(data, descending(data.samples.loss, data.options.top), data.cosines)
 
 
 @statistic(
@@ -157,7 +146,7 @@ def most_opposed(data: Data) -> tuple[SampleRow, ...] | None:
     dots = data.products.dots
     if dots is None:
         return None
-    order = _descending(-dots, data.options.top)
+    order = descending(-dots, data.options.top)
     return _rows(data, order[dots[order] < 0], data.cosines)
 
 
@@ -183,7 +172,7 @@ def _answer_largest(rows: Sequence[SampleRow], summary: Summary) -> Iterator[tup
 )
 def samples(data: Data) -> tuple[SampleRow, ...]:
     """List the samples with the largest norms, largest first."""
-    return _rows(data, _descending(data.samples.norm, data.options.top), data.cosines)
+    return _rows(data, descending(data.samples.norm, data.options.top), data.cosines)
 
 
 class Points(Record):
@@ -219,7 +208,7 @@ def points(data: Data) -> Points:
     rows = np.flatnonzero(np.isfinite(samples.loss))
     of = int(rows.size)
     if of > POINTS:
-        order, half = _descending(samples.norm[rows]), POINTS // 2
+        order, half = descending(samples.norm[rows]), POINTS // 2
         even = np.linspace(half, of - 1, POINTS - half).astype(np.int64)
         rows = rows[np.concatenate([order[:half], order[even]])]
     return Points(loss=samples.loss[rows].tolist(), norm=samples.norm[rows].tolist(), of=of)
@@ -255,7 +244,7 @@ def nearest(data: Data) -> Nearest | None:
     squares = np.square(samples.norm)
     found = cosines_of(dots, np.sqrt(squares * squares[place]))
     found[place] = np.nan
-    order = _descending(found)
+    order = descending(found)
     order = order[np.isfinite(found[order])]
     source = data.products.pairs
     return Nearest(

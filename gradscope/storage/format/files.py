@@ -165,13 +165,13 @@ def written(path: Path, write: Write) -> int:
         return path.stat().st_size
 
 
-def write_page(path: Path, text: str, maker: str) -> int:
+def write_page(path: Path, maker: str, *parts: str) -> int:
     """Write a page that names its `maker`, and return its size; replace only such a page."""
-    content, mark = text.encode(), f'<meta name="generator" content="{maker}">'.encode()
-    assert mark in content[:_HEAD]
-    _require_kind(path, f"page of {maker}", lambda head: mark in head)
-    written(path, lambda file: file.write(content))
-    return len(content)
+    content, mark = [p.encode() for p in parts], f'<meta name="generator" content="{maker}">'
+    assert mark in parts[0][:_HEAD]
+    _require_kind(path, f"page of {maker}", lambda head: mark.encode() in head)
+    written(path, lambda file: file.writelines(content))
+    return sum(map(len, content))
 
 
 def put_in_place(path: Path, data: bytes, part: Path, descriptor: int) -> None:
