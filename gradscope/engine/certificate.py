@@ -62,6 +62,7 @@ from gradscope.model.independence import (
     require_unaffected,
 )
 from gradscope.model.problem import Problem
+from gradscope.model.quantised import require_fixed_columns
 from gradscope.model.rounding import all_in_float64, computed_in, fits_in_float64, same
 
 _PARTS = 2  # number of other batches in a first proof; an audit uses two
@@ -217,6 +218,8 @@ def _attempt(
     trains: bool,
 ) -> tuple[Evaluation, Certificate]:
     """Evaluate a batch and prove the result; see `certify`."""
+    if not own_loss:
+        require_fixed_columns(problem.model, batch)
     with problem.state.watching(), _custom_functions_named(problem, batch):
         phases: dict[str, float] = {}
         found: Evaluation | ModelError | RefusedError

@@ -310,7 +310,7 @@ def _below_rounding(
 def _in_float64(problem: Problem, objective: Objective, names: Sequence[str]) -> dict[str, Tensor]:
     """Return the gradients of some parameters, computed in float64 throughout."""
     casts = problem.precision == torch.float64
-    with double_precision(), widened() if casts else nullcontext():
+    with double_precision(), widened(problem.model) if casts else nullcontext():
         wide = problem.converted(None if casts else torch.float64)
         batches = tuple(batch.in_double_precision() for batch in objective.batches)
         every = replace(objective, batches=batches).evaluate(wide)[1]

@@ -23,6 +23,7 @@ from gradscope.errors import CoupledSamplesError, ModelError, RefusedError, Unsu
 from gradscope.model.draws import EVAL
 from gradscope.model.locate import alone_remedy, graph_remedy
 from gradscope.model.problem import Problem, differentiable_inputs, slopes
+from gradscope.model.quantised import require_fixed_columns
 from gradscope.model.randomness import (
     ExtremeDraws,
     extreme_numbers,
@@ -111,6 +112,7 @@ def require_independent(
         UnsupportedError: The forward pass is random.
         CoupledSamplesError: A loss depends on the other samples.
     """
+    require_fixed_columns(problem.model, batch)
     if together is None:
         together = problem.losses(batch).detach()
     each = [torch.tensor([k]) for k in range(len(batch))]

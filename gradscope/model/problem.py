@@ -32,6 +32,7 @@ from gradscope.core.texts import article, listed
 from gradscope.errors import ModelError, RefusedError, SpecError, UnsupportedError
 from gradscope.model.copies import deep_copy, graph_leaves
 from gradscope.model.locate import PACKED, shapes_of, user_code
+from gradscope.model.quantised import require_fixed_weights
 from gradscope.model.randomness import FixedRandomness, switched_off
 from gradscope.model.ranks import ModelParallel, Ranks, ranks_of, without_ddp
 from gradscope.model.reach import every_module, reachable
@@ -203,6 +204,7 @@ class Problem:
         }
         for name, p in chosen.items():
             _require_ordinary(name, p)
+        require_fixed_weights(model)
         ranks = ranks_of(model)
         # the graph contains them in the form of the forward pass
         if isinstance(ranks, ModelParallel):

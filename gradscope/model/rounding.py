@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradscope.core.batch import Batch, tensors
 from gradscope.core.precision import on_host, perturbed
 from gradscope.model.problem import Problem, double_precision
+from gradscope.model.quantised import require_float64
 from gradscope.process.memory import available
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 3e-5}  # between batches of different sizes
@@ -140,7 +141,15 @@ def nearby(problem: Problem, trials: int, digits: torch.dtype | None = None) -> 
 
 
 class widened(TorchFunctionMode):  # noqa: N801  (a context manager)
-    """Turns casts to a narrower floating-point dtype into casts to float64."""
+    """Turns casts to a narrower floating-point dtype into casts to float64.
+
+    Raises:
+        RefusedError: A layer of the model does not compute in float64.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        require_float64(model)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -179,8 +188,8 @@ def all_in_float64(problem: Problem, batch: Batch) -> Iterator[tuple[Problem, Ba
     """Yield the problem and a batch in float64; in the body, no layer casts to a narrower dtype.
 
     Raises:
-        RefusedError: The model cannot be copied.
+        RefusedError: The model cannot be copied, or does not compute in float64.
     """
     wide = problem if problem.precision == torch.float64 else problem.converted(torch.float64)
-    with wide.state.restoring(), double_precision(), widened():
+    with wide.state.restoring(), double_precision(), widened(wide.model):
         yield wide, batch.in_double_precision()

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradscope.core.batch import tensors
 from gradscope.core.precision import doubled
@@ -72,15 +73,19 @@ class _Snapshot:
 
     def repair(self, keys: set[Hashable]) -> list[str]:
         """Undo changes in place; return the names of values that cannot be restored."""
+        other = set()  # tensors of another shape: what belongs to a tensor may have changed, too
         for key in keys & self.copies.keys():
             value, before = self.items[key], self.copies[key]
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and value.shape != before.shape:
+                other.add(key)
+            elif isinstance(value, Tensor):
                 value.data.copy_(before)
             elif isinstance(value, np.ndarray):
                 value[...] = before
             else:
                 self.items[key] = before
         lost = {k for k in keys if k not in self.copies or isinstance(self.items[k], nn.Parameter)}
+        lost |= other
         return sorted(map(self.table.name_of, lost))
 
     def replaceable(self, keys: set[Hashable]) -> set[Hashable]:
@@ -457,6 +462,8 @@ def _snapshot(
 
 def _copy(value: Any) -> Any:
     """Return a copy of a value that may change in place; other or too large values give None."""
+    if _is_wrapper(value):
+        return None  # it may not support a copy
     if isinstance(value, Tensor) and value.layout == torch.strided and value.nbytes <= _COPIED:
         with torch.no_grad():
             return value.clone().requires_grad_(value.requires_grad)
@@ -504,12 +511,20 @@ def _has_bits(value: Any) -> bool:
     return isinstance(value, np.ndarray) and not value.dtype.hasobject
 
 
+def _is_wrapper(value: Any) -> bool:
+    """Whether a tensor has its numbers in other tensors, as a quantised weight of torchao has."""
+    return is_traceable_wrapper_subclass(value) and not hasattr(value, "_local_tensor")
+
+
 def _bits(value: Tensor | np.ndarray) -> np.ndarray:
     """Return the bytes of an array."""
     if isinstance(value, np.ndarray):
         return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
     # the local part of a DTensor, without communication
     value = getattr(value, "_local_tensor", value)
+    if _is_wrapper(value):
+        names: Any = value.__tensor_flatten__()[0]  # type: ignore[union-attr]
+        return np.concatenate([_bits(getattr(value, name)) for name in names])
     plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
     found: np.ndarray = plain.view(-1).view(torch.uint8).numpy()
     return found
