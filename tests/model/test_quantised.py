@@ -15,7 +15,7 @@ WIDTH, BACKENDS = 6, ("auto", "hooks", "vmap", "expand", "loop")
 
 
 class Integers(torch.autograd.Function):
-    """x Wᵀ with integers W and a scale for each row; rows of x are rounded to 8 bits, too.
+    """x Wᵀ with integers W and a scale for each row; rows of x are rounded to 8 bits as well.
 
     Columns of x above the threshold in any row are not rounded, as in LLM.int8().
     """
@@ -51,7 +51,7 @@ class Linear8(nn.Module):
 
 
 class Stored(Tensor):
-    """A weight that holds integers and scales, and knows few operations, as those of torchao."""
+    """A weight that holds integers and scales, and supports few operations, like torchao's."""
 
     @staticmethod
     def __new__(cls, integers: Tensor, scale: Tensor) -> "Stored":
@@ -241,7 +241,7 @@ def test_weights_that_are_replaced_in_mode_eval() -> None:
 
 
 def test_layers_without_a_kernel_for_float64() -> None:
-    """What they return for float64 inputs does not decide about independence."""
+    """Their results for float64 inputs do not decide about independence."""
 
     class Linear4bit(Linear8):
         def forward(self, x: Tensor) -> Tensor:
