@@ -321,7 +321,8 @@ def loss_method(files: Iterable[Path], model: Path | None) -> tuple[list[str], s
             forward = None if methods else _forward_of(value, script, scripts)
             if forward is not None:  # loss = model(x, y)
                 methods = [value]  # type: ignore[list-item]
-            if methods and _LOSSES.keys().isdisjoint(_tail(each.func) for each in called):
+            torchs = not _LOSSES.keys().isdisjoint(_tail(each.func) for each in called)
+            if methods and (not torchs or _is_method(methods[0].func, script, scripts)):
                 place = f"{script.file.name}: {name} = {line}"
                 given = ["x[None]", "y[None]"][: len(methods[0].args)]
                 reduced = None if forward is None else _reduced_by(forward, torch_losses)
@@ -335,6 +336,14 @@ def loss_method(files: Iterable[Path], model: Path | None) -> tuple[list[str], s
                 of = "x, y in zip(inputs, targets)" if "y[None]" in each else "x in inputs"
                 return [f"return torch.stack([{each} for {of}])"], place
     return [], ""
+
+
+def _is_method(node: ast.expr, script: "Script", scripts: Sequence["Script"]) -> bool:
+    """Whether an expression is MODEL.METHOD of a local class, as model.encode."""
+    sources, owner = Sources(script, scripts), getattr(node, "value", node)
+    made = _unmoved(script.values.get(_tail(owner), owner))
+    own = ModelClass(sources, _tail(made.func) if isinstance(made, ast.Call) else "")
+    return isinstance(node, ast.Attribute) and own.method(node.attr) is not None
 
 
 def _forward_of(

@@ -1,7 +1,9 @@
 """Scripts whose model takes modules, stored arguments or random numbers, or has a loss within."""
 
 import argparse
+import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,14 @@ CWD = pytest.mark.usefixtures("in_folder")
 
 
 @pytest.fixture
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run in the test's folder, from which it imports its scripts."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(f"{tmp_path}"):
+            del sys.modules[name]
 
 
 def drafted(gradscope: Gradscope, *arguments: str) -> dict[str, Any]:
@@ -87,12 +95,11 @@ class Net(nn.Module):
 
 
 @CWD
-def test_a_model_that_takes_a_module_draws_numbers_and_returns_its_loss(
-    gradscope: Gradscope, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_model_that_takes_a_module_and_returns_its_loss(
+    gradscope: Gradscope,
 ) -> None:
     Path("noisy.py").write_text(NOISY)
     Path("inner.py").write_text(INNER)
-    monkeypatch.syspath_prepend(tmp_path)
     from inner import Net  # type: ignore[import-not-found]
     from noisy import Denoiser  # type: ignore[import-not-found]
 
@@ -174,11 +181,8 @@ if __name__ == "__main__":
 
 
 @CWD
-def test_arguments_that_a_script_takes_from_parsed_options(
-    gradscope: Gradscope, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_arguments_that_a_script_takes_from_parsed_options(gradscope: Gradscope) -> None:
     Path("called.py").write_text(CALLED)
-    monkeypatch.syspath_prepend(tmp_path)
     from called import Attention, token_loss  # type: ignore[import-not-found]
 
     torch.manual_seed(0)
@@ -249,11 +253,8 @@ class SplitCriterion(Split):
 
 
 @CWD
-def test_a_pickled_list_with_a_model_and_a_loss(
-    gradscope: Gradscope, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_pickled_list_with_a_model_and_a_loss(gradscope: Gradscope) -> None:
     Path("pickled.py").write_text(PICKLED)
-    monkeypatch.syspath_prepend(tmp_path)
     from pickled import SplitCriterion, Stack  # type: ignore[import-not-found]
 
     torch.manual_seed(0)
@@ -318,12 +319,9 @@ class DiceLoss(nn.Module):
 
 
 @CWD
-def test_a_loss_that_is_chosen_by_its_name(
-    gradscope: Gradscope, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_loss_that_is_chosen_by_its_name(gradscope: Gradscope) -> None:
     Path("chosen.py").write_text(CHOSEN)
     Path("losses.py").write_text(LOSSES)
-    monkeypatch.syspath_prepend(tmp_path)
     from chosen import Mask  # type: ignore[import-not-found]
     from losses import DiceLoss  # type: ignore[import-not-found]
 
@@ -335,3 +333,45 @@ def test_a_loss_that_is_chosen_by_its_name(
     drafted(gradscope, "mask.pt", "data.pt")
     expected = looped(model, lambda m, x, y: DiceLoss(0.5)(m(x), y), inputs, masks)
     assert norms(gradscope) == pytest.approx(expected, rel=1e-4)
+
+
+ENCODED = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+class Coder(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, width), nn.Linear(width, 4)
+    def encode(self, x): return self.first(x).tanh()
+    def forward(self, x): return self.last(self.encode(x))
+def main():
+    model = Coder(3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in []:
+        loss = F.mse_loss(model.encode(x), y)
+        loss.backward()
+if __name__ == "__main__":
+    main()
+"""
+
+
+@CWD
+def test_a_loss_of_torch_of_a_method_of_the_model(gradscope: Gradscope) -> None:
+    Path("encoded.py").write_text(ENCODED)
+    from encoded import Coder  # type: ignore[import-not-found]
+
+    torch.manual_seed(0)
+    model = Coder(3)
+    inputs, targets = torch.randn(5, 4), torch.randn(5, 3)
+    torch.save(model.state_dict(), "coder.pt")
+    torch.save((inputs, targets), "data.pt")
+    drafted(gradscope, "coder.pt", "data.pt")
+    code = Path("loss.py").read_text()
+    assert "F.mse_loss(model.encode(x[None]), y[None]) for x, y in zip(inputs, targets)" in code
+    Path("loss.py").write_text(f"import torch.nn.functional as F\n{code}")
+
+    def loss(model: Any, x: Tensor, y: Tensor) -> Any:
+        return nn.functional.mse_loss(model.encode(x), y)
+
+    assert norms(gradscope) == pytest.approx(looped(model, loss, inputs, targets), rel=1e-4)

@@ -274,6 +274,17 @@ def test_what_is_for_files_is_not_for_code(file: Path) -> None:
         opened(file, "pairs", pad={"inputs": 0})
 
 
+def test_samples_that_are_objects(tmp_path: Path) -> None:
+    place = tmp_path / "graphs.py"
+    place.write_text(
+        "import torch\nclass Graph: pass\n"
+        "def collate(batch): return [g for g, _ in batch], torch.tensor([y for _, y in batch])\n"
+        "def graphs(): return [(Graph(), k % 2) for k in range(4)], collate\n"
+    )
+    with pytest.raises(DatasetError, match="inputs that are a list of Graph, not tensors"):
+        opened(place, "graphs").batch(range(4))
+
+
 WORDS = {"[UNK]": 0, "[PAD]": 1, "a": 2, "small": 3, "cat": 4, "sat": 5}
 TEXTS = ["a cat sat", "a small cat", "cat", "a dog sat a cat"]
 IDS = [[2, 4, 5], [2, 3, 4], [4], [2, 0, 5, 2, 4]]

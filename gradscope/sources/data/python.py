@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -290,6 +291,12 @@ def _require_arguments(function: Callable[..., Any], spec: DatasetSpec, where: s
             raise DatasetError(what, where=where, remedy=remedy) from error
 
 
+def _is_entry(kind: type) -> bool:
+    """Whether objects of a type may be in a collated batch."""
+    plain = (Tensor, bool, int, float, complex, str, bytes, NoneType, Mapping, tuple, list)
+    return issubclass(kind, plain) or hasattr(kind, "__array__")
+
+
 def _named(batch: Any, n: int, taken: int | None) -> dict[str, Any]:
     """Return {name: value} from the collated batch of n samples."""
     parts = {"inputs": batch}
@@ -300,6 +307,16 @@ def _named(batch: Any, n: int, taken: int | None) -> dict[str, Any]:
     elif isinstance(batch, tuple | list) and taken and taken < len(batch):
         for name, part in (("inputs", batch[:taken]), ("targets", batch[taken:])):
             parts[name] = part if len(part) > 1 else part[0]
+    for name, value in parts.items():
+        kinds = {type(v) for v in value} if isinstance(value, tuple | list) else set()
+        if kinds and len(value) == n and not any(map(_is_entry, kinds)):
+            kind = listed(sorted(each.__name__ for each in kinds))
+            what = f"{n} samples were collated to {name} that are a list of {kind}, not tensors"
+            remedy = (
+                "gradscope selects samples along the first axis of tensors. Return tensors from "
+                "the collate function, padded to one size, and make the objects in the model."
+            )
+            raise DatasetError(what, remedy=remedy)
     found = {name: _tree(value) for name, value in parts.items()}
     for name, value in found.items():
         for tensor in tensors(value):
