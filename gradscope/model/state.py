@@ -15,7 +15,7 @@ import types
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Container, Generator, Hashable, Iterator
+from collections.abc import Callable, Container, Generator, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +41,7 @@ _ROOM = 2**28  # bytes of all copied parameters: less than a second model
 _READ = 2**28  # bytes of a value; larger values are not compared bit by bit
 _COMPARED = 2**16  # values per recomputed tensor that are compared, at most
 _USUAL = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
+_TABLES = (dict, list)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ITERATORS: tuple[type, ...] = (
     *map(type, (iter([]), iter(()), iter(range(1)), iter(""), iter(set()))),
@@ -551,21 +552,23 @@ class _Contents:
 
     def __init__(self, model: nn.Module) -> None:
         every = [vars(module) for module in every_module(model)]
-        inner = [
+        inner: list[Any] = [
             value
             for own in every
             for name, value in own.items()
-            if name in _HOOKS or (type(value) in (dict, list) and name not in _USUAL)
+            if isinstance(value, _TABLES)
+            and (name in _HOOKS or (type(value) in (dict, list) and name not in _USUAL))
         ]
         self._dicts: list[dict[Any, Any]] = [*every, *(t for t in inner if type(t) is not list)]
         self._lists: list[list[Any]] = [t for t in inner if type(t) is list]
+        views = [table.values() for table in self._dicts]
+        self._flat: list[Iterable[Any]] = [*self._lists, *self._dicts, *views]
         self._before = self._read()
 
     def _read(self) -> tuple[list[int], list[Any]]:
         """Return the sizes of all tables, and their keys and values in a row: fast to compare."""
-        values = map(operator.methodcaller("values"), self._dicts)
-        flat = itertools.chain.from_iterable(itertools.chain(self._lists, self._dicts, values))
-        return [*map(len, self._lists), *map(len, self._dicts)], [*flat]
+        sizes = [*map(len, self._lists), *map(len, self._dicts)]
+        return sizes, [*itertools.chain.from_iterable(self._flat)]
 
     def put_back(self) -> None:
         """Restore all tables."""

@@ -153,10 +153,6 @@ def hooks_of_tokens(problem: Problem) -> Iterator[Evaluate]:
     yield evaluate
 
 
-def _has_entries(gradient: Tensor | None) -> bool:
-    return gradient is not None and gradient.numel() > 0
-
-
 class _Program:
     """A problem with the analyses made so far."""
 
@@ -392,6 +388,7 @@ class _Program:
         if rows is not None:
             n, axes = int((rows >= 0).sum()), self._row_axes(recorded, analysis, at, axes, rows)
         shared: dict[Node, Any] = {}
+        reached = {node for (node, _), t in at.items() if t is not None and t.numel()}
 
         def site(edge: FrontierEdge) -> Site:
             source, output = edge.source
@@ -409,7 +406,7 @@ class _Program:
 
         def contracted(edges: Sequence[FrontierEdge]) -> Iterator[Block]:
             """Yield the blocks of edges by which one kind of operation uses one value."""
-            used = [e for e in edges if any(_has_entries(at[k]) for k in outputs[e.node])]
+            used = [e for e in edges if e.node in reached]
             if len(used) > 1 and all(len(outputs[e.node]) == 1 for e in used):
                 own = [outputs[e.node][0] for e in used]
                 nodes, gradients = [recorded.nodes[e.node] for e in used], [at[k] for k in own]
