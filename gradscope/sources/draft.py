@@ -26,17 +26,15 @@ from gradscope.sources.data.columns import SequenceColumn, StoredColumn, TextCol
 from gradscope.sources.data.files import open_arrays
 from gradscope.sources.data.python import INDICES
 from gradscope.sources.data.recipes import MASK
-from gradscope.sources.scripts import (
-    FoundModel,
-    Script,
-    find_models,
-    find_trained,
+from gradscope.sources.scripts.losses import (
     loss_is_summed,
     loss_method,
     losses_called,
     own_loss,
     reconstruction,
 )
+from gradscope.sources.scripts.models import FoundModel, find_models, find_trained
+from gradscope.sources.scripts.syntax import Script
 from gradscope.sources.weights import read
 from gradscope.sources.weights.fit import state_dict_under, state_dicts, stored_modules
 from gradscope.sources.weights.hugging_face import CONFIG

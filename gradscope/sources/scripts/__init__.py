@@ -1,0 +1,1 @@
+"""What init reads in training scripts: the model, its arguments and its loss."""

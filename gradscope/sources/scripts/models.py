@@ -1,0 +1,390 @@
+"""Finds the model of a checkpoint in the syntax trees of training scripts. No script is run.
+
+A model class names its parts in its `__init__`. The checkpoint's keys begin with these names, so
+the class whose parts explain most keys is the model of the checkpoint. The sizes of its tensors
+give the values of many arguments of the class.
+"""
+
+import ast
+import re
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from gradscope.sources.scripts.parts import ModelClass, shapes_below
+from gradscope.sources.scripts.syntax import (
+    Argument,
+    Equation,
+    Script,
+    Shapes,
+    Sources,
+    bound_arguments,
+    called_name,
+    dotted_name,
+    is_plain,
+    key_of,
+    last_name,
+    parameters_of,
+    returned_call,
+    unmoved,
+)
+from gradscope.sources.training import parses_arguments
+
+_PREFIX = re.compile(r"(?:module\.|_orig_mod\.)+")  # DataParallel and torch.compile add these
+_PRETRAINED = {"pretrained", "weights"}  # the checkpoint replaces these weights
+_ARGUMENTS = (
+    "model_args", "model_kwargs", "hyper_parameters", "hparams", "model_config", "config", "cfg",
+    "args", "opt", "options", "params", "settings",
+)  # fmt: skip
+_LOADER = ".from_pretrained"
+_WRAPPER = 0.5  # the largest fit of a class whose only part may be the model
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A class or function of a script that may build the model of a checkpoint."""
+
+    file: Path
+    name: str
+    is_class: bool
+    fit: float  # from 0 to 1: the share of the checkpoint's tensors that its parts explain
+    why: str
+    # known, by name; CONFIG.NAME within a config; MODULE.factory and MODULE.NAME of a module
+    arguments: Mapping[str, Argument]
+    unknown: Sequence[str]  # names of arguments that must be given
+    package: str = ""  # the installed module that defines it, if the file does not
+    inputs: Sequence[str] = ()  # the names of the parameters of its forward
+    of_arguments: bool = False  # whether command-line arguments may decide what it is
+    random: bool = False  # whether its forward draws random numbers in eval mode too
+
+    @property
+    def reference(self) -> str:
+        """FILE.py:NAME, or package.module:NAME."""
+        return f"{self.package or self.file}:{self.name}"
+
+
+def find_models(files: Iterable[Path], shapes: Shapes, stored: Any = None) -> list[FoundModel]:
+    """Return the classes and functions that may build the model of a checkpoint, best first.
+
+    Args:
+        files: Python files. They are parsed, not run.
+        shapes: The shape of each tensor of the checkpoint, by its key.
+        stored: The whole checkpoint. The model's arguments may be in it.
+    """
+    scripts = [script for file in files if (script := Script.read(file)) is not None]
+    known = {_PREFIX.sub("", key): shape for key, shape in shapes.items()}
+    given = stored_arguments(stored)
+
+    def fitting(shapes: Shapes) -> list[FoundModel]:
+        return [
+            model
+            for script, sources in ((script, Sources(script, scripts)) for script in scripts)
+            for name in (*script.classes, *script.functions)
+            if (model := _examined(sources, script, name, shapes, given)) is not None
+        ]
+
+    found = fitting(known)
+    name, *others = {key.partition(".")[0] for key in known} or {""}
+    if not others and not any(model.fit > _WRAPPER for model in found):
+        wrappers = [
+            ModelClass(Sources(each, scripts), own) for each in scripts for own in each.classes
+        ]
+        if all(model.only_calls(name) for model in wrappers if name in model.parts):
+            found += fitting(shapes_below(known, name))
+
+    def rank(model: FoundModel) -> tuple[float, bool, bool, bool]:
+        # a function without arguments passes the arguments of its class; the arguments of a class
+        # say what to fill in
+        unknown = bool(model.unknown)
+        return (
+            -round(model.fit, 2),
+            unknown,
+            bool(model.arguments) != unknown,
+            model.is_class != unknown,
+        )
+
+    return sorted(found, key=rank)
+
+
+def find_trained(files: Iterable[Path], stored: Any = None) -> list[FoundModel]:
+    """Return the models whose parameters scripts pass to an optimizer.
+
+    A model is a variable at the top level of its script, an object of a class in the files, or the
+    result of a package's function.
+
+    Args:
+        files: Python files. They are parsed, not run.
+        stored: The whole checkpoint. The model's arguments may be in it.
+    """
+    scripts = [script for file in files if (script := Script.read(file)) is not None]
+    local = {part for script in scripts for part in (script.file.stem, script.file.parent.name)}
+    given = stored_arguments(stored)
+    if isinstance(stored, Mapping):
+        given |= {k: v for k, v in stored.items() if isinstance(k, str) and isinstance(v, str)}
+    found = []
+    for script in scripts:
+        for name, made in script.trained:
+            why = f"{script.file.name} makes an optimizer for it"
+            if made in script.tree.body:
+                parses = parses_arguments(script.tree)
+                found.append(
+                    FoundModel(script.file, name, False, 1.0, why, {}, [], of_arguments=parses)
+                )
+                continue
+            sources = Sources(script, scripts)
+            own = last_name(getattr(made.value, "func", made.value))
+            dotted = called_name(made.value, script, sources, given)
+            package, last = _split(dotted)
+            if sources.is_module(own):
+                model = _with_modules(sources, own)
+                known, unknown = _given(made.value, list(model.parameters), sources, given)
+                for name in model.given.keys() & {*unknown}:
+                    inner, missing = _nested(sources, name, model, {}, given)
+                    unknown = [*(each for each in unknown if each != name), *missing]
+                    known |= inner
+                made_by = FoundModel(sources.file(own), own, True, 1.0, why, known, unknown)
+                found.append(replace(made_by, inputs=model.inputs(), random=model.random))
+            elif package and package.partition(".")[0] not in {*local, "self", "torch"}:
+                names = ["pretrained_model_name_or_path"] if last.endswith(_LOADER) else []
+                known, unknown = _given(made.value, names, sources, given)
+                found.append(
+                    FoundModel(script.file, last, False, 1.0, why, known, unknown, package=package)
+                )
+    return list({model.reference: model for model in reversed(found)}.values())[::-1]
+
+
+def _split(dotted: str) -> tuple[str, str]:
+    """Split package.module.NAME; NAME includes a class: transformers, AutoModel.from_config."""
+    names = dotted.split(".")
+    first = next((k for k, name in enumerate(names) if name[:1].isupper()), len(names) - 1)
+    return ".".join(names[:first]), ".".join(names[first:])
+
+
+def _given(
+    node: ast.expr, names: Sequence[str], sources: Sources, given: Mapping[str, Any]
+) -> tuple[dict[str, Argument], list[str]]:
+    """Return a call's known arguments, and the names of the unknown arguments.
+
+    Positional arguments have the parameters `names`.
+    """
+    known, unknown = {}, []
+    if isinstance(node, ast.Call):
+        keywords = {k.arg: k.value for k in node.keywords if k.arg is not None}
+        for name, expression in (bound_arguments(node, names) | keywords).items():
+            if name in _PRETRAINED:
+                continue
+            value = _stored(given, last_name(expression) or name) or sources.constant(expression)
+            if value is None:
+                unknown.append(name)
+            else:
+                known[name] = value
+    return known, unknown
+
+
+def stored_arguments(content: Any) -> dict[str, Any]:
+    """Return the arguments of a model that a checkpoint stores with its weights."""
+    found: dict[str, Any] = {}
+    if isinstance(content, Mapping):
+        parsed = [vars(value) for value in content.values() if isinstance(value, Namespace)]
+        for value in (*parsed, *(content.get(name) for name in reversed(_ARGUMENTS))):
+            if isinstance(value, Mapping):
+                found |= {k: v for k, v in value.items() if isinstance(k, str)}
+    return found
+
+
+def _examined(
+    sources: Sources, script: Script, name: str, shapes: Shapes, given: Mapping[str, Any]
+) -> FoundModel | None:
+    """Return the class or function as a possible model, or None if it cannot build the model."""
+    function = script.functions.get(name)
+    node = returned_call(function) if function is not None else None
+    of_class = name if function is None else ("" if node is None else last_name(node.func))
+    if not sources.is_module(of_class):
+        return None
+    model = _with_modules(sources, of_class)
+    if node is not None:
+        model = ModelClass(sources, of_class, given=bound_arguments(node, list(model.parameters)))
+    keys = {key: tuple(key.split(".")) for key in shapes}
+    explained = [model.explained(parts, shapes[key]) for key, parts in keys.items()]
+    first = {parts[0] for parts in keys.values()}
+    expected = [
+        name
+        for name, alternatives in model.parts.items()
+        if not any(part.kind in ("plain", "unknown") for part in alternatives)
+    ]
+    if not explained or not any(explained):
+        return None
+    met = sum(any(fnmatchcase(f, k) for f in first) for k in expected) / max(len(expected), 1)
+    met = met if expected else 0.5
+    fit = sum(explained) / len(explained) * (1 + met) / 2 * model.share_of_counts(shapes)
+    whole = sum(value > 0 for value in explained)
+    why = f"its parts explain {whole} of {len(explained)} tensors of the checkpoint"
+    if function is not None:
+        arguments, unknown = _of_function(sources, function, given)
+    else:
+        arguments, unknown = _arguments(sources, model, shapes, given)
+    found = FoundModel(script.file, name, function is None, fit, why, arguments, unknown)
+    return replace(found, inputs=model.inputs(), random=model.random)
+
+
+def _of_function(
+    sources: Sources, function: ast.FunctionDef, given: Mapping[str, Any]
+) -> tuple[dict[str, Argument], list[str]]:
+    """Return a function's known arguments, and the names of unknown arguments without default."""
+    found, unknown = {}, []
+    for name, default in parameters_of(function.args).items():
+        if name in given and is_plain(given[name]):
+            found[name] = Argument(given[name], "stored in the checkpoint")
+        elif default is None:
+            unknown.append(name)
+    return found, unknown
+
+
+def _arguments(
+    sources: Sources, model: ModelClass, shapes: Shapes, given: Mapping[str, Any]
+) -> tuple[dict[str, Argument], list[str]]:
+    """Return the known arguments of a class, and the names of the arguments to fill in."""
+    solved = _solved(model.equations(shapes))
+    configs = model.configs()
+    called = _called(sources, model, given)
+    found: dict[str, Argument] = {}
+    unknown: list[str] = []
+    for name, default in model.parameters.items():
+        if name in model.given:
+            own, missing = _nested(sources, name, model, shapes, given)
+            found |= own
+            unknown += missing
+            continue
+        if configs.get(name) and default is None and name not in solved:
+            own, missing = _config(sources, name, configs[name], solved, given)
+            found |= {f"{name}.{key}": value for key, value in own.items()}
+            unknown += [f"{name}.{key}" for key in missing]
+            continue
+        value = _stored(given, name) or solved.get(name) or called.get(name)
+        if name == "device" and (value is not None or default is None):
+            value = Argument("cpu", "the default device of a run")
+        if value is None and name in model.keywords:
+            value = sources.constant(ast.Name(name))
+        if value is not None:
+            found[name] = value
+        elif default is None:
+            unknown.append(name)
+    return found, unknown
+
+
+def _config(
+    sources: Sources,
+    name: str,
+    attributes: set[str],
+    solved: Mapping[str, Argument],
+    given: Mapping[str, Any],
+) -> tuple[dict[str, Argument], list[str]]:
+    """Return the known entries of a config, and the names of entries that are read but unknown."""
+    defaults = sources.fields(attributes)
+    found: dict[str, Argument] = {}
+    for key in sorted(attributes | defaults.keys()):
+        value = _stored(given, key) or solved.get(f"{name}.{key}") or defaults.get(key)
+        if value is None:
+            value = sources.constant(ast.Name(key))
+        if value is not None:
+            found[key] = value
+    return found, sorted(attributes - found.keys())
+
+
+def _stored(given: Mapping[str, Any], name: str) -> Argument | None:
+    if name in given and is_plain(given[name]):
+        return Argument(given[name], "stored in the checkpoint")
+    return None
+
+
+def _called(sources: Sources, model: ModelClass, given: Mapping[str, Any]) -> dict[str, Argument]:
+    """Return the arguments that a call of a model's class gives as constants or stored values.
+
+    `given` are the stored arguments: Net(width=args.wide) has the stored value of "wide".
+    """
+    best: dict[str, Argument] = {}
+    for call in sources.calls(model.name):
+        local, known = sources.local(call), {}
+        for name, node in bound_arguments(call, list(model.parameters)).items():
+            value = _stored(given, key_of(node) or last_name(node))
+            value = value or sources.constant(local.get(last_name(node), node))
+            if value is not None:
+                known[name] = value
+        best = max(best, known, key=len)
+    return best
+
+
+def _with_modules(sources: Sources, name: str) -> ModelClass:
+    """Return a class with the modules that a script passes to it as arguments."""
+    plain = ModelClass(sources, name)
+    found: dict[str, ast.expr] = {}
+    for call in sources.calls(name):
+        local = sources.local(call)
+        for argument, node in bound_arguments(call, list(plain.parameters)).items():
+            made = unmoved(local.get(last_name(node)) or sources.values.get(last_name(node), node))
+            if isinstance(made, ast.Call) and sources.is_module(last_name(made.func)):
+                found.setdefault(argument, made)
+    return ModelClass(sources, name, given=found)
+
+
+def _nested(
+    sources: Sources, name: str, model: ModelClass, shapes: Shapes, given: Mapping[str, Any]
+) -> tuple[dict[str, Argument], list[str]]:
+    """Return the factory and the known arguments of an argument that is a module, and the rest.
+
+    Both have the argument's name before them: NAME.factory.
+    """
+    own = _with_modules(sources, last_name(model.given[name].func))  # type: ignore[attr-defined]
+    known, unknown = _arguments(sources, own, shapes_below(shapes, model.attribute_of(name)), given)
+    factory = Argument(f"{sources.file(own.name)}:{own.name}", f"the script passes {own.name}(...)")
+    found = {f"{name}.{key}": value for key, value in {"factory": factory, **known}.items()}
+    return found, [f"{name}.{key}" for key in unknown]
+
+
+def _solved(equations: Iterable[Equation]) -> dict[str, Argument]:
+    """Solve expressions for their only unknown name, NAME or NAME.ATTRIBUTE."""
+    found: dict[str, Argument] = {}
+    left = list(equations)
+    for _ in range(3):  # a solution may make another expression solvable
+        for expression, value, where in left:
+            solution = _unknown_in(expression, value, found)
+            if solution is not None:
+                name, size = solution
+                found.setdefault(name, Argument(size, f"the size of {where}"))
+    return found
+
+
+def _unknown_in(
+    node: ast.expr, value: int | list[int], known: Mapping[str, Argument]
+) -> tuple[str, int | list[int]] | None:
+    """Return the only unknown name of an expression and its value, or None if not solvable."""
+    name = dotted_name(node)
+    if name is not None:
+        return name, value
+    if not isinstance(node, ast.BinOp) or isinstance(value, list):
+        return None
+    left, right = node.left, node.right
+    factor = _value(right, known)
+    if factor is None and isinstance(node.op, ast.Mult | ast.Add):
+        left, right, factor = right, left, _value(left, known)
+    if factor is None or factor < 1:
+        return None
+    if isinstance(node.op, ast.Mult) and value % factor == 0:
+        return _unknown_in(left, value // factor, known)
+    if isinstance(node.op, ast.FloorDiv):
+        return _unknown_in(left, value * factor, known)
+    if isinstance(node.op, ast.Pow) and round(value ** (1 / factor)) ** factor == value:
+        return _unknown_in(left, round(value ** (1 / factor)), known)
+    if isinstance(node.op, ast.Add) and value > factor:
+        return _unknown_in(left, value - factor, known)
+    return None
+
+
+def _value(node: ast.expr, known: Mapping[str, Argument]) -> int | None:
+    """Return the value of an integer or of a known name, or None."""
+    name = dotted_name(node) or ""
+    found = known[name].value if name in known else getattr(node, "value", None)
+    return found if isinstance(found, int) and not isinstance(found, bool) else None
