@@ -129,7 +129,7 @@ axes(
     "mask off by one: an operation without a rule keeps the gradient of the next sample",
     "        kept = torch.zeros_like(split)",
     "        kept, sample = torch.zeros_like(split), (sample + 1) % n",
-    Asked("parameter_as_denominator_and_exponent"),
+    Asked("custom_function_with_a_parameter"),
 )
 axes(
     "time-major read as batch-major: samples and time change places in an axis that holds both",

@@ -31,6 +31,7 @@ from gradscope.backends.hooks.evidence import gradients_independent
 from gradscope.backends.hooks.graph import internals
 from gradscope.backends.hooks.graph.analysis import OTHERS, Analysis, FrontierEdge, analyse
 from gradscope.backends.hooks.graph.axes import Axis, OwnerWeights, SpreadError, row_axis
+from gradscope.backends.hooks.graph.movement import ELEMENTWISE, operation_name
 from gradscope.backends.hooks.graph.ownership import analyse_owners
 from gradscope.backends.hooks.graph.trace import Output, Trace, trace
 from gradscope.backends.hooks.isolation import isolating
@@ -38,6 +39,7 @@ from gradscope.backends.hooks.pullback import pull_back
 from gradscope.backends.hooks.rules import (
     DifferentNodesError,
     Site,
+    elementwise,
     masked,
     merged,
     node_rules,
@@ -71,6 +73,8 @@ def block_of(kind: str, site: Site) -> Block:
     if site.lies_along_several:
         usable = one and kind.removesuffix("Backward0") in _BY_ENTRY
     block = rule(site) if rule is not None and usable else None
+    if block is None and one and kind.endswith(("0", "1", "2")):  # not a Function in Python
+        block = elementwise(site) if operation_name(kind) in ELEMENTWISE else None
     return masked(site) if block is None else block
 
 

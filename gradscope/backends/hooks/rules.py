@@ -11,6 +11,7 @@ attention, recurrent layers and einsum as such products.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -386,6 +387,50 @@ def scatter(index: Tensor, rows: Tensor, size: int, padding: int) -> ScatterBloc
     if padding >= 0:
         rows = rows.masked_fill((index == padding).unsqueeze(-1), 0)
     return ScatterBlock(index, rows, size)
+
+
+@node_rules.register("IndexBackward0")
+def index(site: Site) -> Block | None:
+    """`table[i, j, ...]` with index tensors for the first axes: a lookup of rows."""
+    indices, shape = site.saved("indices"), site.shape
+    if any(t is None or t.dtype in (torch.bool, torch.uint8) for t in indices):
+        return None
+    sizes = shape[: len(indices)]
+    place: Any = 0
+    for t, size in zip(indices, sizes, strict=True):
+        place = place * size + t.to(site.gradient.device) % size
+    if site.axis.axis >= place.dim() or not prod(sizes):
+        return None
+    rows = site.gradient.reshape(*place.shape, prod(shape[len(indices) :]))
+    own, values = site.first(place).flatten(1), site.first(rows).flatten(1, -2)
+    found = ScatterBlock(own, values, prod(sizes))
+    return found if found.shape == shape else found.reshape(shape)
+
+
+@node_rules.register("IndexSelectBackward0")
+def index_select(site: Site) -> Block | None:
+    """`table.index_select(0, index)`."""
+    rows, axis = site.gradient, site.axis
+    if site.saved("dim") % max(1, rows.dim()) or axis.axis or not rows.dim() or not site.shape[0]:
+        return None
+    own = site.first(site.saved("index").reshape(-1)).flatten(1)
+    values = site.first(rows.reshape(len(rows), -1)).flatten(1, -2)
+    found = ScatterBlock(own, values, site.shape[0])
+    return found if found.shape == site.shape else found.reshape(site.shape)
+
+
+def elementwise(site: Site) -> Block | None:
+    """Evaluate an elementwise operation once for all samples.
+
+    A node called directly does not undo the broadcast of its inputs: each entry of the result
+    belongs to the same entry of the output.
+    """
+    if len(site.gradients) > 1 or site.others:
+        return None
+    found = internals.pull(site.node, site.gradients)[site.slot]
+    if found is None or found.is_sparse or found.shape != site.gradient.shape:
+        return None
+    return site.reduced(found)
 
 
 @node_rules.register("NativeLayerNormBackward0")
