@@ -485,12 +485,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--verify", default="never")
     given = parser.parse_args(argv)
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    try:
+        _print_table([*(given.names or CASES)], given.repeats, given.verify)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _print_table(names: Sequence[str], repeats: int, verify: str) -> None:
     print(f"{'':18}{'plain ms':>9}{'rows':>7}{'norms':>7}{'clipped':>8}")
     every: list[float] = []
-    for name in given.names or CASES:
+    for name in names:
         torch.manual_seed(0)
-        base, ratios = measure(CASES[name](), given.repeats, given.verify)
+        base, ratios = measure(CASES[name](), repeats, verify)
         every += [ratios["rows"], ratios["norms"]] if name != "perceptron" else []
         found = "".join(f"{ratio:7.2f}" for ratio in ratios.values())
         print(f"{name:18}{1e3 * base:9.2f}{found}", flush=True)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import marks, scaling, training
+from benchmarks import later, marks, scaling, training
 from benchmarks.__main__ import main
 from benchmarks.architectures import __main__ as architectures
 from benchmarks.architectures.cases import ARCHITECTURES, tokens
@@ -589,3 +589,12 @@ def test_a_training_has_the_same_weights_with_a_monitor(
     alone, along = (training.run(name, 20, each, tmp_path) for each in (None, path))
     assert alone.weights == along.weights
     assert [step.step for step in read_history(path).steps] == [1, 10, 20]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(k, marks=[] if k == "siren" else pytest.mark.full) for k in later.CASES]
+)
+def test_later_calls_are_measured(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    later.main([name, "--repeats", "1"])
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(name))
+    assert all(float(figure) > 0 for figure in row.split()[1:])

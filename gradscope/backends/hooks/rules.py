@@ -154,8 +154,8 @@ def merged(
 ) -> Site | None:
     """Return one site for several nodes that use one value in the same way, or None.
 
-    The positions of a sample are those of all nodes together. So a weight that a model uses in each
-    step is contracted once, not once a step.
+    A sample has the positions of all nodes. So a weight that each step of a model uses is
+    contracted once, not once a step.
 
     Args:
         first: The site of the first node.
