@@ -23,6 +23,7 @@ import torch
 from PIL import Image
 
 from gradscope.errors import DatasetError
+from gradscope.sources.data.columns import from_numpy
 from gradscope.sources.formats import dataset_readers
 from tests.sources.test_datasets import failure, opened
 
@@ -254,6 +255,24 @@ def test_codes_with_an_underscore_are_texts(tmp_path: Path) -> None:
     data = opened(path, id="month")
     texts = [bytes(row.tolist()).rstrip(b"\0") for row in data.ids(torch.arange(2))]
     assert texts == [b"2020_01", b"2020_1"]
+
+
+def test_lists_of_equal_length_need_no_object_for_each_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def counted(array: np.ndarray) -> torch.Tensor:
+        made.append(len(array))
+        return from_numpy(array)
+
+    lists = pa.array([*TABLE], pa.list_(pa.float64()))
+    pq.write_table(pa.table({"inputs": lists, "targets": LABELS}), tmp_path / "lists.parquet")
+    data = opened(tmp_path / "lists.parquet")
+    monkeypatch.setattr("gradscope.sources.data.arrow.from_numpy", counted)
+    batch = data.batch(range(100, 600))
+    assert np.array_equal(batch.inputs.numpy(), TABLE[100:600])
+    assert sorted(made) == [500, 1500]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])

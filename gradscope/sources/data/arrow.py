@@ -231,13 +231,13 @@ def _column(table: _Table, name: str, kind: Any, n: int) -> StoredColumn:
     def numbers(start: int, stop: int) -> Tensor:
         return from_numpy(np.concatenate([_values(p) for p in table.read(name, start, stop)]))
 
+    def joined(start: int, stop: int) -> Tensor:
+        parts = [_storage(part).flatten() for part in table.read(name, start, stop)]
+        return from_numpy(np.concatenate([_values(part) for part in parts]))
+
     def sequences(start: int, stop: int) -> list[Tensor]:
-        found: list[Tensor] = []
-        for part in table.read(name, start, stop):
-            ends = np.cumsum(_lengths(part))
-            rows = np.split(_values(_storage(part).flatten()), ends[:-1])
-            found += map(from_numpy, rows)
-        return found
+        lengths = [_lengths(part) for part in table.read(name, start, stop)]
+        return list(torch.split(joined(start, stop), np.concatenate(lengths).tolist()))
 
     value = _plain(kind)
     if types.is_string(value) or types.is_large_string(value):
@@ -258,7 +258,7 @@ def _column(table: _Table, name: str, kind: Any, n: int) -> StoredColumn:
         raise DatasetError(f"it has {kind}, not numbers", remedy=remedy)
     dtype = torch_dtype(np.dtype(_NUMPYS.get(str(inner), str(inner))))
     if _is_list(kind):
-        return SequenceColumn(dtype, sequences, lambda: table.sizes(name))
+        return SequenceColumn(dtype, sequences, lambda: table.sizes(name), joined)
     return NumberColumn((n,), dtype, numbers)
 
 

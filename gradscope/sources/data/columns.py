@@ -52,6 +52,8 @@ class SequenceColumn:
     read: Callable[[int, int], Sequence[Tensor]]
     # returns the lengths and the shape `row` of an entry; called once, if needed
     sizes: Callable[[], SequenceSizes]
+    # returns these sequences one after the other, without an object for each
+    joined: Callable[[int, int], Tensor] | None = None
 
     @cached_property
     def measured(self) -> SequenceSizes:
@@ -108,7 +110,14 @@ def with_clear_errors(arrays: StoredArrays, path: Path) -> StoredArrays:
             with reading(DatasetError, f"{path}: {name}"):
                 return stored.sizes()
 
-        return replace(stored, read=read, sizes=sizes)
+        joined = stored.joined
+
+        def read_joined(start: int, stop: int) -> Tensor:
+            assert joined is not None
+            with reading(DatasetError, f"{path}: {name}, rows {start} to {stop - 1}"):
+                return joined(start, stop)
+
+        return replace(stored, read=read, sizes=sizes, joined=joined and read_joined)
 
     return StoredArrays(arrays.names, load, arrays.notes)
 
@@ -134,9 +143,14 @@ def even(stored: Numbers | SequenceColumn) -> Numbers:
             remedy="Pad the shorter samples with [dataset] pad = { NAME = 0 }. The array NAME_mask "
             "then marks the entries that are not padding.",
         )
-    read = stored.read
-    shape = (len(lengths), longest, *stored.measured[1])
-    return NumberColumn(shape, stored.dtype, lambda a, b: torch.stack(list(read(a, b))))
+    read, joined, row = stored.read, stored.joined, (longest, *stored.measured[1])
+
+    def rows(start: int, stop: int) -> Tensor:
+        if joined is None:
+            return torch.stack(list(read(start, stop)))
+        return joined(start, stop).reshape(stop - start, *row)
+
+    return NumberColumn((len(lengths), *row), stored.dtype, rows)
 
 
 def as_index(rows: Sequence[int]) -> Tensor:
