@@ -265,7 +265,7 @@ def require_consistent(file: Source, seed: int = 0) -> None:
     if labels_of(file) == "exact" or not len(rows):  # expectations do not add up
         return
     index = [int(i) for i in np.asarray(file.samples["index"])[rows]]
-    whole, squares = wide(file.samples["norm"])[rows], np.zeros(len(rows))
+    whole, squares = wide(np.asarray(file.samples["norm"])[rows]), np.zeros(len(rows))
     stored: Mapping[str, Any] = rows_of(file) or {}
     read = set(np.random.default_rng(seed).permutation(list(stored))[:_MOST].tolist())
     limit, share = tolerances(str(dict(file.run).get("dtype")))
@@ -282,7 +282,7 @@ def require_consistent(file: Source, seed: int = 0) -> None:
                 )
 
     for name in file.norms:
-        norms = wide(file.norms[name])[rows]
+        norms = wide(np.asarray(file.norms[name])[rows])
         squares += np.square(norms)
         if name in read and not getattr(stored[name], "overflowed", 0):
             found = np.array([_norm(stored[name][int(row)]) for row in rows])

@@ -66,12 +66,12 @@ class Samples:
             rows=rows,
             total=file.n,
             index=np.asarray(file.samples["index"])[rows],
-            loss=wide(file.samples["loss"])[rows],
-            norm=wide(file.samples["norm"])[rows],
+            loss=wide(np.asarray(file.samples["loss"])[rows]),
+            norm=wide(np.asarray(file.samples["norm"])[rows]),
             target=None if target is None else np.asarray(target)[rows],
             id=None if own is None else np.asarray(own)[rows],
             prediction=None if prediction is None else np.asarray(prediction)[rows],
-            margin=None if margin is None else wide(margin)[rows],
+            margin=None if margin is None else wide(np.asarray(margin)[rows]),
             size=None if size is None else np.asarray(size)[rows],
         )
 
@@ -127,7 +127,8 @@ def keys_of(table: Mapping[str, Any]) -> Positions:
 def finite_samples(file: Source) -> Mask:
     """Return which samples are finite (N,)."""
     flags: Mask = np.asarray(file.samples["finite"], dtype=bool)
-    return flags & np.isfinite(wide(file.samples["norm"]))
+    known: Mask = np.isfinite(np.asarray(file.samples["norm"]))
+    return flags & known
 
 
 def mean_gradient_norm(file: Source, name: str) -> float:

@@ -57,12 +57,12 @@ def parameter_rows(
     totals = {} if products is None else products.totals
     exact = products is not None and products.exact
     with np.errstate(over="ignore", invalid="ignore"):  # an overflow becomes None
-        total = float(np.square(wide(file.samples["norm"])[finite]).sum())
+        total = float(np.square(wide(np.asarray(file.samples["norm"])[finite])).sum())
         if exact:
             total = float(finite.sum()) * sum(one.mean_square for one in totals.values())
         rows = []
         for name, shape in file.parameters.items():
-            known, norms = totals.get(name), wide(file.norms[name])[finite]
+            known, norms = totals.get(name), wide(np.asarray(file.norms[name])[finite])
             n, length = norms.size, mean_gradient_norm(file, name)
             small, big = float(np.square(norms).mean()) if n else math.nan, length**2
             if known is not None and exact:
