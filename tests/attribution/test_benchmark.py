@@ -9,7 +9,8 @@ import pytest
 import torch
 from scipy import stats
 
-from benchmarks.attribution import forms, run, truth
+import gradscope
+from benchmarks.attribution import forms, run, size, truth
 from benchmarks.attribution.__main__ import document, table
 from benchmarks.attribution.methods import METHODS, Method
 from benchmarks.attribution.tasks import TASKS, Task
@@ -172,3 +173,14 @@ def test_each_curvature_and_form_is_a_line_of_the_table() -> None:
     np.testing.assert_allclose(
         found["ekfac", "relative"][[0, 1, 3, 4]], found["ekfac", "cosine"][[0, 1, 3, 4]]
     )
+
+
+def test_a_size_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = size.Size(1, 8, 2, 16, train=3, query=2, tied=True)
+    monkeypatch.setitem(size.SIZES, "tiny", tiny)
+    cell = size.run("tiny", "gradscope")
+    assert [*cell.seconds] == ["factors", "scores"] and min(cell.seconds.values()) > 0
+    scope, data = gradscope.Scope(tiny.model(), size.loss), (tiny.samples(3, 1), tiny.samples(2, 2))
+    train, query = ((scope, *samples) for samples in data)
+    wanted = gradscope.attribute(train, query, "ekfac", 0.1).values
+    np.testing.assert_allclose(cell.scores, wanted, rtol=1e-4)
