@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradscope.backends.hooks.graph import internals
@@ -27,7 +28,10 @@ def pull_dense(trace: Trace, output: Output, gradients: Tensor) -> dict[Output, 
         gradients: (n, *shape), the gradients of this output.
     """
     rule = _RULES.get(trace.kinds[output[0]])
-    found = None if rule is None else rule(trace, output, gradients)
+    try:
+        found = None if rule is None else rule(trace, output, gradients)
+    except RuntimeError:  # a kernel that does not broadcast, for example with sparse factors
+        return None
     if found is None:
         return None
     pulled: dict[Output, Tensor] = {}
@@ -46,7 +50,7 @@ def pull_dense(trace: Trace, output: Output, gradients: Tensor) -> dict[Output, 
 def _unbroadcast(values: Tensor, shape: tuple[int, ...]) -> Tensor | None:
     """Sum (n, *broadcast shape) to (n, *shape), or return None if the shapes do not fit."""
     extra = values.dim() - 1 - len(shape)
-    if extra < 0:
+    if extra < 0 or values.layout != torch.strided:
         return None
     axes = [*range(1, 1 + extra)]
     axes += [k + 1 + extra for k, s in enumerate(shape) if s == 1 < values.shape[k + 1 + extra]]
