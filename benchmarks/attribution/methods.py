@@ -74,7 +74,9 @@ def analyzer(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> Iter
         def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
             inputs, targets = batch
             outputs = model(inputs)
-            if sample:
+            if sample and targets.is_floating_point():  # a squared error, of a unit variance
+                targets = outputs.detach() + torch.randn_like(targets)
+            elif sample:
                 with torch.no_grad():
                     chance = torch.softmax(outputs.detach().flatten(0, -2), -1)
                     targets = torch.multinomial(chance, 1).reshape(targets.shape)
@@ -83,6 +85,14 @@ def analyzer(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> Iter
         def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
             return self.compute_train_loss(batch, model)
 
+        def get_influence_tracked_modules(self) -> list[str]:
+            return trained
+
+    trained = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d) and module.weight.requires_grad
+    ]
     asked = ValidationSettings()
     ready = prepare_model(model, asked)
     options: Any = {"cpu": True, "disable_tqdm": True, "log_level": 40}
@@ -203,7 +213,16 @@ def _trak(task: Task, model: nn.Module) -> np.ndarray:
 METHODS = {
     **{
         f"gradscope {word}": Method(partial(_ours, word))
-        for word in ("auto", "ekfac", "kfac", "fisher", "blockfisher", "diagonal", "identity")
+        for word in (
+            "auto",
+            "shrunk",
+            "ekfac",
+            "kfac",
+            "fisher",
+            "blockfisher",
+            "diagonal",
+            "identity",
+        )
     },
     "kronfluence EK-FAC": Method(_kronfluence, "kronfluence"),
     "kronfluence EK-FAC, damping 0.1": Method(

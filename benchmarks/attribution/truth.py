@@ -61,17 +61,25 @@ def load(path: Path) -> Truth:
     """Read a file that `save` wrote."""
     with np.load(path) as data:
         subsets = np.unpackbits(data["subsets"], axis=1, count=int(data["size"])).astype(bool)
-        return Truth(subsets, data["losses"].astype(np.float32))
+        losses = data["losses"].astype(np.float32)
+        if "centre" in data:
+            losses += data["centre"].astype(np.float32)
+        return Truth(subsets, losses)
 
 
-def save(path: Path, truth: Truth) -> None:
-    """Write it, subsets as bits and losses in half precision; the file appears when it is whole."""
+def save(path: Path, truth: Truth, centre: float | np.ndarray = 0.0, **more: np.ndarray) -> None:
+    """Write it, subsets as bits and losses in half precision; the file appears when it is whole.
+
+    What is stored of the losses is their difference from `centre` (M,).
+    """
     part = path.with_suffix(".part.npz")
     np.savez_compressed(
         part,
         size=truth.subsets.shape[1],
         subsets=np.packbits(truth.subsets, axis=1),
-        losses=truth.losses.astype(np.float16),
+        losses=(truth.losses - centre).astype(np.float16),
+        centre=centre,
+        **more,
     )
     part.replace(path)
 

@@ -27,6 +27,8 @@ from gradscope.stages.reducers.kfac import Basis, bases_of
 
 LEAST = 0.1  # α for a converged model; a factor 5 up or down changes little
 _TIMES = 2.0  # the largest step, in units of the noise
+_PER_DIRECTION = 10.0  # α is raised where there are fewer samples for each effective direction
+_RAISED = 100.0  # the most by which it is raised
 _STEPS = 40  # bisections of an interval [α, 2α]
 
 
@@ -67,6 +69,18 @@ def trusted(
     return high
 
 
+def raised_damping(eigenvalues: Sequence[Tensor], damping: float, n: int) -> float:
+    """Return α · 10 N / d(α), at least α and at most 100 α, with the `damping` α of EK-FAC.
+
+    d(α) = Σ_k Λ_k / (Λ_k + αΛ̄) is the effective number of directions. Together with the Fisher,
+    EK-FAC needs more damping than alone, unless there are many directions for each of the N samples
+    (`python -m benchmarks.attribution.study`).
+    """
+    each = [e.double() for e in eigenvalues if e.any()]
+    directions = sum(float((e / (e + damping * e.mean())).sum()) for e in each)
+    return damping * min(max(_PER_DIRECTION * n / max(directions, 1.0), 1.0), _RAISED)
+
+
 def _step(eigenvalues: Tensor, squares: Tensor, damping: float) -> float:
     """Return Σ_k s_k Λ_k / (Λ_k + αΛ̄)²."""
     raised = eigenvalues + damping * eigenvalues.mean()
@@ -94,8 +108,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 class RemainingGradient(NamedTuple):
     """The mean gradient at the end of the training, which is zero at a minimum."""
 
-    mean: Aggregate  # the mean gradient of the training samples {NAME: (*shape)}
+    mean: Aggregate  # the mean gradient of the training samples {NAME: (*shape)}, {} if unknown
     n: int  # their number N
+    raised: bool = False  # whether the damping is also raised by `raised_damping`
 
 
 class Curvature(NamedTuple):
@@ -191,8 +206,10 @@ def _damped(
                 f"the second moments of {own!r} contain negative or non-finite numbers",
                 remedy='Leave out samples whose gradient is not finite: nonfinite="skip".',
             )
-    if drift is not None:
+    if drift is not None and drift.mean:
         damping = _trusted(parts, damping, drift)
+    if drift is not None and drift.raised:
+        damping = raised_damping([part.eigenvalues for part in parts.values()], damping, drift.n)
     inverses, absolute = {}, {}
     for own, (values, basis) in parts.items():
         absolute[own] = damping * (float(values.double().mean()) if values.numel() else 0.0)

@@ -32,7 +32,16 @@ from gradscope.errors import GradscopeError, SpecError
 from gradscope.process.memory import available, slices
 
 Method = Literal[
-    "auto", "shrunk", "fisher", "blockfisher", "ekfac", "kfac", "diagonal", "adam", "identity"
+    "auto",
+    "mean",
+    "shrunk",
+    "fisher",
+    "blockfisher",
+    "ekfac",
+    "kfac",
+    "diagonal",
+    "adam",
+    "identity",
 ]
 Damping = float | Literal["auto"]
 Form = Literal["influence", "relative", "cosine"]
@@ -47,7 +56,7 @@ CURVATURES: dict[str, tuple[str, Callable[..., Curvature]]] = {
     "diagonal": ("second_moment", diagonal_curvature),
     "adam": ("second_moment", adam_curvature),
 }
-_SHARE = 0.95  # the share of EK-FAC in `shrunk`; between 0.9 and 0.98 little changes
+_SHARES = {"shrunk": 0.95, "mean": 0.4}  # the share of EK-FAC, the rest is the Fisher
 _LEAST = {"fisher": 0.5, "blockfisher": 0.3}  # the least relative damping
 _SPECTRA = 4096  # the most rows of a Fisher or Gram matrix for its eigenvectors to be computed
 _DENSE_BYTES = 2**24  # dense rows of a Gram matrix at a time, if all samples are in the tile
@@ -65,9 +74,10 @@ class AttributionSettings:
     Attributes:
         curvature: H: `fisher`, the empirical Fisher of all parameters; `blockfisher`, one Fisher
             for each layer; its approximations `ekfac`, `kfac` and `diagonal`; `shrunk`, the Fisher
-            shrunk towards EK-FAC; `adam`, the root of the diagonal; `identity`. `auto` means
-            `fisher` for projections. For full gradients it means `shrunk`, or `ekfac` if the Gram
-            matrix of the samples is too large.
+            shrunk towards EK-FAC; `mean`, the mean of the inverses of EK-FAC and a shrunk Fisher;
+            `adam`, the root of the diagonal; `identity`. `auto` means `fisher` for projections.
+            For full gradients it means `mean`, or `ekfac` if the Gram matrix of the samples is too
+            large.
         damping: λ, relative to the mean eigenvalue (of each layer if H has layers). "auto" selects
             it by the trust region of `gradscope.attribution.curvature`.
         memory: Bytes for a tile of queries or of a Gram matrix. With few bytes, the training
@@ -149,7 +159,7 @@ def curved(train: GradientSource, asked: AttributionSettings) -> CurvatureSteps:
         return CurvatureSteps(record, own=lambda: own_products(train))
     if method in ("fisher", "blockfisher"):
         return _fisher(train, asked, record)
-    if method == "shrunk":
+    if method in _SHARES:
         _require_whole(train, method)
         try:
             return _shrunk(train, asked, record)
@@ -174,7 +184,7 @@ def method_of(train: GradientSource, asked: AttributionSettings) -> Method:
     if method == "auto" and train.facts.chain != "identity":
         return "fisher"
     if method == "auto":
-        return "shrunk" if _pairs_pay(train, asked.room(train)) else "ekfac"
+        return "mean" if _pairs_pay(train, asked.room(train)) else "ekfac"
     return method
 
 
@@ -307,20 +317,29 @@ def _moments(
 def _shrunk(
     train: GradientSource, asked: AttributionSettings, record: dict[str, Any]
 ) -> CurvatureSteps:
-    """Return H = (1 − ρ) F + ρ T, with T the damped EK-FAC of F.
+    """Return H = (1 − ρ) F + ρ T, with T the damped EK-FAC of F, or the mean of H⁻¹ and T⁻¹.
 
-    With Woodbury's identity, q H⁻¹ Gᵀ = q T⁻¹ Gᵀ (ρ + (1 − ρ) K)⁻¹, where K = G T⁻¹ Gᵀ / N.
+    With Woodbury's identity, q H⁻¹ Gᵀ = q T⁻¹ Gᵀ (ρ + (1 − ρ) K)⁻¹, where K = G T⁻¹ Gᵀ / N. For the
+    mean, H⁻¹ is scaled: both inverses have the same sum of self-influences.
     """
-    found = _approximate(train, "ekfac", asked)
-    before, share = _applied(found), _SHARE
+    mean, share = record["curvature"] == "mean", _SHARES[record["curvature"]]
+    found = _approximate(train, "ekfac", asked, raised=mean)
+    before = _applied(found)
     n, products = _gram(train, asked, None, before)
+    whole = products[""].diagonal().clone()
     gram = Gram(products[""], n, share / (1 - share))
+    first, second = 0.0, 1 / (1 - share)  # the weights of T⁻¹ and of the Gram matrix's inverse
+    if mean:
+        own = float(gram.self_influence().sum())
+        first, second = 0.5, 0.5 * (float(whole.sum()) / own if own else 1.0)
     return CurvatureSteps(
         {**record, "damping": found.relative, "share": share, "lambda": found.damping},
         before,
-        after=lambda rows: gram.solved(rows[""]) / (1 - share),
-        own=lambda: gram.self_influence() / (1 - share),
-        own_query=lambda squares, rows: gram.own(squares[""], rows[""]) / (1 - share),
+        after=lambda rows: first * rows[""] + second * gram.solved(rows[""]),
+        own=lambda: first * whole + second * gram.self_influence(),
+        own_query=lambda squares, rows: (
+            first * squares[""] + second * gram.own(squares[""], rows[""])
+        ),
     )
 
 
@@ -343,8 +362,10 @@ def _gram(
     return max(1, int(train.table()["finite"].sum())), found
 
 
-def _approximate(train: GradientSource, method: str, asked: AttributionSettings) -> Curvature:
-    """Return the inverse of an approximate curvature."""
+def _approximate(
+    train: GradientSource, method: str, asked: AttributionSettings, *, raised: bool = False
+) -> Curvature:
+    """Return the inverse of an approximate curvature; see `RemainingGradient` for `raised`."""
     if train.facts.chain != "identity":
         raise SpecError(
             f"curvature {method} needs full gradients, and the rows are {train.facts.chain!r}",
@@ -360,9 +381,9 @@ def _approximate(train: GradientSource, method: str, asked: AttributionSettings)
     else:
         moments, *means = train.aggregates([chain] if fixed else [chain, "mean"])
         mean = means[0] if means else None
-    if fixed or mean is None:
+    if fixed or (mean is None and not raised):
         return made(moments, damping)
-    return made(moments, damping, RemainingGradient(mean, train.total))
+    return made(moments, damping, RemainingGradient(mean or {}, train.total, raised))
 
 
 def precision(train: GradientSource, rows: int) -> torch.dtype:

@@ -22,7 +22,7 @@ Kind = StrEnum("Kind", ["BACKENDS", "TRANSFORMS", "REDUCERS", "LOSSES", "FORMATS
 AtLeast0 = Annotated[int, Field(ge=0)]
 AtLeast1 = Annotated[int, Field(ge=1)]
 
-_CURVATURES = "auto|shrunk|fisher|blockfisher|ekfac|kfac|diagonal|adam|identity"
+_CURVATURES = "auto|mean|shrunk|fisher|blockfisher|ekfac|kfac|diagonal|adam|identity"
 _FILES = "OUT.h5 [OTHER.h5]"
 _RESULT = "a path for an HDF5 file, such as OUT.h5; gradscope export writes other formats"
 
@@ -183,8 +183,8 @@ class AttributeOptions(Options):
     curvature: str = option(
         "auto",
         f"--curvature {_CURVATURES}",
-        help="H in gᵀ(H + λ)⁻¹g; auto: the Fisher shrunk towards EK-FAC, or EK-FAC if there are "
-        "too many samples",
+        help="H in gᵀ(H + λ)⁻¹g; auto: the mean of EK-FAC and a shrunk Fisher, or EK-FAC if there "
+        "are too many samples",
     )
     damping: Literal["auto"] | float = option(
         "auto",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradscope.attribution.curvature import LEAST, along, trusted
+from gradscope.attribution.curvature import LEAST, along, raised_damping, trusted
 
 
 def rows(mean: float, n: int = 40, p: int = 12, seed: int = 0) -> torch.Tensor:
@@ -81,3 +81,17 @@ def test_no_gradient_at_all_is_no_reason_for_more() -> None:
     nothing = torch.zeros(3)
     assert trusted([nothing], [nothing], 10) == LEAST
     assert trusted([], [], 10) == LEAST
+
+
+@pytest.mark.parametrize(("n", "times"), [(0, 1.0), (4, None), (10_000, 100.0)])
+def test_damping_beside_the_fisher_rises_with_the_samples_of_a_direction(
+    n: int, times: float | None
+) -> None:
+    parts = [rows(0.0), 1e3 * rows(0.0, p=5, seed=1)]
+    directions = 0.0
+    for part in parts:
+        fisher = part.mT @ part / 40
+        raised = fisher + 0.3 * fisher.trace() / len(fisher) * torch.eye(len(fisher)).double()
+        directions += float(torch.linalg.solve(raised, fisher).trace())
+    found = raised_damping([in_eigenbasis(part)[0] for part in parts], 0.3, n)
+    assert found == pytest.approx(0.3 * (10 * n / directions if times is None else times))

@@ -82,9 +82,13 @@ def inverse_of(curvature: str, place: Place) -> Rows:
         factors = {k: torch.tensor(v[...]) for k, v in file.chains[chain].items()}
     applied = make(factors, LAMBDA).apply(eye, torch.float64)
     found: Rows = torch.cat([v.flatten(1) for v in applied.values()], 1).numpy()
-    if curvature == "shrunk":
-        share = 0.95
-        found = np.linalg.inv((1 - share) * g.T @ g / n + share * np.linalg.inv(found))
+    if curvature in ("shrunk", "mean"):
+        share = {"shrunk": 0.95, "mean": 0.4}[curvature]
+        with_fisher = np.linalg.inv((1 - share) * g.T @ g / n + share * np.linalg.inv(found))
+        if curvature == "shrunk":
+            return with_fisher
+        own = [np.trace(g @ inverse @ g.T) for inverse in (found, with_fisher)]
+        found = (found + own[0] / own[1] * with_fisher) / 2
     return found
 
 

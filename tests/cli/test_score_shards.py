@@ -183,7 +183,7 @@ def cases() -> list[tuple[tuple[str, ...], int, str]]:
     return [
         (("--shard", "3/3", "-o", "s.h5"), 2, "found '3/3'"),
         (("--shard", "1/3"), 2, "Give -o SCORES.h5"),
-        (shard, 2, "curvature shrunk needs the products of all pairs of training samples"),
+        (shard, 2, "curvature mean needs the products of all pairs of training samples"),
         ((*shard, "--curvature", "fisher"), 2, "curvature fisher needs the products of all pairs"),
         ((*shard, "--curvature", "ekfac"), 2, "Give a file with 'ekfac' as --factors"),
         ((*shard, "--curvature", "identity", "--refine", "2"), 2, "chosen among all"),
