@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradscope.blocks import Block, Gradients, wide
-from gradscope.process.memory import slices
+from gradscope.process.memory import release_freed_memory, slices
 
 Groups = Mapping[str, str]  # {parameter: group}; products are summed within a group
 
@@ -57,6 +57,8 @@ class Tile:
             batch = batches.pop(0)
             made.append(GradientBatch(batch.places, change(batch.gradients)))
             del batch
+            if not keep:
+                release_freed_memory()
         return Tile(made, self._dtype)
 
     def with_rows(self, other: "Tile", groups: Groups | None = None) -> dict[str, Tensor]:

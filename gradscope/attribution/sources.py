@@ -29,6 +29,7 @@ from gradscope.engine.chains import bind
 from gradscope.engine.fold import fold, prepare_chains, usable
 from gradscope.engine.session import Session
 from gradscope.errors import ResultFileError, SpecError
+from gradscope.process.memory import release_freed_memory
 from gradscope.run import Job, plan, prepare
 from gradscope.run.budget import samples_busy
 from gradscope.run.execute import batches, samples_of, table_of
@@ -324,6 +325,7 @@ class SessionSource(GradientSource):
             bound = prepare_chains(session, [bind(chain) for chain in chains], self._walk)
             total, _ = fold(session, self._walk(), dict(enumerate(bound)), add)
         self._seen = seen or self._seen
+        release_freed_memory()  # products of scores need blocks of other sizes
         found = [bound[k].finish(total.result(k)) for k in sorted(total.states)]
         if len(found) < len(chains):
             raise SpecError("no sample has a finite gradient", where=self.facts.name)
@@ -341,7 +343,12 @@ def job_source(job: Job, name: str) -> SessionSource:
 def samples_at_a_time(job: Job) -> int:
     """Return the number of samples whose gradients are computed together."""
     asked = replace(job, chains=(bind("norm"),))  # dense rows are formed in pieces
-    return plan(asked, busy=_GRAPH).batch_size
+    return plan(asked, busy=_busy(job.session)).batch_size
+
+
+def _busy(session: Session) -> int:
+    """Return the bytes of autograd graph per thread: little, or half of the model."""
+    return max(_GRAPH, sum(p.nbytes for p in session.problem.parameters.values()) // 2)
 
 
 def selected_source(job: Job, name: str, places: Tensor) -> SessionSource:
@@ -400,7 +407,7 @@ def scope_source(name: str, scope: Scope, inputs: Any, targets: Any = None) -> S
     settings = session.settings
     noun = settings.rows if settings.group is None else "group"
     shapes = {name: tuple(p.shape) for name, p in scope.problem.parameters.items()}
-    most = samples_busy(session, whole, _GRAPH)
+    most = samples_busy(session, whole, _busy(session))
     return SessionSource(
         session,
         bind("identity"),

@@ -56,7 +56,7 @@ class LayerWeights(NamedTuple):
         return torch.cat([own, rows[self.bias].reshape(n, k, -1).unsqueeze(axis).to(own)], axis)
 
     def split(self, matrices: Tensor, shapes: Shapes) -> dict[str, Tensor]:
-        """Split the matrices (n, k, r, c) into {name: (n, *shape)}."""
+        """Split the matrices (n, k, r, c) into {name: (n, *shape)}, of which none keeps them."""
         n, axis = len(matrices), 2 if self.below else 3
         if self.bias is None:
             return {self.weight: matrices.reshape(n, *shapes[self.weight])}
@@ -64,7 +64,7 @@ class LayerWeights(NamedTuple):
         weight, bias = matrices.narrow(axis, 0, size), matrices.narrow(axis, size, 1)
         return {
             self.weight: weight.contiguous().view(n, *shapes[self.weight]),
-            self.bias: bias.reshape(n, *shapes[self.bias]),
+            self.bias: bias.contiguous().view(n, *shapes[self.bias]),
         }
 
 

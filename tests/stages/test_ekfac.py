@@ -14,6 +14,7 @@ from gradscope.blocks import (
     Gradients,
     LayerWeights,
     OuterBlock,
+    Tuner,
     belongs,
     bias_of,
     layer_of,
@@ -22,6 +23,7 @@ from gradscope.core.batch import Batch
 from gradscope.engine.chains import bind
 from gradscope.engine.fold import prepare_chains
 from gradscope.errors import InputError, SpecError, UnsupportedError
+from gradscope.stages.reducers import eigen
 from gradscope.stages.reducers.accumulator import depends_on_split
 from gradscope.stages.reducers.base import Reducer
 from gradscope.stages.reducers.eigen import eigenvectors
@@ -402,6 +404,24 @@ def test_the_split_is_tried_with_a_basis() -> None:
 
     wrong = made._replace(earlier=earlier._replace(given=last_part_only))
     assert depends_on_split(wrong) == "weight.eigenvalues"
+
+
+def test_the_faster_program_decomposes_large_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = numbers(70, 60)
+    matrix = (rows.T @ rows)[None]
+    monkeypatch.setattr(eigen, "_LARGE", 32)
+    monkeypatch.setattr(eigen, "_MEASURED", 32)
+    seconds = iter([2.0, 1.0])  # of torch, of NumPy
+
+    def timed(run: Any, device: torch.device) -> tuple[float, Any]:
+        return next(seconds), run()
+
+    with Tuner(timed=timed).active() as tuner:
+        first, again = eigenvectors(matrix), eigenvectors(matrix)
+    assert [one.variant for one in tuner.chosen.values()] == ["numpy"]
+    np.testing.assert_array_equal(first[0], np.linalg.eigh(matrix[0].numpy())[1])
+    np.testing.assert_array_equal(again, first)
+    np.testing.assert_array_equal(eigenvectors(matrix), torch.linalg.eigh(matrix)[1])
 
 
 @pytest.mark.parametrize("rank", [90, 600])

@@ -1,10 +1,16 @@
 """Eigenvectors of large positive semidefinite matrices."""
 
+from functools import partial
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from gradscope.blocks.variants import Clock, active_tuner, power
+
 _LARGE = 512  # rows of a matrix whose range is worth a trial
 _SHARE = 0.6  # of the rows: with a larger rank the range saves nothing
+_MEASURED = 1024  # rows of a matrix for which torch and NumPy are compared, once on a machine
 _MORE = 16  # columns of a sketch beyond the rank
 
 
@@ -14,7 +20,7 @@ def eigenvectors(matrices: Tensor) -> Tensor:
     `matrices` (k, f, f) are positive semidefinite, in float64 or complex128.
     """
     if matrices.shape[-1] < _LARGE:
-        return _decomposed(matrices)
+        return _by_torch(matrices)
     return torch.stack([_by_range(one) for one in matrices])
 
 
@@ -38,6 +44,31 @@ def _by_range(matrix: Tensor) -> Tensor:
     return _decomposed(matrix)
 
 
-def _decomposed(matrices: Tensor) -> Tensor:
+def _decomposed(matrix: Tensor) -> Tensor:
+    """Return all eigenvectors of a matrix by torch, or by NumPy where that is faster."""
+    if len(matrix) < _MEASURED or matrix.device.type != "cpu":
+        return _by_torch(matrix)
+    known: dict[str, Tensor] = {}
+
+    def measure(timed: Clock) -> dict[str, float]:
+        spent = {}
+        for name, run in _VARIANTS.items():
+            spent[name], known[name] = timed(partial(run, matrix), matrix.device)
+        return spent
+
+    request = f"eigenvectors n≤{power(len(matrix))}"
+    sizes = len(matrix), matrix.device
+    best = active_tuner().rank(request, *sizes, [*_VARIANTS], measure)[0][0]
+    return known[best] if best in known else _VARIANTS[best](matrix)
+
+
+def _by_torch(matrices: Tensor) -> Tensor:
     found: Tensor = torch.linalg.eigh(matrices)[1]
     return found
+
+
+def _by_numpy(matrix: Tensor) -> Tensor:
+    return torch.from_numpy(np.linalg.eigh(matrix.numpy())[1])
+
+
+_VARIANTS = {"torch": _by_torch, "numpy": _by_numpy}
