@@ -100,8 +100,8 @@ scored(
 scored(
     "attribution/products.py",
     "dense twice: products of dense rows are counted twice",
-    "out[:, samples] += own[:, width] @ real_rows(values, self._dtype).mT",
-    "out[:, samples] += 2 * own[:, width] @ real_rows(values, self._dtype).mT",
+    "out[rows, samples] += mine @ other",
+    "out[rows, samples] += 2 * mine @ other",
 )
 scored(
     "attribution/scores.py",
