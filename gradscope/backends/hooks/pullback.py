@@ -100,7 +100,7 @@ def _transposed(trace: Trace, node: int, block: Block) -> Block:
 
 def _permuted(trace: Trace, node: int, block: Block) -> Block | None:
     axes = internals.saved(trace.nodes[node], "dims")
-    return block.transpose(0, 1) if [a % 2 for a in axes] == [1, 0] else None
+    return block.transpose(1, 0) if [a % 2 for a in axes] == [1, 0] else None
 
 
 def _cast(trace: Trace, node: int, block: Block) -> Block:
