@@ -1,6 +1,6 @@
 """The gradients of a batch: one block per parameter."""
 
-from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite, prod
@@ -34,7 +34,7 @@ class Gradients(Mapping[str, Block]):
         powers: frozenset[int] = frozenset(),
         weights: Tensor | None = None,
     ) -> None:
-        self._blocks: dict[str, Block] = dict(blocks.items())
+        self._blocks = dict(blocks)
         self.index, self.weights = index, weights
         self._powers = powers
         self._sums: dict[tuple[str, int], Tensor] = {}
@@ -48,14 +48,6 @@ class Gradients(Mapping[str, Block]):
 
     def __len__(self) -> int:
         return len(self._blocks)
-
-    def items(self) -> ItemsView[str, Block]:
-        """The name and block of each parameter."""
-        return self._blocks.items()
-
-    def values(self) -> ValuesView[Block]:
-        """The block of each parameter."""
-        return self._blocks.values()
 
     @property
     def n(self) -> int:
