@@ -105,7 +105,9 @@ class View:
 
     def dampings(self) -> dict[str, float]:
         """Return α by the way in which it is chosen: `trust`, times 10, or by N / d(α) times k."""
-        directions = float(self.products(self.trusted).gg.mean())  # d(α) / N
+        directions = float(self.products(self.trusted).gg.mean()) / len(
+            next(iter(self.g.values()))
+        )  # d(α) / N
         ways = {"trust": self.trusted, "trust × 10": 10 * self.trusted}
         for k in (3, 10, 30):
             ways[f"trust × {k} N/d"] = self.trusted * min(max(k / directions, 1.0), 100.0)

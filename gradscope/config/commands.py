@@ -22,7 +22,6 @@ Kind = StrEnum("Kind", ["BACKENDS", "TRANSFORMS", "REDUCERS", "LOSSES", "FORMATS
 AtLeast0 = Annotated[int, Field(ge=0)]
 AtLeast1 = Annotated[int, Field(ge=1)]
 
-_CURVATURES = "auto|mean|shrunk|fisher|blockfisher|ekfac|kfac|diagonal|adam|identity"
 _FILES = "OUT.h5 [OTHER.h5]"
 _RESULT = "a path for an HDF5 file, such as OUT.h5; gradscope export writes other formats"
 
@@ -182,9 +181,10 @@ class AttributeOptions(Options):
     )
     curvature: str = option(
         "auto",
-        f"--curvature {_CURVATURES}",
-        help="H in gᵀ(H + λ)⁻¹g; auto: the mean of EK-FAC and a shrunk Fisher, or EK-FAC if there "
-        "are too many samples",
+        "--curvature NAME",
+        help="H in gᵀ(H + λ)⁻¹g: mean, shrunk, fisher, blockfisher, ekfac, kfac, diagonal, adam or "
+        "identity; auto: mean (of EK-FAC and a shrunk Fisher), or ekfac if there are too many "
+        "samples",
     )
     damping: Literal["auto"] | float = option(
         "auto",

@@ -103,9 +103,9 @@ class Labels:
             return chain
         before, reducer, name = chain.before, chain.reducer, _linear_reducer(chain)
         if name == "kfac":
-            assert reducer is not None
-            start = partial(self._of_same_positions, reducer.start)
-            return replace(chain, reducer=reducer._replace(start=start))
+            assert reducer is not None and reducer.add is not None
+            start, add = (partial(self._of_same_positions, f) for f in (reducer.start, reducer.add))
+            return replace(chain, reducer=reducer._replace(start=start, add=add))
         if name in QUADRATIC:
             return chain
         if name == "second_moment":
@@ -113,8 +113,10 @@ class Labels:
         last = NeedsProblem(partial(_expectation, chain.text, _degree(chain)))
         return replace(chain, before=(*before, last), reducer=reducer)
 
-    def _of_same_positions(self, start: Callable[[Gradients], State], rows: Gradients) -> State:
-        """Start `kfac`, or raise if a sample's rows come from different positions."""
+    def _of_same_positions(
+        self, start: Callable[..., State], rows: Gradients, *state: State
+    ) -> State:
+        """Start `kfac` or add to it, or raise if a sample's rows are of different positions."""
         labelled = None if self._last is None else self._last[1]
         split = labelled.split if isinstance(labelled, LabelledBatch) else None
         if (
@@ -127,7 +129,7 @@ class Labels:
                 where="labels exact: kfac",
                 remedy='Use labels="sampled".',
             )
-        return start(rows)
+        return start(rows, *state)
 
     def each(self, batch: Batch) -> int:
         """Return the number of gradients to compute for a sample."""
