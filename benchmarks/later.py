@@ -478,13 +478,18 @@ def measure(case: Case, repeats: int, verify: Any = "never") -> tuple[float, dic
     return base, {name: statistics.median(times[name]) / base for name in every}
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    made = argparse.ArgumentParser(description=__doc__)
+    made.add_argument("names", nargs="*", default=[], help=f"some of {', '.join(CASES)}")
+    made.add_argument("--repeats", type=int, default=30)
+    made.add_argument("--verify", default="never")
+    return made
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", default=[], help=f"some of {', '.join(CASES)}")
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--verify", default="never")
-    given = parser.parse_args(argv)
+    given = parser().parse_args(argv)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
