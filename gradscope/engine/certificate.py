@@ -65,7 +65,7 @@ from gradscope.model.problem import Problem
 from gradscope.model.quantised import require_fixed_columns
 from gradscope.model.rounding import all_in_float64, computed_in, fits_in_float64, same
 
-_PARTS = 2  # number of other batches in a first proof; an audit uses two
+_PARTS = 8  # number of other batches in a first proof; an audit uses two
 _SINGLES = 3  # samples that a first proof compares with a batch of one; an audit compares one
 _COPIED = 2**26  # with `hooks`, models up to this size in bytes are copied to float64
 _FLOOR = {torch.float64: 1e-5, torch.float32: 1e-2}  # lower limit of norms, relative to the largest
