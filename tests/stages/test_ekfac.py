@@ -27,6 +27,7 @@ from gradscope.stages.reducers import eigen
 from gradscope.stages.reducers.accumulator import depends_on_split
 from gradscope.stages.reducers.base import Reducer
 from gradscope.stages.reducers.eigen import eigenvectors
+from gradscope.stages.reducers.kfac import bases_of
 from tests.stages.examples import Draw, accumulated, compare, reducer, run
 
 
@@ -460,3 +461,19 @@ def test_batches_are_added_in_place_as_they_are_merged() -> None:
     other = Gradients({"more": every[0]["l.weight"], **every[0]})
     with pytest.raises(UnsupportedError, match="in some batches only"):
         made.add(other, added)
+
+
+def test_factors_of_a_file_have_one_basis_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards that read one file are merged, so no measured time may choose their basis."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("the time was measured")
+
+    monkeypatch.setattr(eigen, "_decomposed", fail)
+    monkeypatch.setattr(eigen, "_LARGE", 4)
+    rows = torch.randn(20, 6, dtype=torch.float64)
+    stored = {"w.A": rows.mT @ rows, "w.B": torch.eye(2, dtype=torch.float64)}
+    found = bases_of(stored, "factors.h5")["w"].a[0]
+    assert torch.equal(found, torch.linalg.eigh(stored["w.A"])[1])
+    with pytest.raises(AssertionError, match="measured"):
+        bases_of(stored)

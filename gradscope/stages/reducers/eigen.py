@@ -1,5 +1,6 @@
 """Eigenvectors of large positive semidefinite matrices."""
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -14,17 +15,20 @@ _MEASURED = 1024  # rows of a matrix for which torch and NumPy are compared, onc
 _MORE = 16  # columns of a sketch beyond the rank
 
 
-def eigenvectors(matrices: Tensor) -> Tensor:
+def eigenvectors(matrices: Tensor, *, measured: bool = True) -> Tensor:
     """Return orthonormal eigenvectors as columns (k, f, f), in any order.
 
-    `matrices` (k, f, f) are positive semidefinite, in float64 or complex128.
+    `matrices` (k, f, f) are positive semidefinite, in float64 or complex128. With `measured`, the
+    library that is faster on this machine computes them. Without, it is always torch: processes
+    whose results are merged need the same basis.
     """
     if matrices.shape[-1] < _LARGE:
         return _by_torch(matrices)
-    return torch.stack([_by_range(one) for one in matrices])
+    decomposed = _decomposed if measured else _by_torch
+    return torch.stack([_by_range(one, decomposed) for one in matrices])
 
 
-def _by_range(matrix: Tensor) -> Tensor:
+def _by_range(matrix: Tensor, decomposed: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the eigenvectors; with a low rank, those of the range and any basis of the rest.
 
     A Cholesky decomposition stops at about the rank. A product with so many random columns has the
@@ -39,9 +43,9 @@ def _by_range(matrix: Tensor) -> Tensor:
         part = inside.mH @ matrix @ inside
         whole, kept = (float(each.diagonal().real.sum()) for each in (matrix, part))
         if whole - kept <= len(matrix) * torch.finfo(matrix.dtype).eps * whole:
-            inside.copy_(inside @ _decomposed(part))
+            inside.copy_(inside @ decomposed(part))
             return found
-    return _decomposed(matrix)
+    return decomposed(matrix)
 
 
 def _decomposed(matrix: Tensor) -> Tensor:

@@ -424,7 +424,8 @@ def _vectors(factor: Tensor, name: str, source: str, as_they_are: bool) -> Tenso
             remedy='Leave out samples with gradients that are not finite: nonfinite="skip".',
         )
     matrices = factor.unsqueeze(0) if factor.dim() == 2 else factor
-    return matrices if as_they_are else eigenvectors(matrices)
+    # shards read the factors of one file, and their moments are merged
+    return matrices if as_they_are else eigenvectors(matrices, measured=not source)
 
 
 def _of_the_same_sizes(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
