@@ -103,6 +103,7 @@ _ARGV = '# argv = ["--width", "64"]         # command-line arguments, if the fil
 _ARGV += " when imported"
 _REPLACE = "an example: replace it"
 _NO_VALUE = "fill in: no value was found"
+_NAMES_CODE = "not taken from the checkpoint: `factory` in a table names code to run"
 _FILL_IN = "fill it in, or build the model in a function: --model FILE.py:FUNCTION"
 
 # a loss that a script computes with a method of the model
@@ -369,8 +370,12 @@ def _arguments(result: Draft, found: FoundModel | None, folder: Path) -> list[st
     lines: dict[str, list[str]] = {"": []}  # {table: lines}, "" for the arguments themselves
     for name, argument in found.arguments.items():
         table, _, key = name.rpartition(".")
-        nested = table and key == "factory"  # an argument that is a module
-        value = _value(_anchored(argument.value, folder) if nested else argument.value)
+        if table and key == "factory" and not argument.names_code:
+            lines.setdefault(table, []).append(f"# {_key(key)} =  # {_NAMES_CODE}")
+            result.missing[f"model.kwargs.{name}"] = _NAMES_CODE
+            continue
+        code = argument.names_code
+        value = _value(_anchored(argument.value, folder) if code else argument.value)
         lines.setdefault(table, []).append(
             f"{_key(key)} = {value}  # guessed: {_comment(argument.why)}"
         )

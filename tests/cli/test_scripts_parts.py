@@ -375,3 +375,32 @@ def test_a_loss_of_torch_of_a_method_of_the_model(gradscope: Gradscope) -> None:
         return nn.functional.mse_loss(model.encode(x), y)
 
     assert norms(gradscope) == pytest.approx(looped(model, loss, inputs, targets), rel=1e-4)
+
+
+STORED_NAMES = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.names = config.factory, config.args
+        self.out = nn.Linear(config.width, 2)
+
+    def forward(self, x):
+        return self.out(x)
+"""
+
+
+@CWD
+def test_a_checkpoint_names_no_code(gradscope: Gradscope) -> None:
+    """A stored argument `factory` is not written: in a table it would be called."""
+    Path("net.py").write_text(STORED_NAMES)
+    state = {f"out.{k}": v for k, v in nn.Linear(4, 2).state_dict().items()}
+    stored = {"width": 4, "factory": "os:mkdir", "args": ["made"], "path": "made"}
+    torch.save({"model": state, "model_args": stored}, "c.pt")
+    torch.save((torch.ones(6, 4), torch.zeros(6, dtype=torch.int64)), "d.pt")
+    table = drafted(gradscope, "c.pt", "d.pt", "--loss", "cross_entropy")["model"]["kwargs"]
+    assert table == {"config": {"width": 4, "args": ["made"]}}
+    assert "# factory =  # not taken from the checkpoint" in Path("run.toml").read_text()
+    assert gradscope("check", "--config", "run.toml").code != 0
+    assert not Path("made").exists()

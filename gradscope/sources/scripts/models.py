@@ -339,7 +339,8 @@ def _nested(
     """
     own = _with_modules(sources, last_name(model.given[name].func))  # type: ignore[attr-defined]
     known, unknown = _arguments(sources, own, shapes_below(shapes, model.attribute_of(name)), given)
-    factory = Argument(f"{sources.file(own.name)}:{own.name}", f"the script passes {own.name}(...)")
+    reference = f"{sources.file(own.name)}:{own.name}"
+    factory = Argument(reference, f"the script passes {own.name}(...)", names_code=True)
     found = {f"{name}.{key}": value for key, value in {"factory": factory, **known}.items()}
     return found, [f"{name}.{key}" for key in unknown]
 

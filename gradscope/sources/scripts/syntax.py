@@ -39,6 +39,7 @@ class Argument:
 
     value: Any
     why: str
+    names_code: bool = False  # whether it is a reference to code, from a script
 
 
 def called_name(
