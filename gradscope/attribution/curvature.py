@@ -23,7 +23,7 @@ from gradscope.attribution.products import real_rows
 from gradscope.blocks import Block, DenseBlock, Gradients, LayerWeights, layer_of
 from gradscope.blocks.base import precise
 from gradscope.errors import InputError, SpecError
-from gradscope.stages.reducers.kfac import Basis, bases_of
+from gradscope.stages.reducers.kfac import Basis, bases_of, rotated
 
 LEAST = 0.1  # α for a converged model; a factor 5 up or down changes little
 _TIMES = 2.0  # the largest step, in units of the noise
@@ -267,26 +267,23 @@ def _coordinates(
     name: str, part: _LayerSpectrum, gradients: Gradients, shapes: Shapes, dtype: torch.dtype | None
 ) -> tuple[LayerWeights | None, Tensor]:
     """Return the layer, and its rows in the basis (m, k, r, c); without a basis (m, *shape)."""
-
-    def rows(own: str) -> Tensor:
-        dense = gradients[own].dense()
-        return precise(dense) if dtype is None else dense.to(dtype)
-
     if part.basis is None:
         if part.eigenvalues.shape != shapes[name]:
             raise SpecError(
                 f"the curvature of {name!r} has the shape {tuple(part.eigenvalues.shape)}, but its "
                 f"gradients have {shapes[name]}"
             )
-        return None, rows(name)
+        dense = gradients[name].dense()
+        return None, precise(dense) if dtype is None else dense.to(dtype)
     layer = layer_of(name, part.basis.sizes, shapes)
     if layer is None:
         raise SpecError(
             f"the curvature of {name!r} has {part.basis.sizes} groups, rows and columns, which "
             f"does not fit the gradients' shape {shapes[name]}"
         )
-    matrices = layer.dense({own: rows(own) for own in layer[:2] if own is not None})
-    return layer, part.basis.coordinates(matrices)
+    own = layer.of(gradients)
+    own = own if dtype is None else own.map(lambda block: block.to(dtype))
+    return layer, rotated(own, layer, part.basis.like(own[name])).dense()
 
 
 NamedRows = dict[str, Tensor]  # {name: (m, entries)}, real, or (m, *shape)

@@ -29,6 +29,11 @@ class LayerWeights(NamedTuple):
     # whether the bias is the last row (for weights stored inputs first), not the last column
     below: bool = False
 
+    def of(self, gradients: Gradients) -> Gradients:
+        """Return the gradients of the weight and its bias alone."""
+        names = [name for name in self[:2] if name is not None]
+        return gradients.of({name: gradients[name] for name in names})
+
     def factors(self, gradients: Gradients) -> tuple[Tensor, Tensor] | None:
         """Return left (n, k, t, r) and right (n, k, t, c), with ones for the bias, or None.
 

@@ -164,8 +164,10 @@ class OuterBlock(TensorBlock):
     def squared_sum(self, weights: Tensor | None = None) -> Tensor:
         """Return Σᵢ wᵢ |gᵢ|² (*shape); with one position it is Σᵢ wᵢ b²⊗a².
 
-        With several positions, their sum must be squared, so dense tiles are used.
+        With several positions, their sum must be squared, so dense tiles or bands are used.
         """
+        if self._is_long:
+            return self._sums_by_bands(None, weights, linear=False)[1]
         if not self.sums_squares:
             return super().squared_sum(weights)
         left, right = squares(precise(self.left)), squares(precise(self.right))
@@ -177,11 +179,10 @@ class OuterBlock(TensorBlock):
         self, weights: Tensor | None = None, for_squares: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return Σᵢ wᵢ gᵢ and Σᵢ uᵢ |gᵢ|² (*shape), from tiles that stay in the cache."""
-        k, t, r, c = self.sizes
         real = self.dtype in (torch.float32, torch.float64) and self.device.type == "cpu"
-        if t == 1 or not real:
+        if self.sums_squares or not real:
             return super().sums(weights, for_squares)
-        if k == 1 and 4 * r * c * self.dtype.itemsize >= _READ_AGAIN:
+        if self._is_long:
             return self._sums_by_bands(weights, for_squares)
         first, second = torch.zeros(2, *self.shape, dtype=self.dtype)
         buffer = torch.empty(0, dtype=self.dtype)
@@ -194,10 +195,22 @@ class OuterBlock(TensorBlock):
             second += summed(tile.mul_(tile), part, for_squares)
         return first, second
 
+    @property
+    def _is_long(self) -> bool:
+        """Whether sums over positions of one sample do not stay in the cache."""
+        k, t, r, c = self.sizes
+        real = self.dtype in (torch.float32, torch.float64) and self.device.type == "cpu"
+        tracked = torch.is_grad_enabled() and (self.left.requires_grad or self.right.requires_grad)
+        long = 4 * r * c * self.dtype.itemsize >= _READ_AGAIN
+        return real and not tracked and t > 1 and k == 1 and long
+
     def _sums_by_bands(
-        self, weights: Tensor | None, for_squares: Tensor | None
+        self, weights: Tensor | None, for_squares: Tensor | None, *, linear: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Compute some rows of a matrix (r, c) at a time, sample after sample."""
+        """Compute some rows of a matrix (r, c) at a time, sample after sample.
+
+        Without `linear`, the first of both sums stays zero.
+        """
         _, _, r, c = self.sizes
         left, right = (f[:, 0].to(self.dtype) for f in (self.left, self.right))
         first, second = torch.zeros(2, r, c, dtype=self.dtype)
@@ -208,7 +221,8 @@ class OuterBlock(TensorBlock):
             tile = torch.empty_like(band)
             for i in range(self.n):
                 torch.mm(left[i, :, rows].mT, right[i], out=tile)
-                band.add_(tile, alpha=w[i])
+                if linear:
+                    band.add_(tile, alpha=w[i])
                 squared.addcmul_(tile, tile, value=u[i])
         return first.view(self.shape), second.view(self.shape)
 

@@ -304,8 +304,11 @@ def check_weighted_sum(block: Block, values: Tensor) -> None:
 
 
 def check_squared_sum(block: Block, values: Tensor) -> None:
-    for weights in (None, WEIGHTS):
-        close(block.squared_sum(weights), summation(values.abs().square(), weights))
+    for size, weights in ((2**19, None), (2**19, WEIGHTS), (100, None), (100, WEIGHTS)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(outer_module, "_READ_AGAIN", size)
+            found = block.squared_sum(weights)
+        close(found, summation(values.abs().square(), weights))
 
 
 def check_sums(block: Block, values: Tensor) -> None:

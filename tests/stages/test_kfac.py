@@ -293,3 +293,40 @@ def test_groups_count_by_themselves() -> None:
     )["w.A"]
     for group, rows in enumerate((right[:, 0, :2].reshape(6, 6), right[:, 1].reshape(12, 6))):
         torch.testing.assert_close(found[group], rows.T @ rows / len(rows))
+
+
+def long_sequences(scale: float = 1.0) -> tuple[Gradients, np.ndarray, np.ndarray]:
+    """Return gradients of a layer (300, 140) with its bias in float32, and (b) and (a, 1)."""
+    torch.manual_seed(4)
+    left, right = torch.randn(6, 200, 300) * scale, torch.randn(6, 200, 140).exp()
+    left[:, 150:] = 0.0
+    left[3] = 0.0
+    right[0, 160] = torch.nan  # a position that does not count
+    blocks = {"l.weight": OuterBlock.matrix(left, right), "l.bias": DenseBlock(left.sum(1))}
+    inside = [0, 1, 2, 4, 5]
+    a, b = (f[inside, :150].flatten(0, 1).double().numpy() for f in (right, left))
+    return Gradients(blocks), b, np.concatenate([a, np.ones((len(a), 1))], 1)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 1e-25], ids=["float32", "out of range"])
+def test_long_rows_have_the_sums_of_float64(scale: float, in_place: bool) -> None:
+    """Within 1e-6 of √(Aᵢᵢ Aⱼⱼ), also if float32 cannot hold the squares."""
+    gradients, b, a = long_sequences(scale)
+    made = reducer("kfac:bias=column")
+    assert made.add is not None
+    if in_place:
+        state = made.add(gradients.select(slice(0, 2)), {})
+        state = made.add(gradients.select(slice(2, 6)), state)
+    else:
+        state = made.merge(*(made.start(gradients.select(s)) for s in (slice(0, 4), slice(4, 6))))
+    before = {key: value.clone() for key, value in state.items()}
+    found = made.result(state)
+    assert all(torch.equal(state[key], value) for key, value in before.items())
+    for name, rows, count in (("A", a, len(a)), ("B", b, 6)):
+        right = rows.T @ rows / count
+        root = np.sqrt(np.diag(right))
+        np.testing.assert_array_less(
+            np.abs(found[f"l.weight.{name}"].numpy() - right), 1e-6 * np.outer(root, root)
+        )
+        assert torch.equal(found[f"l.weight.{name}"], found[f"l.weight.{name}"].mT)

@@ -41,7 +41,7 @@ from gradscope.blocks import (
 )
 from gradscope.blocks.base import as_rows, precise, times
 from gradscope.core.grammar import Stage
-from gradscope.core.precision import double, wider
+from gradscope.core.precision import double, products, wider
 from gradscope.errors import InputError, SpecError, UnsupportedError
 from gradscope.process.memory import slices
 from gradscope.stages.reducers.base import (
@@ -62,7 +62,9 @@ from gradscope.stages.reducers.base import (
 from gradscope.stages.reducers.eigen import eigenvectors
 from gradscope.stages.transforms.base import Vector
 
-_BANDS, _BAND = 8, 128  # the bands of a symmetric product, and the least rows of a band
+_BANDS, _BAND = 16, 128  # the bands of a symmetric product, and the least rows of a band
+_POSITIONS = 512  # the most products that are summed in float32
+_HELD = (1e-12, 1e12)  # if the largest number is in this range, float32 holds its square's digits
 
 
 @reducers.register("kfac")
@@ -103,12 +105,19 @@ def kfac(
         _merged,
         partial(_result, positions),
         raw=True,
-        add=lambda gradients, state: _added_in_place(state, _samples(gradients), every(gradients)),
+        add=lambda gradients, state: _added_in_place(
+            state, _samples(gradients), every(gradients, parts(state))
+        ),
     )
 
 
-def _parts(bias: str, full: int, gradients: Gradients) -> Iterator[tuple[str, ParameterState]]:
-    """Yield the sums of each parameter over one batch."""
+def _parts(
+    bias: str, full: int, gradients: Gradients, known: Mapping[str, ParameterState] | None = None
+) -> Iterator[tuple[str, ParameterState]]:
+    """Yield the sums of each parameter over one batch.
+
+    Sums of outer products are added to the tensors in `known`, if it has the parameter.
+    """
     if all(block.kind != "outer" for block in gradients.values()):
         raise UnsupportedError(
             "kfac needs gradients as sums of outer products, but the gradients of "
@@ -121,7 +130,7 @@ def _parts(bias: str, full: int, gradients: Gradients) -> Iterator[tuple[str, Pa
         if block.kind is None and 0 < prod(block.shape) <= full:
             yield name, _as_row(block, gradients.weights)
         else:
-            yield name, _sums(block, own, gradients.weights)
+            yield name, _sums(block, own, gradients.weights, (known or {}).get(name))
 
 
 def _result(positions: str, state: State, *, in_place: bool = False) -> dict[str, Tensor]:
@@ -137,8 +146,9 @@ def _result(positions: str, state: State, *, in_place: bool = False) -> dict[str
         if name not in inside:
             by = every[name]["counted"].clamp(min=1) if positions == "mean" else n
             by = by.reshape(-1, 1, 1).squeeze(0)
-            found[f"{name}.A"] = a.div_(by) if in_place else a / by
-            found[f"{name}.B"] = b.div_(n) if in_place else b / n
+            a, b = (a, b) if in_place else (a.clone(), b.clone())
+            found[f"{name}.A"] = _symmetric(a).div_(by)
+            found[f"{name}.B"] = _symmetric(b).div_(n)
     squares = {name: part["squares"] for name, part in every.items() if "squares" in part}
     return found | {f"{k}.diagonal": v / n for k, v in squares.items() if k not in inside}
 
@@ -158,7 +168,7 @@ def _added_in_place(state: State, n: Tensor, every: Iterable[tuple[str, Paramete
             keys.add(key)
             if first or kind == "basis":
                 state[key] = carried(value)
-            elif key in state:
+            elif key in state and state[key] is not value:  # else it was added already
                 state[key].add_(value)
     _require_same(state.keys() ^ keys)
     return state
@@ -198,17 +208,20 @@ def _as_row(block: Block, weights: Tensor | None) -> ParameterState:
     return {"a": found, "b": n.reshape(1, 1).to(found.dtype), "counted": n}
 
 
-def _sums(block: Block, bias: Block | None, weights: Tensor | None) -> ParameterState:
+def _sums(
+    block: Block, bias: Block | None, weights: Tensor | None, known: ParameterState | None = None
+) -> ParameterState:
     """Return Σᵢₜ a aᴴ, Σᵢₜ b bᴴ over the positions that count, and their number () or (k,).
 
-    The sums are computed a few samples at a time. With a bias, the factors are (a, 1) and (b, 1),
-    and two further numbers count the samples whose bias gradient differs from Σₜ b and from Σₜ a.
-    With weights (samples, r), each row has its own b. The rows of a sample share a, and a position
-    of a counts if it counts in any of the rows.
+    The sums are computed a few samples at a time, without the entries above the diagonal. They are
+    added to the sums in `known`, if given. With a bias, the factors are (a, 1) and (b, 1), and two
+    further numbers count the samples whose bias gradient differs from Σₜ b and from Σₜ a. With
+    weights (samples, r), each row has its own b. The rows of a sample share a, and a position of a
+    counts if it counts in any of the rows.
     """
     if block.kind != "outer":
         return {"squares": wide(block).squared_sum(_flat(weights))}
-    found: ParameterState = {}
+    found: ParameterState = {key: known[key] for key in ("a", "b")} if known else {}
     r = 1 if weights is None else weights.shape[1]
     for some in slices(block.n // r, r * (block.factored_size or 1) * 16, TILE_BYTES):
         rows = slice(some.start * r, some.stop * r)
@@ -220,34 +233,50 @@ def _sums(block: Block, bias: Block | None, weights: Tensor | None) -> Parameter
         assert factors is not None  # an outer product always has factors
         left, right = factors.tensors.values()
         column = bias is not None
+        for key, factor in (("a", right), ("b", left)):
+            if key not in found:
+                found[key] = _zeros(factor, ones=column)
+        sums = _Sums(*(found[key].view(-1, *found[key].shape[-2:]) for key in ("a", "b")))
         if weights is None:
-            more = _of_rows(part, left, right, ones=column)
+            counted = _add_rows(part, left, right, sums)
         else:
-            more = _of_labels(part, left, right, weights[some], ones=column)
+            counted = _add_labels(part, left, right, weights[some], sums)
+        more = {"counted": counted if len(counted) > 1 else counted.squeeze(0)}
         if bias is not None:
             own = bias.select(rows)
             more["apart"] = torch.stack([~belongs(own, side) for side in (left, right)]).sum(1)
-        if more["counted"].numel() == 1:  # without groups the shapes are (f, f) and ()
-            more |= {key: more[key].squeeze(0) for key in ("a", "b", "counted")}
-        found = {key: found[key] + value for key, value in more.items()} if found else more
+        found |= {key: found[key] + value if key in found else value for key, value in more.items()}
     return {key: found[key] for key in ("a", "b", "counted", "apart") if key in found}
 
 
-def _of_rows(
-    part: OuterBlock | SegmentBlock, left: Tensor, right: Tensor, *, ones: bool
-) -> ParameterState:
-    """Return the sums for rows that are samples, for any number of groups."""
+class _Sums(NamedTuple):
+    """The sums of outer products of both factors, without the entries above the diagonal."""
+
+    a: Tensor  # (k, c, c)
+    b: Tensor  # (k, r, r)
+
+
+def _zeros(factor: Tensor, *, ones: bool) -> Tensor:
+    """Return the sums (k, f, f) of no rows of a factor (n, k, t, f); (f, f) without groups."""
+    k, f = factor.shape[1], factor.shape[-1] + ones
+    dtype = wider(factor.dtype, factor.device)
+    return torch.zeros(*([k] if k > 1 else []), f, f, dtype=dtype, device=factor.device)
+
+
+def _add_rows(part: OuterBlock | SegmentBlock, left: Tensor, right: Tensor, sums: _Sums) -> Tensor:
+    """Add rows that are samples; return the number of positions that count (k,)."""
     counted = part.nonzero_positions()
     if isinstance(part, SegmentBlock):  # its rows are not padded to the longest sample
         left, right, counted = (t[None, None] for t in (part.left, part.right, counted))
-    found = {"counted": counted.sum((0, 2)).to(double(part.device))}
-    return found | {k: _moments(f, counted, ones=ones) for k, f in (("a", right), ("b", left))}
+    _add_moments(right, counted, sums.a)
+    _add_moments(left, counted, sums.b)
+    return counted.sum((0, 2)).to(double(part.device))
 
 
-def _of_labels(
-    part: OuterBlock | SegmentBlock, left: Tensor, right: Tensor, weights: Tensor, *, ones: bool
-) -> ParameterState:
-    """Return the sums for samples with several rows each, for any number of groups."""
+def _add_labels(
+    part: OuterBlock | SegmentBlock, left: Tensor, right: Tensor, weights: Tensor, sums: _Sums
+) -> Tensor:
+    """Add samples with several rows each; return the number of positions that count (k,)."""
     (n, r), right_is_gradient = weights.shape, part.right_is_gradient
     if isinstance(part, SegmentBlock):
         raise _other_positions()
@@ -255,22 +284,17 @@ def _of_labels(
     counted = counted & (weights.flatten() > 0).reshape(-1, 1, 1)
     once = counted.reshape(n, r, *counted.shape[1:]).any(1)  # (n, k, t)
     by = weights.flatten().sqrt()
-    found: ParameterState = {"counted": once.sum((0, 2)).to(double(part.device))}
     for flag in (False, True) if isinstance(right_is_gradient, Tensor) else (right_is_gradient,):
         here = right_is_gradient == flag  # (t,), or a bool for all positions
         gradient, activation = (right, left) if flag else (left, right)
-        own, input_ = ("a", "b") if flag else ("b", "a")
+        own, input_ = (sums.a, sums.b) if flag else (sums.b, sums.a)
         same = (activation == activation[::r].repeat_interleave(r, 0)).all(-1)
         if not bool((same | ~(counted & here)).all()):
             raise _other_positions()
         rows = times(gradient.to(wider(gradient.dtype, gradient.device)), by)
-        first = activation[::r]
-        sums = {
-            own: _moments(rows, counted & here, ones=ones),
-            input_: _moments(first, once & here, ones=ones),
-        }
-        found |= {k: v + found[k] if k in found else v for k, v in sums.items()}
-    return found
+        _add_moments(rows, counted & here, own)
+        _add_moments(activation[::r], once & here, input_)
+    return once.sum((0, 2)).to(double(part.device))
 
 
 def _other_positions() -> UnsupportedError:
@@ -282,36 +306,54 @@ def _other_positions() -> UnsupportedError:
     )
 
 
-def _moments(factor: Tensor, counted: Tensor, *, ones: bool) -> Tensor:
-    """Return Σᵢₜ f fᴴ (k, f, f) of a factor (n, k, t, f) in float64.
+def _add_moments(factor: Tensor, counted: Tensor, total: Tensor) -> None:
+    """Add Σᵢₜ f fᴴ of a factor (n, k, t, f) to a total (k, f, f) in float64.
 
-    The sum is over the positions that are `counted` (n, k, t). With `ones`, f becomes (f, 1).
+    The sum is over the positions that are `counted` (n, k, t). If the total is one larger, f
+    becomes (f, 1). Entries above the diagonal are left out.
+
+    Long rows in float32 are multiplied in float32, because this takes half of the time. At most
+    `_POSITIONS` products are summed in float32, which changes an entry of the result by about 1e-7
+    of the largest. Other sums are in float64.
     """
     n, k, t, f = factor.shape
-    dtype = wider(factor.dtype, factor.device)
-    rows = torch.empty(k, n, t, f, dtype=dtype, device=factor.device)
-    rows = rows.copy_(factor.transpose(0, 1)).flatten(1, 2)  # copied once
-    inside = counted.transpose(0, 1).flatten(1).unsqueeze(2)  # (k, n·t, 1)
+    size = total.shape[-1]
+    rows = factor.new_empty(k, n, t, size, dtype=_precision(factor))
+    rows[..., :f] = factor.transpose(0, 1)
+    rows[..., f:] = 1
+    inside = counted.transpose(0, 1).unsqueeze(3)  # (k, n, t, 1)
     if not bool(inside.all()):
         rows.masked_fill_(~inside, 0)
-    size = f + 1 if ones else f
-    found = rows.new_empty(k, size, size)
-    _multiply(rows, found[:, :f, :f])
-    if ones:
-        found[:, :f, f] = rows.sum(1)
-        found[:, f, :f] = found[:, :f, f].conj()
-        found[:, f, f] = inside.sum((1, 2)).to(dtype)
-    return found
+    width = max(_BAND, -(-size // _BANDS))
+    for group, sums in zip(rows.flatten(1, 2), total, strict=True):
+        for start in range(0, size, width):
+            stop = min(start + width, size)
+            for some in group.split(_POSITIONS):
+                sums[start:stop, :stop] += some[:, start:stop].mT @ some[:, :stop].conj()
 
 
-def _multiply(rows: Tensor, found: Tensor) -> None:
-    """Write Σ f fᴴ (k, f, f) of rows (k, m, f); blocks above the diagonal are not multiplied."""
-    f = rows.shape[2]
-    width = max(_BAND, -(-f // _BANDS))
-    for start in range(0, f, width):
-        stop = min(start + width, f)
-        found[:, start:stop, :stop] = rows[:, :, start:stop].mT @ rows[:, :, :stop].conj()
-        found[:, :start, start:stop] = found[:, start:stop, :start].mH
+def _precision(factor: Tensor) -> torch.dtype:
+    """Return the dtype for products of a factor (n, k, t, f)."""
+    whole = wider(factor.dtype, factor.device)
+    short = factor.shape[-1] < _BAND
+    if short or whole != torch.float64 or factor.dtype == whole or not factor.numel():
+        return whole
+    if products(factor.device) != torch.float32:
+        return whole
+    least, largest = _HELD
+    held = least < float(factor.abs().amax()) < largest  # False if a number is not finite
+    return torch.float32 if held else whole
+
+
+def _symmetric(sums: Tensor) -> Tensor:
+    """Fill in the entries above the diagonal of sums (..., f, f), and return them."""
+    f = sums.shape[-1]
+    for start in range(0, f, _BAND):
+        stop = min(start + _BAND, f)
+        inside = sums[..., start:stop, start:stop]
+        inside.copy_(inside.tril() + inside.tril(-1).mH)
+        sums[..., :start, start:stop] = sums[..., start:stop, :start].mH
+    return sums
 
 
 def _with_bias(part: ParameterState) -> tuple[Tensor, Tensor, bool]:
@@ -526,15 +568,12 @@ def _layers(
 def _in_basis(gradients: Gradients, layer: LayerWeights, basis: Basis) -> Tensor:
     """Return Σᵢ |U_Bᴴ Gᵢ conj(U_A)|² (k, r, c), a few samples at a time."""
     k, r, c = layer.sizes
-    weight, dtype = gradients[layer.weight], basis.a.dtype
-    factored = weight.factored_size or 0
-    positions = factored // (k * (r + c)) + 1  # approximately t
-    by_factors = weight.kind == "outer" and positions * (r * r + c * c) <= r * c * (r + c)
-    size = (factored if by_factors else k * r * c) * dtype.itemsize
+    weight = gradients[layer.weight]
+    factored = (weight.factored_size or 0) if by_factors(weight, layer) else k * r * c
     found = torch.zeros(layer.sizes, dtype=double(weight.device), device=weight.device)
-    weights = _flat(gradients.weights)
-    for rows in slices(gradients.n, size, TILE_BYTES):
-        block = _rotated(gradients.select(rows), layer, basis, by_factors)
+    weights, own = _flat(gradients.weights), layer.of(gradients)
+    for rows in slices(gradients.n, factored * basis.a.dtype.itemsize, TILE_BYTES):
+        block = rotated(own.select(rows), layer, basis)
         if weights is None:
             found += power_sum(Gradients({layer.weight: block}), layer.weight, 2)
         else:
@@ -542,17 +581,23 @@ def _in_basis(gradients: Gradients, layer: LayerWeights, basis: Basis) -> Tensor
     return found
 
 
-def _rotated(gradients: Gradients, layer: LayerWeights, basis: Basis, by_factors: bool) -> Block:
-    """Return the coordinates of some samples' gradients, (n, k, r, c)."""
-    dtype = basis.a.dtype
-    factors = layer.factors(gradients) if by_factors else None
+def by_factors(weight: Block, layer: LayerWeights) -> bool:
+    """Whether factors in a basis need fewer multiplications than dense gradients in the basis."""
+    k, r, c = layer.sizes
+    positions = (weight.factored_size or 0) // (k * (r + c)) + 1  # approximately t
+    return weight.kind == "outer" and positions * (r * r + c * c) <= r * c * (r + c)
+
+
+def rotated(gradients: Gradients, layer: LayerWeights, basis: Basis) -> Block:
+    """Return the coordinates of samples' gradients, (n, k, r, c), in the precision of the basis."""
+    dtype, weight = basis.a.dtype, gradients[layer.weight]
+    factors = layer.factors(gradients) if by_factors(weight, layer) else None
     if factors is not None:
         left, right = (f.to(dtype) for f in factors)
         left = torch.einsum("nktr,krs->nkts", left, basis.b.conj())
         right = torch.einsum("nktc,kcd->nktd", right, basis.a.conj())
         return OuterBlock(left, right, layer.sizes)
-    names = [name for name in (layer.weight, layer.bias) if name is not None]
-    rows = {name: gradients[name].dense().to(dtype) for name in names}
+    rows = {name: block.dense().to(dtype) for name, block in layer.of(gradients).items()}
     return DenseBlock(basis.coordinates(layer.dense(rows)))
 
 
