@@ -93,7 +93,7 @@ def test_a_branch_that_no_sample_takes_is_told_with_the_samples():
         return torch.stack([(net.b if row[0] > 9 else net.a)(row) for row in x])
 
     model = Net(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4))
-    (note,), rows = notes(model)
+    (note,), rows = notes(model, "hooks")
     assert note.startswith("no loss of samples 0 to 2 depends on b.weight, b.bias: ")
     assert not rows["b.weight"].any() and rows["a.weight"].any()
 

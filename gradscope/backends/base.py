@@ -53,6 +53,7 @@ class Request:
     batches_left: int | None = None
     proved: bool = False  # whether the result will be proved, including independence of the samples
     factors: bool = False  # whether to keep the gradients' structure, even for a single sample
+    quick: bool = False  # whether to raise `SlowProgramError` instead of a slow analysis
 
 
 # {part of an exception's message: (its meaning, the remedy)}
@@ -69,6 +70,10 @@ OF_TEXT = (
 
 ROWS = Request()
 PROVED = Request(proved=True)
+
+
+class SlowProgramError(UnsupportedError):
+    """The analysis of a program takes many passes, so another backend may be faster."""
 
 
 class Evaluate(Protocol):

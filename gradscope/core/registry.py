@@ -57,7 +57,8 @@ class Registry(Generic[T]):
 
     def find(self, name: str) -> T | None:
         """Return the entry called `name`, or None."""
-        return self._entries[name] if name in self else None
+        found = self._entries.get(name)
+        return found if found is not None or name not in self else self._entries[name]
 
     def names(self) -> tuple[str, ...]:
         """Return all names, sorted."""

@@ -1,6 +1,5 @@
 """A session binds model, loss and settings once, and returns proved evaluations of batches."""
 
-import math
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -16,19 +15,21 @@ from gradscope.backends.base import (
     ROWS,
     Evaluate,
     Request,
+    SlowProgramError,
     backend_of,
     candidates,
     no_samples,
     refusing,
 )
 from gradscope.backends.compiled import Compiled, not_compiled
-from gradscope.blocks import Clock, Evaluation, Gradients, Tuner, active_tuner, in_groups
+from gradscope.blocks import Evaluation, Gradients, Tuner, active_tuner, in_groups
 from gradscope.core.batch import Batch, Tokens, is_empty, require_positions, tensors
 from gradscope.core.groups import Groups, Reduction
 from gradscope.core.precision import double
 from gradscope.core.registry import suggestion
 from gradscope.engine.audit import Auditor, AuditPlan, derive_seed
 from gradscope.engine.certificate import Answer, Certificate, certify, prove, prove_samples
+from gradscope.engine.fallbacks import measure
 from gradscope.engine.judge import require_sums
 from gradscope.engine.loss_inputs import WATCHED, watching_loss_inputs
 from gradscope.engine.model_parallel import ModelParallelEvaluator
@@ -55,8 +56,6 @@ from gradscope.stages.predictions import Columns, Predictions
 
 T = TypeVar("T")
 _MASKED = 512  # samples in a forward pass that finds the positions that count
-
-_FEW = 4  # samples that a fall-back backend computes first
 
 Verify = Literal["audit", "first", "always", "never"]
 Coupling = Literal["refuse", "own-loss", "frozen"]
@@ -193,6 +192,7 @@ class Session:
         self._compiled: Compiled | None = None
         self._evaluate: Evaluate | None = None
         self._fallbacks: list[str] = []
+        self._quick = True  # whether other backends are tried before slow analyses
         self._proof_due = True  # whether the next batch must be proved
         self._had_gradients = False  # whether a gradient was not zero
         self._proves_every_batch = False  # whether all batches are proved, after a refusal
@@ -461,18 +461,20 @@ class Session:
     def _evaluate_and_certify(self, batch: Batch, request: Request) -> Evaluation:
         asked = self.settings
         if self._evaluate is None:
-            if 1 < len(self._fallbacks) < len(self._candidates()):
+            refused = not self._quick or len(self._fallbacks) < len(self._candidates())
+            if refused and len(self._fallbacks) > 1:
                 self._fallbacks = self._fastest_first(batch)
             self.backend = self._fallbacks.pop(0)
             backend = backend_of(self.backend, asked.rows, own_loss=asked.own_loss)
             self._evaluate = self._stack.enter_context(backend(self.problem))
         due = self._proof_due or self._proves_every_batch or asked.verify == "always"
+        quick = self._quick and bool(self._fallbacks)
         if asked.verify == "never" or not due:
-            return self._evaluate(batch, request)
+            return self._evaluate(batch, replace(request, quick=quick))
         bound, seed = self._evaluate, derive_seed(asked.seed, 0)
 
         def evaluate(batch: Batch, own: Request = ROWS, /) -> Evaluation:
-            return bound(batch, replace(own, factors=request.factors))
+            return bound(batch, replace(own, factors=request.factors, quick=quick))
 
         # after an error in the backend or its blocks, the next backend is tried
         with refusing(self.backend, self.problem.model, "Use another backend (auto does)."):
@@ -520,49 +522,32 @@ class Session:
     def drop_backend(self, error: RefusedError) -> bool:
         """Release a backend that failed; return whether there is a further candidate."""
         self._proof_due = True
-        self._note(f"{self.backend} refused: {error.what}")
+        if isinstance(error, SlowProgramError):
+            self._quick = False
+            self._fallbacks.insert(0, self.backend)
+        else:
+            self._note(f"{self.backend} refused: {error.what}")
         self._stack.close()
         self._evaluate = None
         if self._fallbacks:
             return True
-        self._fallbacks = self._candidates()
+        self._fallbacks, self._quick = self._candidates(), True
         return False
 
     def _fastest_first(self, batch: Batch) -> list[str]:
         """Return the remaining backends with the fastest first, and note the reason.
 
-        The first run of a model measures the backends. `loop` takes the same time for each sample,
-        so a few samples are enough. No other backend continues with the whole batch if it is slower
-        for these few samples than `loop` is for all.
+        The first run of a model measures the backends; see `fallbacks.measure`.
         """
         asked, problem = self.settings, self.problem
-        one, few = batch.select(slice(0, 1)), batch.select(slice(0, _FEW))
-
-        def measure(timed: Clock) -> dict[str, float]:
-            spent: dict[str, float] = {}
-            for name in reversed(self._fallbacks):  # `loop` first
-                backend = backend_of(name, asked.rows, own_loss=asked.own_loss)
-                try:
-                    with refusing(name, problem.model, ""), backend(problem) as evaluate:
-                        evaluate(one)  # a first call takes longer
-                        seconds = timed(partial(evaluate, few), problem.device)[0]
-                        if name == "loop":
-                            seconds *= len(batch) / len(few)
-                        elif seconds < min(spent.values(), default=math.inf):
-                            seconds = timed(partial(evaluate, batch), problem.device)[0]
-                    spent[name] = seconds
-                except (CoupledSamplesError, ModelError):
-                    return {}  # the proof explains the error
-                except RefusedError as error:
-                    self._note(f"{name} refused: {error.what}")
-            return spent
-
+        own = problem, self._fallbacks, asked.rows, batch, self._note
+        measured = partial(measure, *own, own_loss=asked.own_loss)
         size = sum(p.numel() for p in problem.parameters.values())
         request = f"backend for {type(problem.model).__name__} with {size} parameters"
         sizes = len(batch), problem.device
         try:
             with problem.state.watching():
-                order, chosen = active_tuner().rank(request, *sizes, self._fallbacks, measure)
+                order, chosen = active_tuner().rank(request, *sizes, self._fallbacks, measured)
         except RefusedError:
             return self._fallbacks
         spent = chosen.seconds
@@ -647,7 +632,7 @@ class Session:
         """Release the backend; the session can be used again afterwards."""
         self._stack.close()
         self._evaluate, self._proof_due, self._unaudited_batch = None, True, None
-        self._fallbacks = self._candidates()
+        self._fallbacks, self._quick = self._candidates(), True
         if self._compiled is not None:
             self._compiled.forget()
         if self.model_parallel is not None:

@@ -153,7 +153,10 @@ EXAMPLES: dict[str, list[Example]] = {
     "grid_sampler_2d": [lambda m: (m.p(2, 4, 6, 5), m.p(2, 3, 7, 2), 0, 0, False)],
     "pixel_shuffle": [lambda m: (m.p(2, 4, 3, 5), 2)],
     "pixel_unshuffle": [lambda m: (m.p(2, 3, 4, 6), 2)],
-    "_cdist_forward": [lambda m: (m.p(2, 6, 4), m.p(2, 5, 4), 2.0, None)],
+    "_cdist_forward": [
+        lambda m: (m.p(2, 6, 4), m.p(2, 5, 4), 2.0, None),
+        lambda m: (m.p(6, 4), m.w(5, 4), 1.0, None),
+    ],
     # views, for their backward passes
     "select.int": [lambda m: (m.p(4, 6), -1, 2), lambda m: (m.p(4), 0, 1)],
     "slice.Tensor": [lambda m: (m.p(4, 6), -1, 1, 5, 2)],
@@ -226,4 +229,71 @@ EXAMPLES: dict[str, list[Example]] = {
     "_linalg_det": [lambda m: (m.p(2, 4, 4),)],
     "_linalg_slogdet": [lambda m: (m.p(4, 4),)],
     "cholesky_inverse": [lambda m: (m.spd(),)],
+    "linalg_lu_factor_ex": [lambda m: (m.p(2, 4, 4),)],
+    "_linalg_solve_ex": [
+        lambda m: (m.spd(), m.p(2, 4, 3)),
+        lambda m: (m.spd(), m.p(2, 4)),
+        lambda m: (m.w(4, 4), m.p(4)),
+        lambda m: (m.p(4, 4), m.p(5, 4), {"left": False}),
+    ],
+    "linalg_lu_solve": [
+        lambda m: (m.p(4, 4), pivots(4), m.p(4, 3)),
+        lambda m: (m.p(2, 4, 4), pivots(2, 4), m.p(1, 4, 3), {"adjoint": True}),
+    ],
+    "_linalg_check_errors": [
+        lambda m: (PerSample(torch.zeros(N, dtype=torch.int32)), "inv", {"is_matrix": True}),
+    ],
+    "diag_embed": [lambda m: (m.p(2, 4), 1), lambda m: (m.p(2, 4), 0, 0, -2)],
+}
+
+
+def pivots(*shape: int) -> Tensor:
+    """Rows that are exchanged with themselves or with later ones, counted from 1."""
+    return PerSample(
+        (torch.arange(4) + torch.arange(N)[:, None] // 2 + 1)
+        .clamp(max=4)
+        .reshape(N, *[1] * (len(shape) - 1), 4)
+        .expand(N, *shape)
+        .int()
+        .contiguous()
+    )
+
+
+# views that are made from the memory of all samples in one call
+VIEWS: dict[str, list[Example]] = {
+    "detach.default": [lambda m: (m.p(4, 6),)],
+    "alias.default": [lambda m: (m.w(4, 6),)],
+    "t.default": [lambda m: (m.w(4, 6),), lambda m: (m.p(4),)],
+    "transpose.int": [lambda m: (m.p(4, 6, 2), 0, -1), lambda m: (m.w(4, 6), 1, 1)],
+    "permute.default": [lambda m: (m.w(4, 6, 2), [2, 0, -2])],
+    "view.default": [
+        lambda m: (m.p(4, 6), [-1, 2, 3]),
+        lambda m: (m.w(4, 6), [24]),
+        lambda m: (m.p(0, 6), [2, 0]),
+        lambda m: (m.p(1, 6), [6, 1]),
+    ],
+    "_unsafe_view.default": [lambda m: (m.p(4, 6), [2, 12])],
+    "expand.default": [
+        lambda m: (m.p(4, 1), [4, 6]),
+        lambda m: (m.w(1, 6), [3, 2, -1, -1]),
+        lambda m: (m.p(6), [4, 6]),
+    ],
+    "unsqueeze.default": [
+        *(lambda m, axis=axis: (m.p(4, 6), axis) for axis in range(-3, 3)),
+        lambda m: (m.w(4), 1),
+    ],
+    "squeeze.dim": [
+        lambda m: (m.p(1, 6, 1), -1),
+        lambda m: (m.w(1, 6), 0),
+        lambda m: (m.p(4, 6), 0),
+    ],
+    "select.int": [lambda m: (m.p(4, 6), -2, -1), lambda m: (m.w(4, 6), 1, 2)],
+    "slice.Tensor": [
+        lambda m: (m.p(4, 6), -1, 1, 6, 2),
+        lambda m: (m.p(4, 6), 0, -3),
+        lambda m: (m.w(4, 6),),
+    ],
+    "unbind.int": [lambda m: (m.p(4, 6), -1), lambda m: (m.w(4, 6),)],
+    "split.Tensor": [lambda m: (m.p(4, 6), 4, 1), lambda m: (m.w(4, 6), 3)],
+    "unsafe_split.Tensor": [lambda m: (m.p(4, 6), 4, -1)],
 }

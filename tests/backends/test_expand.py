@@ -1,6 +1,8 @@
 """The expand backend beyond the case table: what models do, and refusals."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -28,18 +30,28 @@ def inputs(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def test_samples_that_decide_alike_run_together():
+@pytest.mark.parametrize(
+    ("positive", "negative", "runs"),
+    [
+        (9, 10, [True, False]),  # two groups
+        (8, 9, [True] * 8 + [False]),  # the smaller one runs one sample at a time
+        (1, 2, [True, False, False]),
+    ],
+)
+def test_samples_that_decide_alike_run_together(positive, negative, runs):
     seen = []
 
     def forward(net, x):
-        positive = bool(x.sum() > 0)
-        seen.append(positive)
-        return net.a(x).sin() if positive else net.a(x).tanh()
+        is_positive = bool(x.sum() > 0)
+        seen.append(is_positive)
+        return net.a(x).sin() if is_positive else net.a(x).tanh()
 
-    x = inputs(6, 4)
+    n = positive + negative
+    x = inputs(n, 4).abs() * (1 - 2 * (torch.arange(n) >= positive).double()).unsqueeze(1)
+    order = torch.cat([torch.zeros(1).long(), 1 + torch.randperm(n - 1)])
     model = Net(forward, a=nn.Linear(4, 3))
-    agrees(model, x, targets=inputs(6, 3))
-    assert sorted(seen[:2]) == [False, True]  # two groups; the rest is the oracle
+    agrees(model, x[order], targets=inputs(n, 3))
+    assert seen[: len(runs)] == runs  # the rest is the oracle
 
 
 def _caught(net, x):
@@ -257,3 +269,14 @@ def test_refusals_do_not_speak_of_the_tensors_of_the_backend(forward, reason):
         run("expand", setup)
     assert "PerSample" not in str(caught.value)
     assert 'backend="loop"' in caught.value.remedy
+
+
+def test_dynamo_is_not_loaded():
+    """Loading it takes seconds, at the first operator."""
+    code = (
+        "import sys, torch, gradscope\n"
+        "scope = gradscope.Scope(torch.nn.Linear(3, 2), 'cross_entropy', backend='expand')\n"
+        "scope.norms(torch.ones(2, 3), torch.tensor([0, 1]))\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

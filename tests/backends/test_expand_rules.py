@@ -2,12 +2,13 @@
 
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
-from gradscope.backends.expand import mode
+from gradscope.backends.expand import mode, views
 from gradscope.backends.expand.facts import facts_of, rules
 from gradscope.backends.expand.mode import Interpreter
 from gradscope.backends.expand.tensor import (
@@ -20,7 +21,7 @@ from gradscope.backends.expand.tensor import (
     tensors_of,
 )
 from gradscope.errors import UnsupportedError
-from tests.backends.expand_examples import EXAMPLES, Maker, N
+from tests.backends.expand_examples import EXAMPLES, VIEWS, Maker, N
 
 # Their results hold whatever was in memory, or torch has no like of them for one sample.
 OTHERWISE = {
@@ -115,6 +116,61 @@ def test_a_rule_does_what_torch_does_for_each_sample(monkeypatch):
                     judged(key, example, own)
                     assert key in APPLIED or rules.find(key) is None, key
     assert {*rules.names()} - OTHERWISE <= APPLIED
+
+
+def test_a_frequent_view_is_the_view_of_each_sample():
+    """Also of memory with gaps and of transposed memory; with the strides of one sample's view."""
+    assert VIEWS.keys() == views._frequent.keys()
+    for key, examples in VIEWS.items():
+        func = operator(key)
+        for example, own in product(examples, (False, True)):
+            judged(key, example, own)
+            base, *rest = example(Maker(own))
+            for raw in (base.raw, spaced(base.raw), turned(base.raw)):
+                if "view" in key and not raw.is_contiguous():
+                    continue
+                with Interpreter(N, WriteScope.NOTHING):
+                    ours = func(PerSample(raw), *rest)
+                right = func(raw[1], *rest)
+                for a, b in zip(
+                    *([t] if isinstance(t, Tensor) else t for t in (ours, right)), strict=True
+                ):
+                    assert a.raw.untyped_storage().data_ptr() == raw.untyped_storage().data_ptr()
+                    assert torch.equal(a.raw[1], b)
+                    assert a.raw[1].data_ptr() == b.data_ptr() and a.shape == b.shape
+                    used = [k for k, size in enumerate(b.shape) if size > 1 and b.numel()]
+                    assert all(a.stride(k) == b.stride(k) for k in used)
+                    assert a.shared == (raw.stride(0) == 0)
+
+
+def spaced(raw):
+    """The same values in memory with gaps."""
+    return torch.stack([raw, raw], -1)[..., 0]
+
+
+def turned(raw):
+    """The same values with the samples last in memory."""
+    return raw.movedim(0, -1).contiguous().movedim(-1, 0)
+
+
+OUT_OF_RANGE = {
+    "transpose.int": (0, -3),
+    "permute.default": ([0, -3],),
+    "unsqueeze.default": (-4,),
+    "squeeze.dim": (-3,),
+    "select.int": (-3, 0),
+    "slice.Tensor": (-3,),
+    "unbind.int": (-3,),
+    "split.Tensor": (2, -3),
+    "unsafe_split.Tensor": (2, -3),
+}
+
+
+@pytest.mark.parametrize("key", OUT_OF_RANGE)
+def test_a_frequent_view_has_no_axis_of_samples(key):
+    x = PerSample(torch.randn(N, 1, 1))
+    with Interpreter(N, WriteScope.NOTHING), pytest.raises(IndexError, match="out of range"):
+        operator(key)(x, *OUT_OF_RANGE[key])
 
 
 @pytest.mark.parametrize("key", ["flip.default", "roll.default"])

@@ -53,17 +53,37 @@ SPACE: dict[str, Any] = {}
 exec(MODEL, SPACE)
 
 
+class OneByOne(torch.nn.Module):
+    """Computes one sample after the other, with one step for each positive entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.last = torch.nn.Linear(5, 5), torch.nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = []
+        for sample in x:
+            h = sample
+            for _ in range(int((sample > 0).sum())):
+                h = self.step(h).tanh()
+            found.append(self.last(h))
+        return torch.stack(found)
+
+
 class Clock:
     """Measures nothing; `seconds` has the time of each backend for a batch of 16."""
 
     def __init__(self, **seconds: float) -> None:
         self.seconds, self.asked = seconds, list[tuple[str, int]]()
+        self.orders: list[list[int]] = []  # of the samples in each timed call
         self.tuner = Tuner(timed=self.timed)
 
     def timed(self, run: Any, device: torch.device) -> tuple[float, Any]:
-        name, n = run.func.__module__.split(".")[2], len(run.args[0])
+        name, part = run.func.__module__.split(".")[2], run.args[0]
+        found, n = run(), len(part)
         self.asked.append((name, n))
-        return self.seconds[name] * (n / 16 if name == "loop" else 1), run()
+        self.orders.append(part.index.tolist())
+        return self.seconds[name] * (n / 16 if name == "loop" else 1), found
 
 
 def scope_of(clock: Clock, branches: bool = False, **options: Any) -> tuple[Scope, Any, Any]:
@@ -106,14 +126,62 @@ def test_the_fastest_is_kept(
     found = scope.per_sample_gradients(x, y)
     assert (scope.backend, scope.certificate.backend) == (backend, backend)
     assert scope.notes == [REFUSED, note]
-    assert clock.asked == asked
+    assert clock.asked == [call for call in asked for _ in range(2)]
     scope.session.problem.model.basis = basis.astype(np.float64)
     _, right = oracle.per_sample_gradients(scope.session.problem.model, oracle.cross_entropy, x, y)
     for name, rows in found.items():
         torch.testing.assert_close(rows.double(), right[name], rtol=1e-4, atol=1e-6)
     scope.session.problem.model.basis = basis
+    calls = len(clock.asked)
     scope.norms(x, y)
-    assert clock.asked == asked  # measured once
+    assert len(clock.asked) == calls  # measured once
+
+
+@pytest.mark.parametrize("verify", ["first", "never"])
+@pytest.mark.parametrize(
+    ("seconds", "fastest"),
+    [
+        ({"hooks": 2.0, "expand": 9.0, "loop": 0.8}, "loop"),
+        ({"hooks": 0.7, "expand": 9.0, "loop": 8.0}, "hooks"),
+    ],
+)
+def test_an_analysis_of_single_samples_is_measured_too(
+    seconds: dict[str, float], fastest: str, verify: Any
+) -> None:
+    """`hooks` can analyse a loop over samples, but takes many passes for each new program."""
+    torch.manual_seed(0)
+    clock, model = Clock(**seconds), OneByOne()
+    scope = Scope(model, "cross_entropy", verify=verify)
+    scope.session.tuner = clock.tuner
+    x, y = torch.randn(16, 5), torch.randint(0, 3, (16,))
+    for _ in range(2):
+        found = scope.per_sample_gradients(x, y)
+        assert scope.backend == fastest
+        _, right = oracle.per_sample_gradients(model, oracle.cross_entropy, x, y)
+        for name, rows in found.items():
+            torch.testing.assert_close(rows.double(), right[name], rtol=1e-4, atol=1e-6)
+        x, y = x.flip(0), y.flip(0)
+    assert not any(note.startswith("hooks refused") for note in scope.notes)
+    assert any(note.startswith(f"{fastest}: {LEAST} ") for note in scope.notes)
+    calls = [order for call, order in zip(clock.asked, clock.orders, strict=True)
+             if call == ("hooks", 4)]  # fmt: skip
+    assert calls[:2] == [[0, 1, 2, 3], [3, 0, 1, 2]]  # another order is another program
+
+
+def test_close_times_are_measured_again() -> None:
+    """The first times of `loop` are three times too long."""
+    clock = Clock(vmap=0.02, expand=0.03, loop=0.012)
+    scope, x, y = scope_of(clock)
+
+    def timed(run: Any, device: torch.device) -> tuple[float, Any]:
+        spent, found = clock.timed(run, device)
+        busy = clock.asked[-1][0] == "loop" and ("vmap", 16) not in clock.asked
+        return spent * (3 if busy else 1), found
+
+    scope.session.tuner = Tuner(timed=timed)
+    scope.norms(x, y)
+    assert ("vmap", 16) in clock.asked
+    assert scope.backend == "loop"
 
 
 def test_a_backend_that_refuses_is_noted() -> None:
@@ -122,8 +190,8 @@ def test_a_backend_that_refuses_is_noted() -> None:
     assert scope.backend == "loop"
     vmap_refused = "vmap refused: the vmap backend cannot run this model: RuntimeError: vmap"
     assert [": ".join(note.split(": ")[:4]) for note in scope.notes] == [
-        REFUSED,
         vmap_refused,
+        REFUSED,
         f"loop: {LEAST} 2.0 times faster than expand",
     ]
 

@@ -5,8 +5,8 @@ The model runs once, on tensors that have the shapes of a batch of one and conta
 (`mode.Interpreter`), forward and backward. So the gradient of the summed losses by a parameter has
 one row per sample. The sample axis is never among the axes that the model sees, so it need not be
 guessed. An operator without a rule runs sample by sample, which is exact. If Python code branches
-on a value, samples with the same branch run together. This backend uses neither torch.func nor the
-recorded graph.
+on a value, samples with the same branch run together, or one at a time if they are few. This
+backend uses neither torch.func nor the recorded graph.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,11 +46,14 @@ from gradscope.backends.expand.tensor import (
 )
 from gradscope.blocks import Evaluation
 from gradscope.core.batch import Batch, call, map_tensors
-from gradscope.model.problem import Problem, is_model_loss, losses_of_model, model_loss
+from gradscope.model.problem import Problem, is_model_loss, losses_of_model, model_loss, slopes
 from gradscope.model.randomness import forked
 from gradscope.model.releases import require
 
 __all__ = ["expand", "rules"]
+
+# samples with the same branch that run one at a time: together, an operator takes about as long
+_FEW = 8
 
 _REASONS = {
     TEXT: OF_TEXT,
@@ -83,7 +86,13 @@ def expand(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
                 for position, key in enumerate(difference.keys):
                     groups.setdefault(key, []).append(position)
                 break
-        return in_parts(problem, batch, [torch.tensor(group) for group in groups.values()], attempt)
+        return in_parts(problem, batch, [torch.tensor(group) for group in groups.values()], branch)
+
+    def branch(batch: Batch) -> LossesAndRows:
+        """Evaluate samples that have taken the same branch so far."""
+        if len(batch) > _FEW:
+            return attempt(batch)
+        return _one_at_a_time(problem, batch)
 
     def evaluate(batch: Batch, request: Request = ROWS, /) -> Evaluation:
         require("the expand backend", probe)
@@ -121,6 +130,19 @@ def _evaluated(problem: Problem, batch: Batch, own: WriteScope) -> LossesAndRows
         for name, gradient in zip(params, found, strict=True)
     }
     return mode.samples.of(losses).detach().reshape(n).clone(), gradients
+
+
+def _one_at_a_time(problem: Problem, batch: Batch) -> LossesAndRows:
+    """Return losses (n,) and gradients (n, *shape) by ordinary autograd on batches of one."""
+    losses, rows = [], []
+    for i in range(len(batch)):
+        own = problem.losses(batch.one(i))
+        losses.append(own.detach()[0])
+        rows.append(slopes(own, problem.parameters.values()))
+    every = [
+        torch.stack([g.detach().to_dense() for g in column]) for column in zip(*rows, strict=True)
+    ]
+    return torch.stack(losses), dict(zip(problem.parameters, every, strict=True))
 
 
 def _differentiating(

@@ -90,8 +90,8 @@ def over_all(along: Any, func: Any, s: Expansion, t: Tensor, **kwargs: Any) -> A
 @each(
     "constant_pad_nd tril triu linalg_inv_ex linalg_cholesky_ex linalg_solve_triangular "
     "linalg_matrix_exp linalg_qr _linalg_eigh _linalg_svd _linalg_det _linalg_slogdet "
-    "cholesky_inverse mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward "
-    "huber_loss huber_loss_backward"
+    "linalg_lu_factor_ex _cdist_forward _cdist_backward cholesky_inverse mse_loss "
+    "mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward"
 )
 def trailing(func: Any, s: Expansion, *args: Any, **kwargs: Any) -> Any:
     """Act on trailing axes, with any leading axes; or elementwise, without a reduction."""
@@ -103,9 +103,35 @@ def trailing(func: Any, s: Expansion, *args: Any, **kwargs: Any) -> Any:
     return func(*mine, **others)
 
 
+@each("_linalg_solve_ex linalg_lu_solve")
+def solve(func: Any, s: Expansion, *args: Any, **kwargs: Any) -> Any:
+    """Solve systems whose matrices and right sides have equal leading axes, or one right side."""
+    *matrices, right = args
+    mine = [s.of(t) for t in args]
+    square = mine[0].shape[:-1]
+    if matrices[0].dim() != right.dim() and mine[-1].shape != square:
+        return NotImplemented
+    if len(mine) == 3 and (mine[1].shape != square or matrices[0].dim() != right.dim()):
+        return NotImplemented
+    return func(*mine, **kwargs)
+
+
+@rules.register("_linalg_check_errors.default")
+def check_errors(s: Expansion, info: Tensor, name: str, *, is_matrix: bool) -> None:
+    """Raise if a matrix of a sample could not be decomposed."""
+    aten._linalg_check_errors(s.of(info), name, is_matrix=False)
+
+
+@rules.register("diag_embed.default")
+def diag_embed(s: Expansion, t: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
+    """Write a trailing axis to the diagonal of two axes."""
+    axes = _moved([dim1, dim2], t.dim() + 1, "diag_embed")
+    return NotImplemented if axes is None else torch.diag_embed(s.of(t), offset, *axes)
+
+
 @each(
     "reflection_pad1d reflection_pad1d_backward replication_pad1d replication_pad1d_backward "
-    "col2im upsample_nearest1d upsample_linear1d _cdist_forward",
+    "col2im upsample_nearest1d upsample_linear1d",
     3,
 )
 @each(

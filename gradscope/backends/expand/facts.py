@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -67,11 +67,13 @@ class OperatorFacts:
     pointwise: bool  # whether it acts elementwise, with broadcasting
     random: bool  # whether it may draw random numbers
     reshapes_in_place: bool  # whether it changes the shape of an existing tensor
+    nested: bool  # whether an argument may be a list of tensors
+    makes_new: bool  # whether the result is new memory that is probably written to later
 
-    @property
-    def makes_new(self) -> bool:
-        """Whether the result is new memory that is probably written to later."""
-        return self.name.startswith("new_") or self.name.endswith("_like")
+    @cached_property
+    def returns_any_written(self) -> bool:
+        """Whether a result is an argument that the operator writes to."""
+        return any(self.returns_written)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return all arguments by name, including defaults."""
@@ -127,4 +129,6 @@ def facts_of(func: Any) -> OperatorFacts:
         pointwise=tagged or base in _ALSO_POINTWISE.split(),
         random=torch.Tag.nondeterministic_seeded in func.tags,
         reshapes_in_place=torch.Tag.inplace_view in func.tags,
+        nested=any(str(a.type).count("Tensor") and "List" in str(a.type) for a in schema.arguments),
+        makes_new=name.startswith("new_") or name.endswith("_like"),
     )

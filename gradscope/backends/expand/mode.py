@@ -1,7 +1,7 @@
 """The interpreter: it runs every operator of the model, the loss and the backward pass.
 
-One rule covers all views, because a view is only a shape, strides and an offset. Another rule
-covers elementwise operators. Other operators have their own rules, or run sample by sample.
+One rule covers elementwise operators, and `views` has the rules of views. Other operators have
+their own rules, or run sample by sample.
 """
 
 from typing import Any
@@ -21,6 +21,7 @@ from gradscope.backends.expand.tensor import (
     same_as,
     tensors_of,
 )
+from gradscope.backends.expand.views import reshape_in_place, view
 from gradscope.errors import UnsupportedError
 from gradscope.model.randomness import FixedRandomness, states
 from gradscope.model.releases import expect
@@ -43,7 +44,7 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.own, self.randomness = own, fixed
         self.refusal: UnsupportedError | None = None  # kept in case the model's code catches it
 
-    def __torch_dispatch__(
+    def interpret(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run `func` for all samples; raise if it draws random numbers."""
@@ -74,18 +75,27 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise
 
     def _run(self, facts: OperatorFacts, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        found = [t for t in tensors_of(args, kwargs) if isinstance(t, PerSample)]
+        if kwargs or facts.nested:
+            found = [t for t in tensors_of(args, kwargs) if isinstance(t, PerSample)]
+        else:
+            found = [t for t in args if isinstance(t, PerSample)]
         if not found:
             return self._constant(facts, func, args, kwargs)
+        shared, n = True, self.samples.n
         for t in found:
-            self.samples.check(t)
+            shared &= t.shared
+            if t.raw.shape[0] != n:
+                refuse(
+                    "it uses a tensor from an earlier evaluation",
+                    "Do not keep tensors between calls of the model.",
+                )
         if facts.reshapes_in_place:
             return reshape_in_place(facts.name, func, args, kwargs)
         if facts.view:
-            return view(facts.name, func, args, kwargs)
+            return view(facts.key, func, args, kwargs)
         if targets := facts.targets(args, kwargs):
             self._check(targets, facts)
-        elif self.own < WriteScope.RESULTS and all(t.shared for t in found) and not facts.makes_new:
+        elif shared and self.own < WriteScope.RESULTS and not facts.makes_new:
             # arguments that are equal for all samples: run once; the result is shared
             one, named = leaves(
                 lambda t: t.physical[0] if isinstance(t, PerSample) else t, (args, kwargs)
@@ -95,10 +105,12 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (rule := rules.find(facts.key)) is not None:
             result = rule(self.samples, *args, **kwargs)
         elif facts.pointwise:
-            result = pointwise(func, args, kwargs)
+            result = pointwise(facts, func, args, kwargs)
         if result is NotImplemented:
             result = sample_by_sample(self.samples, func, args, kwargs)
-        if not any(facts.returns_written):
+        if not facts.returns_any_written:
+            if type(result) is Tensor and result.dim() and result.shape[0] == n:
+                return PerSample(result)
             return leaves(self.samples.wrap, result)
         several, bound = isinstance(result, tuple), facts.bind(args, kwargs)
         parts = [  # return the written arguments themselves
@@ -137,85 +149,60 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
 
+# Torch wraps a method of this name in the class body: for each operator, it would turn off
+# torch.compile. That takes longer than many operators, and loads dynamo, which takes seconds.
+# Compiled code runs as written here anyway.
+Interpreter.__torch_dispatch__ = Interpreter.interpret  # type: ignore
+
+
 def _generators(devices: set[torch.device]) -> list[Tensor]:
     """Return the states of the random generators."""
     return [read() for d in sorted(devices, key=str) for read in states(d)]
 
 
-# they reinterpret entries and keep leading axes
-_REINTERPRET = frozenset(("view_as_real", "view_as_complex"))
-
-
-def view(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the view, wrapped: the view of the first sample, with the stride over samples.
-
-    The result shares memory with the argument, so later in-place writes change both.
-    """
-    base, *rest = args
-    if not isinstance(base, PerSample):
-        refuse(f"{name} of a constant has no rule, and a copy would not be a view")
-    raw = base.raw
-    if name in ("_conj", "_neg_view", "detach", "alias"):
-        first: Any = raw[0]
-    elif name in _REINTERPRET:
-        return PerSample(func(raw, *rest, **kwargs)).marked(False, base.is_neg())
-    else:
-        first = func(raw[0], *rest, **kwargs)
-
-    def repeated(view: Tensor) -> PerSample:
-        if view.dtype != raw.dtype:
-            refuse(f"{name} reinterprets the memory as {view.dtype}")
-        whole = raw.as_strided(
-            (raw.shape[0], *view.shape), (raw.stride(0), *view.stride()), view.storage_offset()
-        )
-        return PerSample(whole).marked(
-            base.is_conj() != (name == "_conj"), base.is_neg() != (name == "_neg_view")
-        )
-
-    return leaves(repeated, first)
-
-
-def reshape_in_place(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Change a tensor's shape in place: take the view, and put its memory into the wrapper."""
-    target, *rest = args
-    # the out-of-place operator with the same arguments
-    packet = getattr(aten, name.removesuffix("_"), None)
-    overloads = [getattr(packet, each) for each in (packet.overloads() if packet else ())]
-    alike = (f for f in overloads if _types(f) == _types(func))
-    functional = next(alike, None)
-    if functional is None or not isinstance(target, PerSample):
-        refuse(f"{name} changes a tensor's shape or memory in place", "Use the out-of-place form.")
-    made = view(functional._schema.name.partition("::")[2], functional, args, kwargs)
-    with torch._C._DisableTorchDispatch():
-        func(target, *rest, **kwargs)  # sets the shape and strides of the wrapper
-    target.raw = made.raw
-    return target
-
-
-def _types(func: Any) -> list[str]:
-    return [str(argument.type) for argument in func._schema.arguments]
-
-
 # the last argument of these must be a tensor without axes
-_NUMBERS = frozenset(
-    f"aten.{name}.Tensor" for name in ("fill", "fill_", "masked_fill", "masked_fill_")
-)
+_NUMBERS = frozenset(f"{name}.Tensor" for name in ("fill", "fill_", "masked_fill", "masked_fill_"))
 
 
-def pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def pointwise(facts: OperatorFacts, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Apply `func` to the physical tensors, with logical axes aligned from the right.
 
     The rule does not apply if dtypes differ and a tensor has no logical axes: the sample axis would
     change dtype promotion.
     """
-    found = tensors_of(args, kwargs)
-    if str(func) in _NUMBERS and isinstance(args[-1], PerSample):
+    if kwargs or facts.nested:
+        found = tensors_of(args, kwargs)
+    else:
+        found = [t for t in args if isinstance(t, Tensor)]
+    if facts.key in _NUMBERS and isinstance(args[-1], PerSample):
         return NotImplemented
-    if len({t.dtype for t in found}) > 1 and any(
-        t.dim() == 0 and isinstance(t, PerSample) for t in found
+    ranks = [t.dim() for t in found]
+    width = max(ranks)
+    if (
+        0 in ranks
+        and len({t.dtype for t in found}) > 1
+        and any(t.dim() == 0 and isinstance(t, PerSample) for t in found)
     ):
         return NotImplemented
-    width = max(t.dim() for t in found)
+    if kwargs:
+        kwargs = _layout(args, kwargs)
+
+    def aligned(t: Tensor) -> Tensor:
+        if not isinstance(t, PerSample):
+            return t
+        physical = t.physical if t.lazy else t.raw
+        missing = width + 1 - physical.dim()
+        return physical[(slice(None), *[None] * missing)] if missing else physical
+
+    if kwargs or facts.nested:
+        mine, kwargs = leaves(aligned, (args, kwargs))
+    else:
+        mine = [aligned(t) if isinstance(t, Tensor) else t for t in args]
+    return func(*mine, **kwargs)
+
+
+def _layout(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return `kwargs` for tensors with a sample axis; raise if out= has another shape."""
     out, layout = kwargs.get("out"), kwargs.get("memory_format")
     if isinstance(out, Tensor):
         shapes = [t.shape for t in tensors_of(args, {})]
@@ -223,16 +210,8 @@ def pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             what = "the shape of an argument out= differs from the shape of the result"
             refuse(what, "Assign the result instead of passing out=.")
     if layout in (torch.channels_last, torch.channels_last_3d):  # these formats need rank 4 or 5
-        kwargs = {**kwargs, "memory_format": torch.preserve_format}
-
-    def aligned(t: Tensor) -> Tensor:
-        if not isinstance(t, PerSample):
-            return t
-        missing = width - t.dim()
-        return t.physical[(slice(None), *[None] * missing)] if missing else t.physical
-
-    mine, named = leaves(aligned, (args, kwargs))
-    return func(*mine, **named)
+        return {**kwargs, "memory_format": torch.preserve_format}
+    return kwargs
 
 
 def sample_by_sample(s: Expansion, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -67,24 +67,30 @@ class PerSample(Tensor):
         raw: (n, *shape), the memory, without a graph: the wrapper has the graph. Torch's marks of
             lazy conjugation and negation are on the wrapper, never on the memory: torch does not
             resolve them at this level of dispatch.
+        shared: Whether all samples use one value.
+        lazy: Whether the values differ from the memory.
     """
 
     raw: Tensor
+    shared: bool
+    lazy: bool
     __torch_function__: ClassVar[Any] = getattr(torch._C, "_disabled_torch_function_impl", None)
 
     @staticmethod
     def __new__(cls, raw: Tensor, requires_grad: bool = False) -> "PerSample":
         """Wrap `raw` (n, *shape); views of the wrapper match views of `raw`."""
+        shape, strides = raw.shape, raw.stride()
         made: PerSample = Tensor._make_wrapper_subclass(
             cls,
-            raw.shape[1:],
-            strides=raw.stride()[1:],
+            shape[1:],
+            strides=strides[1:],
             storage_offset=raw.storage_offset(),
             dtype=raw.dtype,
             device=raw.device,
             requires_grad=requires_grad,
         )
-        made.raw = raw
+        made.raw, made.lazy = raw, False
+        made.shared = strides[0] == 0 and shape[0] > 1
         return made
 
     @classmethod
@@ -100,23 +106,16 @@ class PerSample(Tensor):
             torch._C._set_conj(self, True)
         if negated:
             torch._C._set_neg(self, True)
+        self.lazy = self.is_conj() or self.is_neg()
         return self
-
-    @property
-    def lazy(self) -> bool:
-        """Whether the values differ from the memory."""
-        return self.is_conj() or self.is_neg()
 
     @property
     def physical(self) -> Tensor:
         """The values (n, *shape): the memory, or a copy if they are lazy."""
+        if not self.lazy:
+            return self.raw
         values = self.raw.conj_physical() if self.is_conj() else self.raw
         return values.neg() if self.is_neg() else values
-
-    @property
-    def shared(self) -> bool:
-        """Whether all samples use one value."""
-        return is_shared(self.raw)
 
     def common(self) -> Tensor:
         """Return the value (*shape) of all samples; raise `SamplesDiverge` if values differ."""
@@ -175,16 +174,8 @@ class Expansion:
     def of(self, t: Tensor) -> Tensor:
         """Return the physical tensor (n, *shape); a constant is expanded, and so shared."""
         if isinstance(t, PerSample):
-            return t.physical
+            return t.physical if t.lazy else t.raw
         return self.expanded(t.resolve_conj().resolve_neg())
-
-    def check(self, t: PerSample) -> None:
-        """Raise if `t` belongs to an earlier evaluation."""
-        if t.raw.shape[0] != self.n:
-            refuse(
-                "it uses a tensor from an earlier evaluation",
-                "Do not keep tensors between calls of the model.",
-            )
 
     def expanded(self, t: Tensor) -> Tensor:
         """Return a view (n, *shape) of `t` (*shape) with stride 0 over samples."""
@@ -214,14 +205,20 @@ def unfold(t: Tensor, n: int) -> Tensor:
     return t.reshape(n, t.shape[0] // n, *t.shape[1:])
 
 
+_PLAIN = frozenset((int, float, bool, type(None)))
+
+
 def leaves(fn: Callable[[Tensor], Any], tree: Any) -> Any:
     """Apply `fn` to the tensors in an operator's arguments or results (lists nest once)."""
     if isinstance(tree, Tensor):
         return fn(tree)
-    if isinstance(tree, list | tuple):
-        return type(tree)(leaves(fn, item) for item in tree)
-    if isinstance(tree, dict):
+    kind = type(tree)
+    if kind is list or kind is tuple:
+        return kind([leaves(fn, item) if type(item) not in _PLAIN else item for item in tree])
+    if kind is dict:
         return {key: leaves(fn, value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return kind(leaves(fn, item) for item in tree)
     return tree
 
 

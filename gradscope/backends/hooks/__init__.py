@@ -20,6 +20,7 @@ from gradscope.backends.base import (
     ROWS,
     Evaluate,
     Request,
+    SlowProgramError,
     backends,
     dense_evaluation,
     refusing,
@@ -92,7 +93,7 @@ def hooks(
         with refusing("hooks", problem.model, OTHERS):
             if len(batch) == 1:
                 return program.evaluate_one(batch, factors=request.factors)
-            together = partial(program.evaluate, proved=request.proved)
+            together = partial(program.evaluate, proved=request.proved, quick=request.quick)
             alone = partial(program.evaluate_one, factors=True)
             return isolating(problem, batch, together, alone)
 
@@ -168,9 +169,11 @@ class _Program:
         self.stepwise = False  # whether to record fused recurrent layers step by step
         self.data_paths = True  # inputs require a gradient, so that the graph shows their paths
         self.is_independent = False  # float64 has shown that gradients do not mix samples
+        self.quick = False  # whether to raise instead of a slow analysis
         self.evaluations = 0
 
-    def evaluate(self, batch: Batch, *, proved: bool = False) -> Evaluation:
+    def evaluate(self, batch: Batch, *, proved: bool = False, quick: bool = False) -> Evaluation:
+        self.quick = quick
         losses, recorded = self._record(batch)
         if recorded is None and self.problem.model_parallel is not None:
             raise ModelError(
@@ -326,6 +329,8 @@ class _Program:
             raise error
         if not bool(recorded.losses.isfinite().all()):
             raise SpreadError  # the finite samples can be analysed
+        if self.quick:
+            raise SlowProgramError(error.what, where=error.where, remedy=error.remedy)
         show = require_unaffected if self.is_independent else gradients_independent
         if not show(self.problem, batch, recorded.losses.detach()):
             raise error
