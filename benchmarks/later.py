@@ -435,7 +435,7 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def _plain(case: Case) -> Callable[[], object]:
+def plain(case: Case) -> Callable[[], object]:
     """Return a forward and backward pass of the mean loss."""
     parameters = [p for p in case.model.parameters() if p.requires_grad]
     inputs = case.inputs if isinstance(case.inputs, tuple) else (case.inputs,)
@@ -457,7 +457,8 @@ def _calls(case: Case, scope: gradscope.Scope) -> dict[str, Callable[[], object]
     }
 
 
-def _seconds(run: Callable[[], object]) -> float:
+def measured_seconds(run: Callable[[], object]) -> float:
+    """Return the CPU time of a call."""
     start = time.process_time()
     run()
     return time.process_time() - start
@@ -465,7 +466,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 def measure(case: Case, repeats: int, verify: Any = "never") -> tuple[float, dict[str, float]]:
     """Return the seconds of a plain pass, and the median ratio of each call."""
-    alone = _plain(case)
+    alone = plain(case)
     with gradscope.Scope(case.model, case.loss, backend="hooks", verify=verify) as scope:
         every = _calls(case, scope)
         for run in (alone, *every.values()) * 3:
@@ -473,7 +474,7 @@ def measure(case: Case, repeats: int, verify: Any = "never") -> tuple[float, dic
         times: dict[str, list[float]] = {name: [] for name in ("plain", *every)}
         for _ in range(repeats):
             for name, run in {"plain": alone, **every}.items():
-                times[name].append(_seconds(run))
+                times[name].append(measured_seconds(run))
     base = statistics.median(times["plain"])
     return base, {name: statistics.median(times[name]) / base for name in every}
 

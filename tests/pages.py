@@ -29,6 +29,7 @@ from warnings import catch_warnings
 from benchmarks.__main__ import parser
 from benchmarks.architectures.__main__ import parser as architectures
 from benchmarks.attribution.__main__ import parser as attributions
+from benchmarks.fallbacks import parser as fallbacks
 from benchmarks.later import parser as later
 from benchmarks.zoo.__main__ import parser as zoo
 from gradscope.cli.app import run as command_line
@@ -42,6 +43,7 @@ SLOW: dict[str, Callable[[], ArgumentParser]] = {
     "python -m benchmarks": parser,
     "python -m benchmarks.architectures": architectures,
     "python -m benchmarks.attribution": attributions,
+    "python -m benchmarks.fallbacks": fallbacks,
     "python -m benchmarks.later": later,
     "python -m benchmarks.zoo": zoo,
     "python -m tests.drill": drills,

@@ -17,10 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import later, marks, scaling, training
+import gradscope
+from benchmarks import fallbacks, later, marks, scaling, training
 from benchmarks.__main__ import main
 from benchmarks.architectures import __main__ as architectures
 from benchmarks.architectures.cases import ARCHITECTURES, tokens
+from benchmarks.fallbacks import BACKENDS, MODELS
 from benchmarks.measure import OutOfTimeError, Timing, measured, time_limit
 from benchmarks.methods import METHODS, Call, DeclinedError, Method, Setting
 from benchmarks.methods.dense import Projection, clipped, moments, norms, read, write
@@ -598,3 +600,23 @@ def test_later_calls_are_measured(name: str, capsys: pytest.CaptureFixture[str])
     later.main([name, "--repeats", "1"])
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(name))
     assert all(float(figure) > 0 for figure in row.split()[1:])
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(k, marks=[] if k == "halting" else pytest.mark.full) for k in MODELS]
+)
+def test_fallbacks_are_measured_and_agree(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    fallbacks.main([name, "--repeats", "1"])
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(name))
+    base, backend, *ratios = row.split()[1:]
+    assert backend in BACKENDS
+    assert all(float(figure) > 0 for figure in (base, *ratios))
+    case = MODELS[name]()
+    inputs, targets = case.draw()
+    first, *others = (
+        gradscope.Scope(case.model, case.loss, backend=each).per_sample_gradients(inputs, targets)
+        for each in ("loop", "expand", "hooks")
+    )
+    for other in others:
+        for key, rows in first.items():
+            torch.testing.assert_close(other[key], rows, rtol=1e-3, atol=1e-4)

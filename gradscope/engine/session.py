@@ -468,7 +468,7 @@ class Session:
             backend = backend_of(self.backend, asked.rows, own_loss=asked.own_loss)
             self._evaluate = self._stack.enter_context(backend(self.problem))
         due = self._proof_due or self._proves_every_batch or asked.verify == "always"
-        quick = self._quick and bool(self._fallbacks)
+        quick = self._quick and bool(self._fallbacks) and not request.factors
         if asked.verify == "never" or not due:
             return self._evaluate(batch, replace(request, quick=quick))
         bound, seed = self._evaluate, derive_seed(asked.seed, 0)

@@ -11,8 +11,10 @@ import torch
 
 from gradscope import Scope
 from gradscope.backends import vmap
+from gradscope.backends.base import Request
 from gradscope.blocks import Tuner
 from gradscope.blocks.variants import known_of
+from gradscope.core.batch import Batch
 from gradscope.run import compute, prepare, start
 from gradscope.storage import open_file
 from tests import oracle
@@ -166,6 +168,17 @@ def test_an_analysis_of_single_samples_is_measured_too(
     calls = [order for call, order in zip(clock.asked, clock.orders, strict=True)
              if call == ("hooks", 4)]  # fmt: skip
     assert calls[:2] == [[0, 1, 2, 3], [3, 0, 1, 2]]  # another order is another program
+
+
+def test_requested_factors_need_hooks() -> None:
+    """The other backends form dense gradients, so `hooks` is kept although it is slower."""
+    torch.manual_seed(0)
+    clock = Clock(hooks=2.0, expand=9.0, loop=0.8)
+    scope = Scope(OneByOne(), "cross_entropy")
+    scope.session.tuner = clock.tuner
+    batch = Batch(torch.randn(16, 5), torch.randint(0, 3, (16,)), torch.arange(16))
+    scope.session.evaluate(batch, Request(factors=True))
+    assert scope.backend == "hooks" and not clock.asked
 
 
 def test_close_times_are_measured_again() -> None:

@@ -149,9 +149,9 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
 
-# Torch wraps a method of this name in the class body: for each operator, it would turn off
-# torch.compile. That takes longer than many operators, and loads dynamo, which takes seconds.
-# Compiled code runs as written here anyway.
+# Torch wraps a method of this name in the class body, to turn off torch.compile for each operator.
+# The wrapper takes longer than many operators, and it loads dynamo, which takes seconds. It is not
+# needed: `ModelState.restoring` runs compiled code as written.
 Interpreter.__torch_dispatch__ = Interpreter.interpret  # type: ignore
 
 
