@@ -66,6 +66,13 @@ layers(
     Asked("cnn", backend="expand"),
 )
 mutant(
+    "backends/expand/views.py",
+    "views of another sample: a view of each sample has the values of the sample before it",
+    "raw.view(raw.shape[0], *size)",
+    "raw.roll(1, 0).reshape(raw.shape[0], *size)",
+    Asked("cnn", backend="expand"),
+)
+mutant(
     "backends/expand/__init__.py",
     "rows shifted: every sample has the gradient of the one before it",
     "name: mode.samples.of(gradient).contiguous()",
