@@ -70,6 +70,7 @@ def attribute(
     weights: Sequence[float] | None = None,
     factors: str | Path | None = None,
     refine: int = 0,
+    query_rank: int = 0,
     score: Form = "influence",
     query_loss: QueryLoss = None,
     output: str | Path | None = None,
@@ -90,6 +91,7 @@ def attribute(
         factors: See `AttributionSettings`.
         refine: The k most helpful and the k most harmful samples of each query, found with rows of
             a projection, are scored again with full gradients.
+        query_rank: See `AttributionSettings`.
         score: "influence", the change of the query's loss; "relative", divided by the root of the
             training sample's self-influence; "cosine", also divided by the root of the query's.
         query_loss: The loss of the queries, if it is not the training loss: a name or
@@ -108,7 +110,9 @@ def attribute(
         None if output is None else Path(output),
     )
     how: Any = {"chain": chain, "checkpoints": checkpoints, "weights": weights, "output": place}
-    asked = AttributionSettings(curvature, damping, factors=stored, refine=refine, score=score)
+    asked = AttributionSettings(
+        curvature, damping, factors=stored, refine=refine, score=score, query_rank=query_rank
+    )
     with open_sources(train, query, query_loss=query_loss, **how) as pairs:
         scoring = Scoring(pairs, asked)
         if place is None:

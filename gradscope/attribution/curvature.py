@@ -10,7 +10,7 @@ The empirical Fisher F = (1/N) Σ gᵢ gᵢᵀ is inverted exactly (`Gram`, `Mom
 a row together or layer by layer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import inf, prod
@@ -19,16 +19,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradscope.attribution.products import real_rows
-from gradscope.blocks import Block, DenseBlock, Gradients, LayerWeights, layer_of
+from gradscope.attribution.products import real_rows, sum_of
+from gradscope.blocks import Block, DenseBlock, Gradients, LayerWeights, OuterBlock, layer_of
 from gradscope.blocks.base import precise
+from gradscope.core.precision import doubled
 from gradscope.errors import InputError, SpecError
+from gradscope.process.memory import slices
 from gradscope.stages.reducers.kfac import Basis, bases_of, rotated
 
 LEAST = 0.1  # α for a converged model; a factor 5 up or down changes little
 _TIMES = 2.0  # the largest step, in units of the noise
 _PER_DIRECTION = 10.0  # α is raised where there are fewer samples for each effective direction
 _RAISED = 100.0  # the most by which it is raised
+_GRAM_ROWS = 4096  # rows of a matrix that are converted to float64 at a time
 _STEPS = 40  # bisections of an interval [α, 2α]
 
 
@@ -102,6 +105,7 @@ def along(gram: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 Aggregate = Mapping[str, Tensor]
 Apply = Callable[[Gradients, torch.dtype | None], dict[str, Tensor]]
+Truncate = Callable[[Gradients, int], tuple[dict[str, Block], Tensor]]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -121,6 +125,9 @@ class Curvature(NamedTuple):
     apply: Apply
     damping: dict[str, float]  # λ of each layer, by the name of its weight or only parameter
     relative: float  # α, λ over the mean eigenvalue
+    # from gradients of m samples and R to {name: block}, the rows (F + λ)⁻¹g of which matrices have
+    # at most rank R, and ‖dropped‖ / ‖(F + λ)⁻¹g‖ (m,) in float64
+    truncate: Truncate
 
 
 class _LayerSpectrum(NamedTuple):
@@ -216,7 +223,8 @@ def _damped(
         inverse = _inverted(values.double(), absolute[own])
         like = inverse if basis is None else basis.a.real
         inverses[own] = _LayerSpectrum(inverse.to(like), basis)
-    return Curvature(partial(_applied, inverses), absolute, damping)
+    apply, truncate = (partial(fn, inverses) for fn in (_applied, _truncated))
+    return Curvature(apply, absolute, damping, truncate)  # type: ignore[arg-type]
 
 
 def _trusted(parts: Mapping[str, _LayerSpectrum], least: float, drift: RemainingGradient) -> float:
@@ -240,27 +248,125 @@ def _inverted(eigenvalues: Tensor, damping: float) -> Tensor:
     return torch.where(eigenvalues + damping > least, 1.0 / (eigenvalues + damping), 0.0)
 
 
+class _Rows(NamedTuple):
+    """The rows of a layer or parameter times its inverse, in the layer's basis."""
+
+    name: str
+    values: Tensor  # (m, k, r, c); without a basis (m, *shape)
+    layer: LayerWeights | None
+    basis: Basis | None
+
+    def blocks(self, shapes: Shapes) -> dict[str, Block]:
+        """Return {name: (m, *shape)} of the weight and its bias, dense."""
+        if self.basis is None or self.layer is None:
+            return {self.name: DenseBlock(self.values)}
+        split = self.layer.split(self.basis.back(self.values), shapes)
+        return {name: DenseBlock(values) for name, values in split.items()}
+
+    def truncated(self, rank: int, shapes: Shapes) -> tuple[dict[str, Block], Tensor]:
+        """Return blocks of at most this rank, and ‖dropped‖² (m,).
+
+        A parameter stays as it is if its outer products have as many numbers.
+        """
+        values = self.values
+        if self.basis is None:
+            values = values.reshape(len(values), 1, *_matrix(shapes[self.name]))
+        if stored_numbers(values.shape[2:], rank) == prod(values.shape[2:]):
+            return self.blocks(shapes), values.new_zeros(len(values), dtype=torch.float64)
+        left, right, dropped = _best(values, rank)
+        if self.basis is None or self.layer is None:
+            return {self.name: OuterBlock(left, right, shapes[self.name])}, dropped
+        left, right = left @ self.basis.b.mT.to(left), right @ self.basis.a.mT.to(right)
+        return self.layer.split_factors(left, right, shapes), dropped
+
+
+def stored_numbers(shape: Sequence[int], rank: int) -> int:
+    """Return the numbers of a row of this shape, as a matrix of at most this rank if rank > 0."""
+    r, c = _matrix(shape)
+    return min(r * c, rank * (r + c)) if rank else r * c
+
+
+def _matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the rows and columns of a parameter as a matrix."""
+    return (shape[0], prod(shape[1:])) if shape else (1, 1)
+
+
+def _best(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return L (m, k, R, r), V (m, k, R, c) and ‖C − Σ L ⊗ V‖² (m,) for matrices C (m, k, r, c).
+
+    Σ L ⊗ V is the truncated singular value decomposition (Eckart and Young 1936). The shorter of
+    its factors has eigenvectors of CCᴴ or CᴴC in float64, and the other factor is their product
+    with C.
+    """
+    m, k, r, c = matrices.shape
+    wide = r < c
+    left, right = matrices.new_empty(m, k, rank, r), matrices.new_empty(m, k, rank, c)
+    dropped = matrices.new_zeros(m, dtype=torch.float64).real
+    for i in range(m):  # one at a time: sums in float64 take memory
+        for j in range(k):
+            own = matrices[i, j].mH if wide else matrices[i, j]
+            wider = (doubled(own[rows]) for rows in slices(len(own), 1, _GRAM_ROWS))
+            gram = sum_of(part.mH @ part for part in wider)
+            values, vectors = torch.linalg.eigh(gram)
+            dropped[i] += values[:-rank].clamp(min=0.0).sum()
+            short = vectors[:, -rank:].to(own)
+            long = own @ short
+            a, b = (short, long.conj()) if wide else (long, short.conj())
+            left[i, j], right[i, j] = a.mT, b.mT
+    return left, right, dropped
+
+
+def _preconditioned(
+    inverses: Mapping[str, _LayerSpectrum], gradients: Gradients, dtype: torch.dtype | None = None
+) -> Iterator[_Rows]:
+    """Yield the rows of each layer times its inverse.
+
+    Raises:
+        SpecError: A parameter of the gradients is in no layer.
+    """
+    shapes = {name: block.shape for name, block in gradients.items()}
+    missing = dict.fromkeys(shapes)
+    for name, part in inverses.items():
+        if name in shapes:
+            layer, rows = _coordinates(name, part, gradients, shapes, dtype)
+            missing.pop(name, None)
+            if layer is not None and layer.bias is not None:
+                missing.pop(layer.bias, None)
+            rows = rows * part.eigenvalues.to(rows.device, rows.dtype)
+            yield _Rows(name, rows, layer, part.basis)
+    if missing:
+        raise SpecError(
+            f"the curvature lacks the parameters {', '.join(map(repr, missing))}",
+            remedy="Compute the curvature for the same parameters as the gradients.",
+        )
+
+
 def _applied(
     inverses: Mapping[str, _LayerSpectrum], gradients: Gradients, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
     """Return {name: (m, *shape)}: the rows of each layer times its inverse."""
     shapes = {name: block.shape for name, block in gradients.items()}
-    found: dict[str, Tensor] = {}
-    for name, part in inverses.items():
-        if name in shapes:
-            layer, rows = _coordinates(name, part, gradients, shapes, dtype)
-            rows = rows * part.eigenvalues.to(rows.device, rows.dtype)
-            if part.basis is None or layer is None:
-                found[name] = rows
-            else:
-                found |= layer.split(part.basis.back(rows), shapes)
-    missing = ", ".join(repr(name) for name in shapes if name not in found)
-    if missing:
-        raise SpecError(
-            f"the curvature lacks the parameters {missing}",
-            remedy="Compute the curvature for the same parameters as the gradients.",
-        )
-    return {name: found[name] for name in shapes}
+    found: dict[str, Block] = {}
+    for rows in _preconditioned(inverses, gradients, dtype):
+        found |= rows.blocks(shapes)
+    return {name: found[name].dense() for name in shapes}
+
+
+def _truncated(
+    inverses: Mapping[str, _LayerSpectrum], gradients: Gradients, rank: int
+) -> tuple[dict[str, Block], Tensor]:
+    """Return {name: block of at most this rank}, and ‖dropped‖ / ‖rows‖ (m,) of all layers."""
+    shapes = {name: block.shape for name, block in gradients.items()}
+    found: dict[str, Block] = {}
+    whole = dropped = torch.zeros((), dtype=torch.float64)
+    for rows in _preconditioned(inverses, gradients):
+        blocks, lost = rows.truncated(rank, shapes)
+        found |= blocks
+        own = rows.values.flatten(1)
+        squares = torch.linalg.vector_norm(own, dim=1, dtype=doubled(own[:0]).dtype).square()
+        whole, dropped = whole + squares, dropped + lost
+    share = torch.where(whole > 0, dropped / whole, 0.0).clamp(max=1.0).sqrt()
+    return {name: found[name] for name in shapes}, share
 
 
 def _coordinates(

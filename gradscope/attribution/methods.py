@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from math import prod
 from operator import itemgetter
 from typing import Any, Literal, get_args
@@ -23,7 +22,7 @@ from gradscope.attribution.curvature import (
     kfac_curvature,
     trusted,
 )
-from gradscope.attribution.products import Groups, Tile, row_products, tiles
+from gradscope.attribution.products import Groups, Tile, row_products, sum_of, tiles
 from gradscope.attribution.sources import GradientSource, stored_factors
 from gradscope.blocks import DenseBlock, Gradients
 from gradscope.blocks.layers import bias_of
@@ -56,6 +55,7 @@ CURVATURES: dict[str, tuple[str, Callable[..., Curvature]]] = {
     "diagonal": ("second_moment", diagonal_curvature),
     "adam": ("second_moment", adam_curvature),
 }
+_OF_MATRICES = ("ekfac", "kfac")  # curvatures in eigenbases of layers
 _SHARES = {"shrunk": 0.95, "mean": 0.4}  # the share of EK-FAC, the rest is the Fisher
 _LEAST = {"fisher": 0.5, "blockfisher": 0.3}  # the least relative damping
 _SPECTRA = 4096  # the most rows of a Fisher or Gram matrix for its eigenvectors to be computed
@@ -90,9 +90,11 @@ class AttributionSettings:
             with full gradients and this curvature; 0 for none.
         score: The form of a score: `influence`, `relative` or `cosine`. See
             `gradscope.attribution.scoring`.
+        query_rank: R: each matrix of a query's row H⁻¹g is kept as R outer products, its best
+            approximation of rank R. 0 keeps all numbers. For `ekfac` and `kfac`.
 
     Raises:
-        SpecError: A name is unknown, or a number is out of range.
+        SpecError: A name is unknown, a number is out of range, or two settings do not fit.
     """
 
     curvature: Method = "auto"
@@ -101,6 +103,7 @@ class AttributionSettings:
     factors: str | None = None
     refine: int = 0
     score: Form = "influence"
+    query_rank: int = 0
 
     def __post_init__(self) -> None:
         for what, value, kind in (
@@ -114,6 +117,22 @@ class AttributionSettings:
             raise SpecError(
                 f"the damping is {self.damping}, which is negative or not finite",
                 remedy="Give a `damping` of at least 0, such as 0.1, or auto.",
+            )
+        if self.query_rank < 0:
+            what, accepted = f"found {self.query_rank}", "Accepted: 0 or more."
+            raise SpecError(what, where="`query_rank`", remedy=accepted)
+        if self.query_rank and self.curvature not in ("auto", *_OF_MATRICES):
+            raise SpecError(
+                f"curvature {self.curvature} has no matrices of layers whose rank can be reduced",
+                where="`query_rank`",
+                remedy=f"Set `curvature` to {' or '.join(_OF_MATRICES)}; or leave `query_rank` "
+                "out.",
+            )
+        if self.query_rank and self.refine:
+            raise SpecError(
+                "`refine` scores rows of a projection, and these have no matrices of layers",
+                where="`query_rank`",
+                remedy="Leave `refine` or `query_rank` out.",
             )
 
     def room(self, train: GradientSource) -> int:
@@ -137,6 +156,8 @@ class CurvatureSteps:
 
     record: dict[str, Any]  # the settings and their values
     before: Before = _as_it_is  # applied to queries before their products with training samples
+    # the same with matrices of low rank, and ‖dropped‖ / ‖H⁻¹g‖ (m,); None: not asked for
+    truncate: Callable[[Gradients], tuple[Gradients, Tensor]] | None = None
     groups: Groups | None = None  # parameters by group; products are summed in each; None: one
     # from the products {group: (m, N)} to scores (m, N)
     after: Callable[[dict[str, Tensor]], Tensor] = itemgetter("")
@@ -169,7 +190,16 @@ def curved(train: GradientSource, asked: AttributionSettings) -> CurvatureSteps:
             return _fisher(train, asked, {"curvature": "fisher", "without": error.head})
     found = _approximate(train, method, asked)
     record |= {"damping": found.relative, "lambda": found.damping}
-    return CurvatureSteps(record, before=_applied(found))
+    if not asked.query_rank:
+        return CurvatureSteps(record, before=_applied(found))
+
+    def truncate(rows: Gradients) -> tuple[Gradients, Tensor]:
+        blocks, dropped = found.truncate(rows, asked.query_rank)
+        return rows.of(blocks), dropped
+
+    return CurvatureSteps(
+        {**record, "query_rank": asked.query_rank}, before=_applied(found), truncate=truncate
+    )
 
 
 def method_of(train: GradientSource, asked: AttributionSettings) -> Method:
@@ -181,6 +211,8 @@ def method_of(train: GradientSource, asked: AttributionSettings) -> Method:
     method = asked.curvature
     if train.facts.rows == "group" and method != "identity":
         method = _of_samples(train, asked)
+    if method == "auto" and asked.query_rank:
+        return "ekfac"
     if method == "auto" and train.facts.chain != "identity":
         return "fisher"
     if method == "auto":
@@ -430,11 +462,6 @@ def gram_of(
 def _zeros(rows: int, source: GradientSource, groups: Groups | None) -> dict[str, Tensor]:
     names = [""] if groups is None else dict.fromkeys(groups.values())
     return {name: torch.zeros(rows, source.n, dtype=torch.float64) for name in names}
-
-
-def sum_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of at least one tensor."""
-    return reduce(torch.add, tensors)
 
 
 def layers_of(names: Iterable[str]) -> Groups:

@@ -57,7 +57,8 @@ class Scores:
     Attributes:
         values: The scores (M, N); float32 if there are many. NaN marks samples left out. The
             values of a file are read row by row, on access.
-        queries: {column: (M,)}, the sample table of the queries.
+        queries: {column: (M,)}, the sample table of the queries. With `query_rank`, `truncation`
+            has the share of the norm of each query's row H⁻¹g that was dropped.
         samples: {column: (N,)}, the sample table of the training samples, with `self_influence`
             if known.
         record: The settings and their values: curvature, damping, unit, digests.
@@ -221,7 +222,7 @@ def in_memory(scoring: Scoring) -> Scores:
     return Scores(
         values=torch.cat(found).numpy(),
         refined={name: torch.cat([one[name] for one in refined]).numpy() for name in names},
-        queries=_plain(first.query.table()),
+        queries=_plain(_with_truncation(first.query.table(), scoring)),
         samples=_plain(_training(scoring)),
         record={**scoring.record, **_facts(scoring.pairs)},
     )
@@ -238,7 +239,7 @@ class ScoreWriter:
         query = self.scoring.pairs[0].query
         self._run["attribution"] |= self.scoring.record  # before the first write
         for part, scores in self.scoring.rows():
-            table = query.table(part.stop)
+            table = _with_truncation(query.table(part.stop), self.scoring)
             rows = self._rows({"scores": scores})
             refined: tuple[Gradients, ...] = ()
             if self.scoring.refining is not None:
@@ -295,6 +296,8 @@ def score_plan(
     """
     facts = _facts(pairs)
     own = {k: str(getattr(asked, k)) for k in ("curvature", "damping", "refine", "score")}
+    if asked.query_rank:
+        own["query_rank"] = str(asked.query_rank)
     if asked.factors is not None:
         with open_file(asked.factors) as file:
             require_distinct(path, [file.path])
@@ -326,6 +329,13 @@ def _place(train: GradientSource) -> dict[str, Any]:
         "samples": [part.start, part.start + train.n],
         "shard": {**own, "samples": [0, part.total]},
     }
+
+
+def _with_truncation(table: Table, scoring: Scoring) -> Table:
+    """Return the table of queries (M,) or of the first of them, with the column of `query_rank`."""
+    if scoring.truncation is None:
+        return table
+    return table | {"truncation": scoring.truncation[: len(table["index"])]}
 
 
 def _training(scoring: Scoring) -> Table:

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradscope.attribution.curvature import stored_numbers
 from gradscope.attribution.methods import (
     AttributionSettings,
     CurvatureSteps,
@@ -34,9 +35,8 @@ from gradscope.attribution.methods import (
     own_products,
     precision,
     products_of,
-    sum_of,
 )
-from gradscope.attribution.products import Tile, tiles
+from gradscope.attribution.products import GradientBatch, Tile, row_products, sum_of, tiles
 from gradscope.attribution.sources import (
     GradientSource,
     Part,
@@ -49,7 +49,7 @@ from gradscope.attribution.sources import (
 )
 from gradscope.core.grammar import parse
 from gradscope.errors import SpecError
-from gradscope.process.memory import slices
+from gradscope.process.memory import release_freed_memory, slices
 from gradscope.run import Job, prepare
 
 _UNITS: dict[Form, str] = {
@@ -89,6 +89,8 @@ class Comparing:
         notes: tuple[str, ...] = ()
         self.pair, self.curved = pair, known or curved(pair.train, asked)
         self._form = asked.score
+        # ‖dropped‖ / ‖H⁻¹g‖ (M,) of the queries that were prepared, NaN for other queries
+        self.truncation = torch.full((pair.query.n,), torch.nan, dtype=torch.float64)
         if "without" in self.curved.record:
             why = str(self.curved.record["without"]).partition("\n")[0]
             notes += (f"the curvature is the Fisher alone, because EK-FAC failed: {why}",)
@@ -108,6 +110,19 @@ class Comparing:
         """gᵢᵀ H⁻¹ gᵢ (N,), 0 for samples left out."""
         steps, train = self.curved, self.pair.train
         return own_products(train, steps.before) if steps.own is None else steps.own()
+
+    def queries(self, start: int) -> Iterator[GradientBatch]:
+        """Yield batches of queries, prepared for products unless all are in rows before `start`."""
+        for batch in self.pair.query.batches():
+            if not len(batch.places) or int(batch.places[-1]) < start:
+                yield batch
+                continue
+            made, dropped = _prepared(batch, self.curved, self._form)
+            if dropped is not None:
+                self.truncation[batch.places] = dropped.cpu()
+            del batch
+            release_freed_memory()
+            yield made
 
     def scores(self, tile: Tile) -> Tensor:
         """Return the scores (m, N) of a tile of queries in float64, NaN for samples left out."""
@@ -137,22 +152,31 @@ def scores_of(
 
     Args:
         form: The form of the scores.
-        tile: The queries; only `cosine` leaves their gradients in the tile.
+        tile: The queries, prepared for products.
         source: All training samples, or some of them.
         steps: The curvature of all training samples.
         own: gᵢᵀ H⁻¹ gᵢ (k,), which `influence` does not need.
         n: The number of all training samples, N.
     """
-    prepared = tile.map(steps.before, keep=form == "cosine")
-    products = products_of(prepared, source, steps.groups)
+    products = products_of(tile, source, steps.groups)
     found = steps.after(products) / n
     if own is not None:
         found *= _inverse_root(own / n)
     if form == "cosine":
-        of_query = steps.own_query(tile.with_rows(prepared, steps.groups), products)
+        of_query = steps.own_query(tile.own, products)
         found *= _inverse_root(of_query / n).unsqueeze(1)
     found[:, ~source.table()["finite"]] = torch.nan
     return found
+
+
+def _prepared(
+    batch: GradientBatch, steps: CurvatureSteps, form: Form
+) -> tuple[GradientBatch, Tensor | None]:
+    """Return queries times H⁻¹, and ‖dropped‖ / ‖H⁻¹g‖ (b,) if matrices have a low rank."""
+    rows = batch.gradients
+    made, dropped = (steps.before(rows), None) if steps.truncate is None else steps.truncate(rows)
+    own = row_products(rows, made, steps.groups) if form == "cosine" else {}
+    return GradientBatch(batch.places, made, own), dropped
 
 
 def _inverse_root(squares: Tensor) -> Tensor:
@@ -195,7 +219,9 @@ class Scoring:
         self.refining = Refining(pairs, asked) if asked.refine else None
         self._every = [Comparing(pair, cheap, known) for pair in pairs]
         first = pairs[0]
-        each = 8 * first.train.width + 16 * first.train.n  # rows; products, and scores
+        shapes, rank = first.train.shapes().values(), asked.query_rank
+        numbers = sum(stored_numbers(shape, rank) for shape in shapes)
+        each = 8 * numbers + 16 * first.train.n  # rows; products, and scores
         self.step = max(1, min(first.query.n, asked.room(first.train) // each))
 
     @property
@@ -219,9 +245,10 @@ class Scoring:
         """Yield (queries, their scores (m, N) in float64), NaN for samples left out."""
         n, m = self.pairs[0].train.n, self.pairs[0].query.n
         dtypes = [precision(pair.train, m) for pair in self.pairs]
+        keeps_rows = not self.asked.query_rank
         walks = [
-            tiles(pair.query.batches(), m, self.step, dtype)
-            for pair, dtype in zip(self.pairs, dtypes, strict=True)
+            tiles(one.queries(self.done), m, self.step, dtype, keeps_rows=keeps_rows)
+            for one, dtype in zip(self._every, dtypes, strict=True)
         ]
         for start in range(0, m, self.step):
             each = [next(walk) for walk in walks]
@@ -238,6 +265,15 @@ class Scoring:
                 found = found + own if found.dim() else own
             new = slice(max(start, self.done), queries.stop)  # a resumed run may have other tiles
             yield new, found[new.start - start :]
+
+    @property
+    def truncation(self) -> Tensor | None:
+        """With `query_rank`, ‖dropped‖ / ‖H⁻¹g‖ (M,) of the queries in `rows` so far, else None.
+
+        With several checkpoints, it is the largest of all.
+        """
+        every = [one.truncation for one in self._every]
+        return torch.stack(every).amax(0) if self.asked.query_rank else None
 
     def self_influence(self) -> Tensor | None:
         """Return s(i, i) (N,) where it costs little, NaN of what is left out."""
@@ -339,8 +375,9 @@ class _Exact:
         union = torch.from_numpy(np.unique(places[places >= 0].numpy()))
         if not len(union):
             return torch.full(places.shape, torch.nan, dtype=torch.float64)
-        asked = [*selected_source(self._query, "queries", queries).batches()]
-        tile = Tile(asked, precision(self._whole, len(queries)))
+        asked = selected_source(self._query, "queries", queries).batches()
+        prepared = [_prepared(batch, self.curved, self._form)[0] for batch in asked]
+        tile = Tile(prepared, precision(self._whole, len(queries)))
         source = selected_source(self._train, "candidates", union)
         own = None if self._form == "influence" else own_products(source, self.curved.before)
         scores = scores_of(self._form, tile, source, self.curved, own, self._n) * self._weight

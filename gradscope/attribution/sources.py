@@ -47,7 +47,7 @@ _READ = 2**26  # bytes of rows read at a time
 _GRAPH = 2**25  # on a CPU, bytes of autograd graph per thread: the passes take most of the memory
 COLUMNS = (  # the columns of a sample table that a score file keeps
     *("index", "loss", "norm", "finite", "sample", "position", "target", "prediction", "margin"),
-    *("id", "size"),
+    *("id", "size", "truncation"),
 )
 
 Table = dict[str, Tensor]  # columns (n,) by name; `id` may be UTF-8 (n, w) uint8

@@ -106,6 +106,7 @@ class ScoreSummary(Record, Displayable):
             ("scores", f"{queries(self.queries)} × {self.samples:,} {noun}s"),
             ("curvature", _curvature(chosen)),
             *_refined(self.record),
+            *_truncated(self.record),
             ("unit", str(self.record.get("unit"))),
             *query_loss(self.record),
             *self._order(),
@@ -155,6 +156,14 @@ def _refined(record: Mapping[str, Any]) -> list[Fact]:
     return [("refined", f"{which}, with full gradients: {_curvature(refined['checkpoints'])}")]
 
 
+def _truncated(record: Mapping[str, Any]) -> list[Fact]:
+    found = record.get("truncation")
+    if found is None:
+        return []
+    median, most = (_short(found[k]) for k in ("median", "max"))
+    return [("query rank", f"drops {median} (median) to {most} (most) of a query's norm")]
+
+
 def _curvature(checkpoints: Sequence[Mapping[str, Any]]) -> str:
     """Return the settings at the first checkpoint: "shrunk, damping 0.1, ..."."""
     chosen = dict(checkpoints[0])
@@ -190,6 +199,11 @@ def summarize_scores(
         )
         for q in range(scores.shape[0])
     )
+    record = dict(scores.record)
+    if "truncation" in scores.queries:
+        dropped = np.asarray(scores.queries["truncation"], dtype=np.float64)
+        if (known := dropped[np.isfinite(dropped)]).size:
+            record["truncation"] = {"median": float(np.median(known)), "max": float(known.max())}
     own = scores.samples.get("self_influence")
     best: tuple[Scored, ...] = ()
     if own is not None:
@@ -201,7 +215,7 @@ def summarize_scores(
         queries=scores.shape[0],
         samples=scores.shape[1],
         left_out=int((~scores.samples["finite"].astype(bool)).sum()),
-        record=dict(scores.record),
+        record=record,
         rows=rows,
         most_influential=best,
         by=by,

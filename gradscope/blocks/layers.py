@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradscope.blocks.base import Block, precise
+from gradscope.blocks.base import Block, DenseBlock, precise
 from gradscope.blocks.gradients import Gradients
+from gradscope.blocks.outer import OuterBlock
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -70,6 +71,21 @@ class LayerWeights(NamedTuple):
         return {
             self.weight: weight.contiguous().view(n, *shapes[self.weight]),
             self.bias: bias.contiguous().view(n, *shapes[self.bias]),
+        }
+
+    def split_factors(self, left: Tensor, right: Tensor, shapes: Shapes) -> dict[str, Block]:
+        """Split Σₜ left ⊗ right of (n, k, t, r) and (n, k, t, c) into {name: block}."""
+        if self.bias is None:
+            return {self.weight: OuterBlock(left, right, shapes[self.weight])}
+        if self.below:
+            left, column = left[..., :-1], left[..., -1:]
+            bias = column.mT @ right
+        else:
+            right, column = right[..., :-1], right[..., -1:]
+            bias = column.mT @ left
+        return {
+            self.weight: OuterBlock(left, right, shapes[self.weight]),
+            self.bias: DenseBlock(bias.reshape(len(bias), *shapes[self.bias])),
         }
 
 

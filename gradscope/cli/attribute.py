@@ -28,6 +28,7 @@ def attribute(options: AttributeOptions) -> None:
         factors=None if factors is None else str(factors),
         refine=options.refine,
         score=options.score,
+        query_rank=options.query_rank,
     )
     worker = _worker(options.shard)
     if worker is not None and worker.shard.index > 0 and options.shard is None:

@@ -242,6 +242,13 @@ class AttributeOptions(Options):
         help="With projections: score the K most helpful and K most harmful samples of each "
         "query again with full gradients and --curvature [ekfac]",
     )
+    query_rank: AtLeast0 = option(
+        0,
+        "--query-rank R",
+        help="With ekfac or kfac: keep each matrix of a query's row (H + λ)⁻¹g as R outer "
+        "products, so that one pass over the training samples scores many queries; shows the norm "
+        "that this drops; 0: keep all numbers",
+    )
     memory: values.Memory | None = option(
         None, "--memory SIZE", help="Memory for the queries computed at a time, such as 2GB"
     )

@@ -208,3 +208,25 @@ def test_several_checkpoints(gradscope: Gradscope, place: Place) -> None:
     done(gradscope, "attribute", runs[0], QUERY, *words, "-o", "alone.h5")
     score(gradscope, 2, runs[0], *words)
     assert_same(place.folder / "s.h5", place.folder / "alone.h5")
+
+
+def test_what_a_low_rank_of_queries_drops_is_in_the_files(
+    gradscope: Gradscope, place: Place
+) -> None:
+    run, path = place.run_file("train"), place.folder / "factors.h5"
+    done(gradscope, "compute", "--config", run, "-t", "ekfac", "-t", "mean", "-o", path)
+    words = ("--curvature", "ekfac", "--query-rank", "1")
+    shown = gradscope("attribute", run, QUERY, *words, "-o", "alone.h5")
+    assert shown.code == 0, shown.err
+    with open_scores("alone.h5") as scores:
+        shares = np.asarray(scores.queries["truncation"])
+        assert scores.record["checkpoints"][0]["query_rank"] == 1
+    assert ((shares > 0) & (shares < 1)).all()
+    line = next(line for line in shown.out.splitlines() if line.startswith("query rank"))
+    assert f"{shares.max():.3g}" in line and f"{np.median(shares):.3g}" in line
+    record = json.loads(gradscope("stats", "alone.h5", "--json").out)["record"]
+    assert record["truncation"] == {"median": np.median(shares), "max": shares.max()}
+    score(gradscope, 2, run, *words, "--factors", path)
+    assert_same(place.folder / "s.h5", place.folder / "alone.h5")
+    other = gradscope("attribute", run, QUERY, *words[:-1], "2", "-o", "alone.h5", "--resume")
+    assert other.code == 6, other.err

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 import gradscope
+from tests.attribution import test_query_rank
 from tests.mutants.base import Numbers, mutant
 
 _DAMPING = 0.2
@@ -108,4 +109,59 @@ scored(
     "helpful is harmful: the samples with the lowest scores come first",
     "return self._best(query, k, -1.0)",
     "return self._best(query, k, 1.0)",
+)
+
+
+@dataclass(frozen=True)
+class Truncated:
+    """Five queries whose matrices are kept as two outer products, with EK-FAC."""
+
+    def numbers(self) -> Numbers:
+        found = test_query_rank.attributed("ekfac", 2)
+        return {"scores": np.asarray(found.values), "dropped": found.queries["truncation"]}
+
+    def right(self) -> Numbers:
+        return _truncated()
+
+    def caught_by(self) -> str | None:
+        return None
+
+
+@cache
+def _truncated() -> Numbers:
+    rows, dropped = test_query_rank.preconditioned("ekfac", 2)
+    return {"scores": test_query_rank.scores_of(rows), "dropped": dropped}
+
+
+def _test_truncated() -> None:
+    found, wanted = Truncated().numbers(), _truncated()
+    for name, values in wanted.items():
+        assert np.allclose(found[name], values, atol=1e-7 * np.abs(values).max()), name
+
+
+truncated = partial(mutant, scenario=Truncated(), guard="tests", test=_test_truncated)
+
+truncated(
+    "attribution/curvature.py",
+    "smallest directions kept: a matrix of low rank has the smallest singular values",
+    "short = vectors[:, -rank:].to(own)",
+    "short = vectors[:, :rank].to(own)",
+)
+truncated(
+    "attribution/curvature.py",
+    "kept for dropped: the share that a low rank drops is of what it keeps",
+    "dropped[i] += values[:-rank]",
+    "dropped[i] += values[-rank:]",
+)
+truncated(
+    "attribution/curvature.py",
+    "factors not turned back: the columns of a matrix of low rank stay in the eigenbasis",
+    "right @ self.basis.a.mT.to(right)",
+    "right",
+)
+truncated(
+    "blocks/layers.py",
+    "bias without its columns: the bias of a matrix of low rank is the sum of its left factors",
+    "bias = column.mT @ left",
+    "bias = left.sum(2)",
 )
