@@ -42,6 +42,13 @@ _PLAIN_INDEX = frozenset(("index_select", "index_add", "index_copy", "index_fill
 def by_axes(func: Any, s: Expansion, *args: Any, **kwargs: Any) -> Any:
     """All tensors have the same number of logical axes; axes are shifted by the sample axis."""
     facts = facts_of(func)
+    at = facts.axis_argument
+    if 0 <= at < len(args) and not kwargs:
+        found = [s.of(t) if isinstance(t, Tensor) else t for t in args]
+        width = found[0].dim() - 1
+        if width and all(t.dim() == width + 1 for t in found if isinstance(t, Tensor)):
+            found[at] = _moved(args[at], width, facts.name)
+            return NotImplemented if found[at] is None else func(*found)
     bound, index = facts.bind(args, kwargs), None
     if facts.name in _PLAIN_INDEX:
         index = bound.pop("index")

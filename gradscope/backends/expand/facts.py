@@ -71,6 +71,14 @@ class OperatorFacts:
     makes_new: bool  # whether the result is new memory that is probably written to later
 
     @cached_property
+    def axis_argument(self) -> int:
+        """The position of an argument `dim`, if it is the only argument that depends on axes."""
+        names = [name for name, _, _ in self.parameters]
+        others = {"dims", "dim1", "dim2", "index", "input_size", "input_sizes"}
+        single = "dim" in names and not self.nested and others.isdisjoint(names)
+        return names.index("dim") if single else -1
+
+    @cached_property
     def returns_any_written(self) -> bool:
         """Whether a result is an argument that the operator writes to."""
         return any(self.returns_written)

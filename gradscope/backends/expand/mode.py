@@ -75,25 +75,22 @@ class Interpreter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise
 
     def _run(self, facts: OperatorFacts, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if kwargs or facts.nested:
-            found = [t for t in tensors_of(args, kwargs) if isinstance(t, PerSample)]
-        else:
-            found = [t for t in args if isinstance(t, PerSample)]
+        n, shared, found = self.samples.n, True, False
+        for t in tensors_of(args, kwargs) if kwargs or facts.nested else args:
+            if isinstance(t, PerSample):
+                found, shared = True, shared and t.shared
+                if t.raw.shape[0] != n:
+                    refuse(
+                        "it uses a tensor from an earlier evaluation",
+                        "Do not keep tensors between calls of the model.",
+                    )
         if not found:
             return self._constant(facts, func, args, kwargs)
-        shared, n = True, self.samples.n
-        for t in found:
-            shared &= t.shared
-            if t.raw.shape[0] != n:
-                refuse(
-                    "it uses a tensor from an earlier evaluation",
-                    "Do not keep tensors between calls of the model.",
-                )
-        if facts.reshapes_in_place:
-            return reshape_in_place(facts.name, func, args, kwargs)
         if facts.view:
             return view(facts.key, func, args, kwargs)
-        if targets := facts.targets(args, kwargs):
+        if facts.reshapes_in_place:
+            return reshape_in_place(facts.name, func, args, kwargs)
+        if facts.may_write and (targets := facts.targets(args, kwargs)):
             self._check(targets, facts)
         elif shared and self.own < WriteScope.RESULTS and not facts.makes_new:
             # arguments that are equal for all samples: run once; the result is shared
@@ -196,9 +193,22 @@ def pointwise(facts: OperatorFacts, func: Any, args: Any, kwargs: dict[str, Any]
 
     if kwargs or facts.nested:
         mine, kwargs = leaves(aligned, (args, kwargs))
-    else:
-        mine = [aligned(t) if isinstance(t, Tensor) else t for t in args]
-    return func(*mine, **kwargs)
+        return func(*mine, **kwargs)
+    mine = [aligned(t) if isinstance(t, Tensor) else t for t in args]
+    return _NATIVE.get(facts.key, func)(*mine)
+
+
+# frequent operators: functions that torch calls faster than its operators
+_NATIVE: dict[str, Any] = {
+    "add.Tensor": torch.add,
+    "sub.Tensor": torch.sub,
+    "mul.Tensor": torch.mul,
+    "div.Tensor": torch.div,
+    "neg.default": torch.neg,
+    "exp.default": torch.exp,
+    "tanh.default": torch.tanh,
+    "sigmoid.default": torch.sigmoid,
+}
 
 
 def _layout(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -113,14 +113,14 @@ def view(key: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     The result shares memory with the argument, so later in-place writes change both.
     """
-    base, *rest = args
-    name = key.partition(".")[0]
+    base, frequent = args[0], _frequent.get(key)
     if not isinstance(base, PerSample):
-        refuse(f"{name} of a constant has no rule, and a copy would not be a view")
+        refuse(f"{key} of a constant has no rule, and a copy would not be a view")
     raw = base.raw
-    if not (kwargs or base.lazy or raw.dim() == 1) and (frequent := _frequent.get(key)):
-        found = frequent(raw, *rest)
+    if frequent is not None and not (kwargs or base.lazy or raw.dim() == 1):
+        found = frequent(raw, *args[1:])
         return PerSample(found) if isinstance(found, Tensor) else [*map(PerSample, found)]
+    name, rest = key.partition(".")[0], args[1:]
     if name in ("_conj", "_neg_view", "detach", "alias"):
         first: Any = raw[0]
     elif name in _REINTERPRET:
