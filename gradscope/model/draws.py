@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -172,7 +173,7 @@ def _made(func: Any, given: dict[str, Any], words: Words) -> Any:
     elif "self" in given:
         shape = given["self"].shape
     else:
-        shape = torch.broadcast_shapes(*(t.shape for t in found))  # type: ignore[no-untyped-call]
+        shape = np.broadcast_shapes(*(t.shape for t in found))
     place = found[0].device if found else given.get("device")
     kind = kind_of(func)
     whole = torch.int64 if kind in ("randint", "randperm") else torch.get_default_dtype()

@@ -49,7 +49,7 @@ REFUSED = [
     ("vmap", _written),
     ("vmap", lambda net, x: Twice.apply(net.a(x))),
     ("vmap", lambda net, x: checkpoint(net.a, x, use_reentrant=False).tanh()),
-    ("expand", _each(lambda net, row: net.a(row) * torch.tensor([row[0].item(), row[1]])[1])),
+    ("expand", _each(lambda net, row: net.a(row) * torch.tensor([1.0, row[1]])[1])),
 ]
 
 

@@ -271,12 +271,16 @@ def test_refusals_do_not_speak_of_the_tensors_of_the_backend(forward, reason):
     assert 'backend="loop"' in caught.value.remedy
 
 
-def test_dynamo_is_not_loaded():
-    """Loading it takes seconds, at the first operator."""
-    code = (
-        "import sys, torch, gradscope\n"
-        "scope = gradscope.Scope(torch.nn.Linear(3, 2), 'cross_entropy', backend='expand')\n"
-        "scope.norms(torch.ones(2, 3), torch.tensor([0, 1]))\n"
-        "sys.exit('torch._dynamo' in sys.modules)"
-    )
+@pytest.mark.parametrize("backend", ["expand", "hooks"])
+def test_dynamo_and_sympy_are_not_loaded(backend):
+    """Loading them takes seconds, at the first operator or index."""
+    code = f"""
+import sys, torch, gradscope
+class Indexed(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x)[torch.arange(len(x))]
+scope = gradscope.Scope(Indexed(3, 2), 'cross_entropy', backend={backend!r})
+scope.norms(torch.ones(2, 3), torch.tensor([0, 1]))
+sys.exit(bool({{'torch._dynamo', 'sympy'}} & {{*sys.modules}}))
+"""
     subprocess.run([sys.executable, "-c", code], check=True)

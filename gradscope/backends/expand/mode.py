@@ -6,6 +6,7 @@ their own rules, or run sample by sample.
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -216,7 +217,7 @@ def _layout(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     out, layout = kwargs.get("out"), kwargs.get("memory_format")
     if isinstance(out, Tensor):
         shapes = [t.shape for t in tensors_of(args, {})]
-        if out.shape != torch.broadcast_shapes(*shapes):  # type: ignore[no-untyped-call]
+        if out.shape != np.broadcast_shapes(*shapes):
             what = "the shape of an argument out= differs from the shape of the result"
             refuse(what, "Assign the result instead of passing out=.")
     if layout in (torch.channels_last, torch.channels_last_3d):  # these formats need rank 4 or 5

@@ -18,6 +18,7 @@ from functools import partial
 from math import gcd, prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -475,7 +476,7 @@ def _places(indices: tuple[Tensor | None, ...], axis: int) -> tuple[Tensor, int]
             at += 1
     if axis not in every:
         return None
-    shape = torch.broadcast_shapes(*(t.shape for t in every.values()))  # type: ignore[no-untyped-call]
+    shape = np.broadcast_shapes(*(t.shape for t in every.values()))
     side_by_side = max(every) - min(every) == len(every) - 1
     return every[axis].expand(shape), min(every) if side_by_side else 0
 
