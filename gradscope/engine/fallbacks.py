@@ -45,7 +45,7 @@ def measure(
                 with refusing(name, problem.model, ""):
                     evaluate = opened.enter_context(backend(problem))
                     evaluate(one)  # a first call takes longer
-                    run = partial(_shortest, timed, problem, evaluate)
+                    run = partial(_shortest, timed, problem, evaluate, 1 + (name == "hooks"))
                     seconds = run(few)
                     if name == "loop":
                         scale = len(batch) / len(few)
@@ -65,15 +65,15 @@ def measure(
 
 
 def _shortest(
-    timed: Clock, problem: Problem, evaluate: Evaluate, part: Batch, scale: float = 1.0
+    timed: Clock, problem: Problem, evaluate: Evaluate, calls: int, part: Batch, scale: float = 1.0
 ) -> float:
-    """Return `scale` times the shortest of a few times, each with the samples in another order.
+    """Return `scale` times the shortest time of some calls, at least `calls`.
 
-    In another order, `hooks` analyses the program anew if it depends on single samples. So it does
-    in later batches.
+    Each call has the samples in another order. If the program depends on single samples, `hooks`
+    then analyses it anew, as in later batches. Otherwise only the first call has an analysis.
     """
     times: list[float] = []
-    while len(times) < min(2, len(part)) or (len(times) < _CALLS and sum(times) < _LONG):
+    while len(times) < calls or (len(times) < _CALLS and sum(times) < _LONG):
         order = torch.arange(len(part)).roll(len(times))
         times.append(timed(partial(evaluate, part.select(order)), problem.device)[0])
     return scale * min(times)
