@@ -6,9 +6,11 @@ give the values of many arguments of the class.
 """
 
 import ast
+import operator
 import re
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,6 +22,7 @@ from gradscope.sources.scripts.syntax import (
     Equation,
     Script,
     Shapes,
+    Size,
     Sources,
     bound_arguments,
     called_name,
@@ -39,6 +42,8 @@ _ARGUMENTS = (
     "model_args", "model_kwargs", "hyper_parameters", "hparams", "model_config", "config", "cfg",
     "args", "opt", "options", "params", "settings",
 )  # fmt: skip
+_BATCH = {"batch_size", "batchsize", "bsz", "n_batch", "batch_sz"}
+ONE_SAMPLE = "the model is called with one sample at a time"
 _LOADER = ".from_pretrained"
 _WRAPPER = 0.5  # the largest fit of a class whose only part may be the model
 
@@ -247,7 +252,10 @@ def _arguments(
     sources: Sources, model: ModelClass, shapes: Shapes, given: Mapping[str, Any]
 ) -> tuple[dict[str, Argument], list[str]]:
     """Return the known arguments of a class, and the names of the arguments to fill in."""
-    solved = _solved(model.equations(shapes))
+    equations = list(model.equations(shapes))
+    solved = _solved(equations)
+    contradicted = _contradicted(equations, solved, model.parameters)
+    tensors = model.tensors(shapes)
     configs = model.configs()
     called = _called(sources, model, given)
     found: dict[str, Argument] = {}
@@ -263,16 +271,52 @@ def _arguments(
             found |= {f"{name}.{key}": value for key, value in own.items()}
             unknown += [f"{name}.{key}" for key in missing]
             continue
-        value = _stored(given, name) or solved.get(name) or called.get(name)
+        of_shapes = solved.get(name)
+        if of_shapes is not None and not _is_like(of_shapes.value, default):
+            of_shapes = None
+        value = _stored(given, name) or of_shapes or called.get(name)
         if name == "device" and (value is not None or default is None):
             value = Argument("cpu", "the default device of a run")
         if value is None and name in model.keywords:
             value = sources.constant(ast.Name(name))
+        if name.lower() in _BATCH and (value is not None or default is None):
+            value = Argument(1, ONE_SAMPLE)
         if value is not None:
             found[name] = value
-        elif default is None:
+        elif default is None and name in tensors:
+            why = "the checkpoint has its values"
+            found[f"{name}.factory"] = Argument("torch:zeros", why, names_code=True)
+            found[f"{name}.size"] = Argument([*tensors[name]], "the shape in the checkpoint")
+        elif default is None or name in contradicted:
             unknown.append(name)
     return found, unknown
+
+
+def _is_like(value: Any, default: ast.expr | None) -> bool:
+    """Whether a value found in branches or names of tensors can be an argument with a default."""
+    if not isinstance(value, bool) or default is None:
+        return True
+    return isinstance(getattr(default, "value", None), bool)
+
+
+def _contradicted(
+    equations: Sequence[Equation],
+    solved: Mapping[str, Argument],
+    parameters: Mapping[str, ast.expr | None],
+) -> set[str]:
+    """Return the arguments whose defaults contradict the sizes in the checkpoint."""
+    defaults = {
+        name: Argument(value, "")
+        for name, node in parameters.items()
+        if isinstance(value := getattr(node, "value", None), int) and name not in solved
+    }
+    wrong: set[str] = set()
+    for expression, size, _ in equations:
+        names = {n.id for n in ast.walk(expression) if isinstance(n, ast.Name)}
+        value = _value(expression, {**defaults, **solved})
+        if value is not None and isinstance(size, int) and value != size:
+            wrong |= names & defaults.keys()
+    return wrong
 
 
 def _config(
@@ -354,21 +398,25 @@ def _solved(equations: Iterable[Equation]) -> dict[str, Argument]:
             solution = _unknown_in(expression, value, found)
             if solution is not None:
                 name, size = solution
-                found.setdefault(name, Argument(size, f"the size of {where}"))
+                what = "tensors" if isinstance(size, bool | str) else "size"
+                found.setdefault(name, Argument(size, f"the {what} of {where}"))
     return found
 
 
 def _unknown_in(
-    node: ast.expr, value: int | list[int], known: Mapping[str, Argument]
-) -> tuple[str, int | list[int]] | None:
+    node: ast.expr, value: Size, known: Mapping[str, Argument]
+) -> tuple[str, Size] | None:
     """Return the only unknown name of an expression and its value, or None if not solvable."""
     name = dotted_name(node)
     if name is not None:
         return name, value
-    if not isinstance(node, ast.BinOp) or isinstance(value, list):
+    if not isinstance(node, ast.BinOp) or type(value) is not int:
         return None
     left, right = node.left, node.right
     factor = _value(right, known)
+    if factor is None and isinstance(node.op, ast.Sub):  # BASE - NAME
+        base = _value(left, known)
+        return None if base is None else _unknown_in(right, base - value, known)
     if factor is None and isinstance(node.op, ast.Mult | ast.Add):
         left, right, factor = right, left, _value(left, known)
     if factor is None or factor < 1:
@@ -381,11 +429,26 @@ def _unknown_in(
         return _unknown_in(left, round(value ** (1 / factor)), known)
     if isinstance(node.op, ast.Add) and value > factor:
         return _unknown_in(left, value - factor, known)
+    if isinstance(node.op, ast.Sub):
+        return _unknown_in(left, value + factor, known)
     return None
 
 
+_OPERATIONS: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv, ast.Pow: operator.pow,
+}  # fmt: skip
+
+
 def _value(node: ast.expr, known: Mapping[str, Argument]) -> int | None:
-    """Return the value of an integer or of a known name, or None."""
+    """Return the integer value of an expression of known names, or None."""
+    operation = _OPERATIONS.get(type(node.op)) if isinstance(node, ast.BinOp) else None
+    if isinstance(node, ast.BinOp) and operation is not None:
+        left, right = _value(node.left, known), _value(node.right, known)
+        with suppress(ZeroDivisionError, OverflowError):
+            unusable = left is None or right is None or (isinstance(node.op, ast.Pow) and right > 9)
+            return None if unusable else operation(left, right)  # type: ignore[arg-type]
+        return None
     name = dotted_name(node) or ""
     found = known[name].value if name in known else getattr(node, "value", None)
     return found if isinstance(found, int) and not isinstance(found, bool) else None

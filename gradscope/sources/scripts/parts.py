@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 
+from gradscope.core.texts import listed
+from gradscope.sources.scripts.lists import Added, Entries, added_entries, entries_of
 from gradscope.sources.scripts.syntax import (
     Equation,
     OuterNames,
     Shape,
     Shapes,
+    Size,
     Sources,
     Substituted,
     assigned_pairs,
@@ -52,6 +55,7 @@ _AXES: dict[str, dict[str, int]] = {
     "Bilinear": {"in1_features": 1, "in2_features": 2, "out_features": 0},
     "PReLU": {"num_parameters": 0},
 }
+_FLAGS = {"bias": "bias", "bidirectional": "_reverse"}  # {option: a part of its tensors' names}
 _RECURRENT = {"RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"}
 _TRANSFORMERS: dict[str, tuple[str, ...]] = {
     "Transformer": (
@@ -70,7 +74,6 @@ _PLAIN = re.compile(
     r"ReflectionPad|ReplicationPad|ConstantPad|.*Loss$)"
 )
 _REGISTER = {"register_buffer", "register_parameter", "add_module", "setattr"}
-_ADD = {"append", "add_module"}  # methods of Sequential and ModuleList
 _COPIED = {"deepcopy", "copy"}  # functions that return a copy of a module
 _DRAWS = {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm"}
 _DRAWS |= {"bernoulli", "multinomial", "normal", "normal_", "uniform_", "bernoulli_", "rsample"}
@@ -86,6 +89,7 @@ class Part:
     repeated: Sequence["Part"] = ()  # the kinds of entries in a list of variable length
     count: ast.expr | None = None  # the number of entries
     over: ast.comprehension | None = None  # the loop that makes the entries
+    last: Sequence["Part"] = ()  # the entries after the loop, which are also in `repeated`
     name: str = ""  # the class's name
 
 
@@ -120,9 +124,11 @@ class ModelClass:
     @property
     def parameters(self) -> dict[str, ast.expr | None]:
         """The parameters of `__init__` without self, and the keys of **kwargs, with defaults."""
-        arguments = self._lines[1]
-        if arguments is None:
-            return {}
+        line, arguments = self._lines
+        if arguments is None:  # class Head(nn.Linear) without __init__
+            bases = [last_name(base) for node in line for base in node.bases]
+            kind = next((base for base in bases if base in _AXES), "")
+            return dict.fromkeys(_AXES.get(kind, ()))
         return parameters_of(arguments, skip=1) | dict.fromkeys(self.keywords)
 
     @cached_property
@@ -151,7 +157,7 @@ class ModelClass:
                 found.setdefault(key, value)
         for loop in (inner for line in self._lines[0] for inner in ast.walk(line)):
             if isinstance(loop, ast.For):
-                entry = _entries(loop.iter, found)[0]
+                entry = _first(loop.iter, found)
                 targets = loop.target.elts if isinstance(loop.target, ast.Tuple) else [loop.target]
                 if entry is not None and last_name(targets[-1]):
                     found.setdefault(last_name(targets[-1]), entry)
@@ -166,8 +172,7 @@ class ModelClass:
         found: dict[str, list[Part]] = {}
         for target, value in self._assignments():
             if isinstance(target, ast.Attribute):
-                found.setdefault(target.attr, []).append(self.part(value))
-        added: dict[str, list[Part]] = {}  # to the list self.NAME, with any names
+                found.setdefault(target.attr, []).append(self._assigned(target.attr, value))
         nodes = [inner for line in self._lines[0] for inner in ast.walk(line)]
         loops = {
             id(node): loop for loop in nodes if isinstance(loop, ast.For) for node in ast.walk(loop)
@@ -177,24 +182,54 @@ class ModelClass:
                 continue
             called = last_name(node.func)
             owner = node.func.value if isinstance(node.func, ast.Attribute) else node.args[0]
-            if called in _ADD and dotted_name(owner) == f"self.{last_name(owner)}":
-                added.setdefault(last_name(owner), []).append(self.part(node.args[-1]))
-            elif called in _REGISTER and last_name(owner) == "self":
+            if called in _REGISTER and last_name(owner) == "self":
                 name = _pattern(node.args[-2] if len(node.args) > 1 else node.args[0])
                 made = self.part(node.args[-1])
                 if called.startswith("register"):
                     made = Part("parameter")
                 if "*" in name:
                     loop = loops.get(id(node))
-                    count = _entries(loop.iter, self.names)[1] if loop is not None else None
+                    count = _length(loop.iter, self.names) if loop is not None else None
                     made = Part("indexed", repeated=[made], count=count)
                 if name.strip("*"):
                     found.setdefault(name, []).append(made)
-        for name, entries in added.items():
-            parts = found.get(name, [])
-            if any(part.kind == "indexed" and not (part.parts or part.repeated) for part in parts):
-                found[name] = [Part("indexed", repeated=entries)]
         return found
+
+    def _assigned(self, name: str, value: ast.expr) -> Part:
+        """Return the part of self.NAME = VALUE, with what methods add to it if it is a list."""
+        made = self.part(value)
+        added = self._added.get(f"self.{name}")
+        if made.kind == "indexed" and added and isinstance(value, ast.Call):
+            return self._list(value, added)
+        return made
+
+    @cached_property
+    def _added(self) -> Added:
+        methods = [
+            m for node in self._lines[0] for m in node.body if isinstance(m, ast.FunctionDef)
+        ]
+        return added_entries(methods)
+
+    @cached_property
+    def layer(self) -> Part:
+        """The layer of torch that is a base of the class, with the arguments of its `__init__`.
+
+        An example is the part of nn.Sequential(*layers) in a class with this base, whose
+        `__init__` calls super().__init__(*layers).
+        """
+        line, arguments = self._lines
+        bases = [(node, last_name(base)) for node in line for base in node.bases]
+        for node, kind in bases:
+            if kind in self.sources.classes or kind not in {*_AXES, *_NESTED, "Sequential"}:
+                continue
+            if arguments is None:
+                return self.part(ast.Call(ast.Name(kind), [*map(ast.Name, self.parameters)], []))
+            for call in ast.walk(node):
+                if isinstance(call, ast.Call) and last_name(call.func) == "__init__":
+                    owner = getattr(call.func, "value", call)  # super(), or nn.Linear with self
+                    given = call.args[last_name(owner) == kind :]
+                    return self.part(ast.Call(ast.Name(kind), given, call.keywords))
+        return Part("plain")
 
     def _assignments(self) -> Iterator[tuple[ast.Name | ast.Attribute, ast.expr]]:
         for node in self._lines[0]:
@@ -234,9 +269,15 @@ class ModelClass:
         if isinstance(called, ast.Name):
             called = self.given.get(called.id, called)
         name = last_name(called)
-        local = isinstance(called, ast.Name) and self.sources.is_module(name)
+        owner = (dotted_name(called) or "").partition(".")[0]
+        local = owner not in ("torch", "nn") and self.sources.is_module(name)
         if not local and (name in _AXES or name in _NESTED):
             return Part(name, node)
+        if (
+            name == "from_pretrained"
+            and (kind := last_name(getattr(called, "value", called))) in _AXES
+        ):
+            return Part(kind)
         if name == "Parameter":
             return Part("parameter", node)
         if name in _COPIED and node.args:
@@ -319,24 +360,40 @@ class ModelClass:
         count = next((v for v in passed.values() if isinstance(v, ast.Subscript)), None)
         return Part("indexed", repeated=[self.part(node) for node in entries], count=count)
 
-    def _list(self, node: ast.Call) -> Part:
-        entries = list(node.args)
-        if len(entries) == 1 and isinstance(entries[0], ast.Starred):
-            entries = [entries[0].value]
-        if len(entries) == 1 and (own := dotted_name(entries[0])) is not None:
-            entries = [self.given.get(own) or self.names.get(own, entries[0])]
-        if len(entries) == 1 and isinstance(entries[0], ast.ListComp | ast.GeneratorExp):
-            count, over = _entries(entries[0], self.names)[1], entries[0].generators[0]
-            made = [self.part(entries[0].elt)]
-            return Part("indexed", repeated=made, count=count, over=over)
-        if len(entries) == 1 and isinstance(entries[0], ast.List | ast.Tuple):
-            entries = list(entries[0].elts)
-        first = entries[0] if len(entries) == 1 else None
+    def _list(self, node: ast.Call, added: Sequence[Entries] = ()) -> Part:
+        """Return the part of Sequential(...) or ModuleList(...); `added` is added afterwards."""
+        names = {**self.names, **self.given}
+        entries = [*entries_of(node, names, self._added), *added]
+        first = entries[0].nodes[0] if entries else None
         if isinstance(first, ast.Call) and last_name(first.func) == "OrderedDict":
             return self._dict(first)
-        if any(isinstance(e, ast.Starred | ast.Name | ast.BinOp) for e in entries):
-            return Part("indexed", repeated=[_UNKNOWN])
-        return Part("indexed", parts={str(k): self.part(e) for k, e in enumerate(entries)})
+        fixed = next(
+            (k for k, e in enumerate(entries) if e.loop is not None or not e.certain), len(entries)
+        )
+        leading = [self.part(n) for e in entries[:fixed] for n in e.nodes]
+        rest = entries[fixed:]
+        parts = {str(k): part for k, part in enumerate(leading)}
+        repeated = [
+            _UNKNOWN if isinstance(n, ast.Starred) else self.part(n) for e in rest for n in e.nodes
+        ]
+        loops = [e for e in rest if e.loop is not None]
+        if len(loops) != 1 or not all(e.certain for e in rest):
+            return Part("indexed", parts=parts, repeated=repeated)
+        over, each = loops[0].loop, len(loops[0].nodes)
+        assert over is not None
+        last = repeated[each:]  # after the loop
+        silent = 0  # entries without tensors at the end
+        for part in reversed([*leading, *repeated]):
+            if part.kind != "plain":
+                break
+            silent += 1
+        count = _length(over.iter, names)
+        if count is not None and not any(map(_is_length, ast.walk(count))):
+            count = ast.BinOp(ast.Constant(each), ast.Mult(), count) if each > 1 else count
+            other = len(leading) + len(last) - silent
+            operation = ast.Add() if other > 0 else ast.Sub()
+            count = ast.BinOp(count, operation, ast.Constant(abs(other))) if other else count
+        return Part("indexed", None, parts, repeated, count, over, last=last)
 
     def _dict(self, node: ast.Call) -> Part:
         found: dict[str, Part] = {k.arg: self.part(k.value) for k in node.keywords if k.arg}
@@ -387,7 +444,8 @@ class ModelClass:
             exact = key[0] in self.parts  # a pattern is a list with the whole names as indices
             below = key[1:] if exact else key
             found = self.alternatives(key[0])
-            return max((self.explained(below, shape, a) for a in found), default=0.0)
+            of_base = self.explained(key, shape, self.layer)
+            return max((self.explained(below, shape, a) for a in found), default=of_base)
         if part.kind == "unknown":
             return 0.5
         if part.kind == "module":
@@ -395,7 +453,7 @@ class ModelClass:
         if part.kind in ("indexed", "named"):
             if not key:
                 return 0.0
-            inner = part.repeated or [part.parts[name] for name in key[:1] if name in part.parts]
+            inner = [part.parts[key[0]]] if key[0] in part.parts else part.repeated
             return max((self.explained(key[1:], shape, one) for one in inner), default=0.0)
         if part.kind == "parameter":
             return float(not key)
@@ -407,18 +465,95 @@ class ModelClass:
 
     def equations(self, shapes: Shapes, depth: int = 0) -> Iterator[Equation]:
         """Yield (expression of the parameters of `__init__`, its value, the source's name)."""
+        base = {k: v for k, v in shapes.items() if not self.alternatives(k.partition(".")[0])}
+        if base:
+            found = self._of_part(self.layer, base, self.name, depth)
+            yield from ((self.resolved(e), v, w) for e, v, w in found)
+        yield from self._of_branches(shapes)
         for name, alternatives in self.parts.items():
             own = shapes_below(shapes, name)
             if "*" in name:
                 own = {k: v for k, v in shapes.items() if fnmatchcase(k.partition(".")[0], name)}
 
-            def fit(part: Part, own: Shapes = own) -> float:
-                return sum(self.explained(k.split("."), v, part) for k, v in own.items() if k)
-
-            part = max(alternatives, key=fit)
+            part = max(alternatives, key=lambda p, own=own: self._fit(p, own))  # type: ignore[misc]
             yield from (
                 (self.resolved(e), v, w) for e, v, w in self._of_part(part, own, name, depth)
             )
+
+    def _of_loop(
+        self, part: Part, indices: Sequence[str], shapes: Shapes, where: str, depth: int
+    ) -> Iterator[Equation]:
+        """Yield (list, its integers) for the list that a loop reads: one entry, or two, a time.
+
+        Examples are [Layer(k) for k in LIST], and Layer(a, b) for a, b in zip(LIST, LIST[1:]).
+        """
+        assert part.over is not None
+        over, target = part.over.iter, part.over.target
+        found: list[dict[str, Size]] = []
+        for index in indices:
+            below = shapes_below(shapes, index)
+            best = max(part.repeated, key=lambda p, below=below: self._fit(p, below))  # type: ignore[misc]
+            own = self._of_part(best, below, where, depth)
+            found.append({ast.unparse(expression): value for expression, value, _ in own})
+        first, second, read = ast.unparse(target), "", over
+        ranged = isinstance(over, ast.Call) and last_name(over.func) in ("zip", "range")
+        if ranged and isinstance(target, ast.Tuple) and len(target.elts) == 2:
+            first, second = map(ast.unparse, target.elts)
+            read = over.args[0]  # type: ignore[attr-defined]
+            read = read.value if isinstance(read, ast.Subscript) else read
+        elif ranged:
+            lengths = [n for n in ast.walk(over) if isinstance(n, ast.Call) and _is_length(n)]
+            if not lengths:
+                return
+            read, name = lengths[0].args[0], ast.unparse(lengths[0].args[0])
+            first, second = f"{name}[{first}]", f"{name}[{first} + 1]"
+        elif not isinstance(target, ast.Name):
+            return
+        last = second or first
+        values = [own[last] for own in found if isinstance(own.get(last), int)]
+        if second and found and first in found[0]:
+            values.insert(0, found[0][first])
+        if values and len(values) == len(found) + bool(second):
+            yield read, values, where  # type: ignore[misc]
+
+    def _of_branches(self, shapes: Shapes) -> Iterator[Equation]:
+        """Yield (argument, value) for `if ARGUMENT:` whose branches make different parts.
+
+        The parts of one branch must explain the tensors, and those of the other branch must not.
+        """
+        nodes = (inner for line in self._lines[0] for inner in ast.walk(line))
+        for node in (each for each in nodes if isinstance(each, ast.If)):
+            choice = _choice(node.test)
+            if choice is None:
+                continue
+            sides = [self._made_in(node.body, shapes), self._made_in(node.orelse, shapes)]
+            met = [
+                all(share == 1 for share in side.values())
+                and not any(shapes_below(shapes, name) for name in other.keys() - side.keys())
+                for side, other in (sides, sides[::-1])
+            ]
+            name, yes, no = choice
+            taken = yes if met[0] else no
+            if met[0] != met[1] and taken is not None:
+                made = listed(sorted({*sides[0], *sides[1]}))
+                yield self.resolved(name), taken, made
+
+    def _made_in(self, body: Sequence[ast.stmt], shapes: Shapes) -> dict[str, float]:
+        """Return {attribute: the share of its tensors that its part explains} of a branch."""
+        found: dict[str, float] = {}
+        for line in (each for each in body if isinstance(each, ast.Assign)):
+            for target in line.targets:
+                if isinstance(target, ast.Attribute) and last_name(target.value) == "self":
+                    part = self._assigned(target.attr, line.value)
+                    below = shapes_below(shapes, target.attr)
+                    if part.kind not in ("plain", "unknown"):
+                        found[target.attr] = self._fit(part, below) / max(len(below), 1)
+        return found
+
+    def _fit(self, part: Part, shapes: Shapes) -> float:
+        """Return how many tensors below a part it explains."""
+        keys = {k: k.split(".") if k else [] for k in shapes}
+        return sum(self.explained(keys[k], shape, part) for k, shape in shapes.items())
 
     def _of_part(self, part: Part, shapes: Shapes, where: str, depth: int) -> Iterator[Equation]:
         if part.kind == "module" and depth < 6 and part.call is not None:
@@ -435,22 +570,52 @@ class ModelClass:
                 numbers = all(k.isdigit() for k in indices)  # entries without tensors count too
                 count = max(map(int, indices)) + 1 if numbers else len(indices)
                 yield part.count, count, f"{where} (its length)"
-            if part.over is not None and isinstance(part.over.target, ast.Name):
-                values: list[int] = []  # of NAME in [Layer(k) for k in NAME]
-                for index in sorted(indices, key=lambda k: k.zfill(9)):
-                    own = self._of_part(part.repeated[0], shapes_below(shapes, index), where, depth)
-                    known = [v for e, v, _ in own if dotted_name(e) == part.over.target.id]
-                    values += [v for v in known[:1] if isinstance(v, int)]
-                if len(values) == len(indices) > 0:
-                    yield part.over.iter, values, where
-            first = min(indices, default="0")
-            parts = part.parts or ({first: part.repeated[0]} if part.repeated else {})
-            for name, inner in parts.items():
+            ordered = sorted(indices - part.parts.keys(), key=lambda k: k.zfill(9))
+            after = [p for p in part.last if p.kind != "plain"]
+            if part.over is not None:
+                repeated = ordered[: len(ordered) - len(after)]
+                yield from self._of_loop(part, repeated, shapes, where, depth)
+            chosen = dict(part.parts)
+            if ordered and part.repeated:
+                below = shapes_below(shapes, ordered[0])
+                chosen[ordered[0]] = max(part.repeated, key=lambda p: self._fit(p, below))
+            if after and len(ordered) > 1:
+                chosen[ordered[-1]] = after[-1]
+            for name, inner in chosen.items():
                 yield from self._of_part(
                     inner, shapes_below(shapes, name), f"{where}.{name}", depth
                 )
         else:
-            yield from ((node, size, where) for node, size in sizes(part, shapes))
+            for node, value in (*sizes(part, shapes), *_flags(part, shapes)):
+                yield node, value, where
+
+    def tensors(self, shapes: Shapes) -> dict[str, Shape]:
+        """Return the shapes of arguments that are tensors, such as pretrained embeddings.
+
+        They are values of weights, arguments of from_pretrained, or buffers.
+        """
+        found: dict[str, Shape] = {}
+        for target, value in self._every_assignment():
+            owner, name = dotted_name(getattr(target, "value", target)) or "", ""
+            if isinstance(value, ast.Call) and last_name(value.func) == "from_pretrained":
+                name = f"{last_name(target)}.weight"
+            elif isinstance(target, ast.Attribute) and owner.startswith("self."):
+                parts = ast.unparse(target).removesuffix(".data").split(".")
+                name = ".".join(parts[1:])
+            while isinstance(value, ast.Call) and value.args:  # nn.Parameter(torch.tensor(NAME))
+                value = value.args[0]
+            argument = last_name(value)
+            if argument in self.parameters and name in shapes:
+                found[argument] = shapes[name]
+        return found
+
+    def _every_assignment(self) -> Iterator[tuple[ast.expr, ast.expr]]:
+        nodes = [inner for line in self._lines[0] for inner in ast.walk(line)]
+        for node in nodes:
+            if isinstance(node, ast.Assign):
+                yield node.targets[0], node.value
+            elif isinstance(node, ast.Call) and last_name(node.func) == "copy_" and node.args:
+                yield getattr(node.func, "value", node), node.args[0]
 
     def share_of_counts(self, shapes: Shapes) -> float:
         """Return the share of lists with the same number of entries in class and checkpoint."""
@@ -497,21 +662,55 @@ class ModelClass:
         return found
 
 
-def _entries(
-    node: ast.expr, names: Mapping[str, ast.expr], depth: int = 0
-) -> tuple[ast.expr | None, ast.expr | None]:
-    """Return the first entry of a list expression and its number of entries, as far as known."""
+def _choice(test: ast.expr) -> tuple[ast.expr, Size | None, Size | None] | None:
+    """Return an argument, and its values if a condition is true and if it is false.
+
+    The values of `NAME == "relu"` are "relu" and None. None means unknown.
+    """
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        found = _choice(test.operand)
+        return None if found is None else (found[0], found[2], found[1])
+    if dotted_name(test) is not None:
+        return test, True, False
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and dotted_name(test.left):
+        value = getattr(test.comparators[0], "value", None)
+        if isinstance(value, bool | int | str) and isinstance(test.ops[0], ast.Eq | ast.Is):
+            return test.left, value, not value if isinstance(value, bool) else None
+    return None
+
+
+def _is_length(node: ast.AST) -> bool:
+    """Whether an expression is len(LIST)."""
+    return isinstance(node, ast.Call) and last_name(node.func) == "len" and len(node.args) == 1
+
+
+def _first(node: ast.expr, names: Mapping[str, ast.expr]) -> ast.expr | None:
+    """Return the first entry of a list expression, or None if it is unknown."""
+    found = entries_of(node, names, {})
+    first = found[0].nodes[0] if found and found[0].nodes else None
+    if isinstance(first, ast.Starred) and isinstance(first.value, ast.Call) and first.value.args:
+        if last_name(first.value.func) in ("enumerate", "reversed"):
+            return _first(first.value.args[0], names)
+        return None
+    return None if isinstance(first, ast.Starred) else first
+
+
+def _length(node: ast.expr, names: Mapping[str, ast.expr], depth: int = 0) -> ast.expr | None:
+    """Return the number of entries of a list expression, or None if it is unknown."""
     node = names.get(dotted_name(node) or "", node)
     if isinstance(node, ast.List | ast.Tuple):
-        return next(iter(node.elts), None), ast.Constant(len(node.elts))
+        return ast.Constant(len(node.elts))
     if depth < 4 and isinstance(node, ast.ListComp | ast.GeneratorExp):
-        return node.elt, _entries(node.generators[0].iter, names, depth + 1)[1]
+        return _length(node.generators[0].iter, names, depth + 1)
     if depth < 4 and isinstance(node, ast.Call) and node.args:
-        if last_name(node.func) == "range":
-            return None, node.args[min(len(node.args) - 1, 1)]
-        if last_name(node.func) in ("enumerate", "reversed", "list", "ModuleList"):
-            return _entries(node.args[0], names, depth + 1)
-    return None, None
+        called = last_name(node.func)
+        if called == "range" and len(node.args) < 3:
+            start, end = node.args[0], node.args[-1]
+            from_0 = len(node.args) == 1 or getattr(start, "value", None) == 0
+            return end if from_0 else ast.BinOp(end, ast.Sub(), start)
+        if called in ("enumerate", "reversed", "list", "ModuleList"):
+            return _length(node.args[0], names, depth + 1)
+    return None
 
 
 def _pattern(node: ast.expr) -> str:
@@ -530,7 +729,7 @@ def _pattern(node: ast.expr) -> str:
     return "*"
 
 
-def sizes(part: Part, shapes: Shapes) -> Iterator[tuple[ast.expr, int]]:
+def sizes(part: Part, shapes: Shapes) -> Iterator[tuple[ast.expr, Size]]:
     """Yield (argument of a layer, its size), derived from the layer's tensors {name: shape}."""
     if part.call is None:
         return
@@ -551,6 +750,14 @@ def sizes(part: Part, shapes: Shapes) -> Iterator[tuple[ast.expr, int]]:
             yield from zip(node.elts, shapes.get("weight", ())[2:], strict=False)
         elif size is not None:
             yield node, size
+
+
+def _flags(part: Part, shapes: Shapes) -> Iterator[tuple[ast.expr, bool]]:
+    """Yield (argument of a layer, whether it is set), derived from the names of its tensors."""
+    keywords = part.call.keywords if part.call is not None and part.kind in _AXES else ()
+    for keyword in keywords:
+        if keyword.arg in _FLAGS and "weight" in {key.partition("_ih_")[0] for key in shapes}:
+            yield keyword.value, any(_FLAGS[keyword.arg] in key for key in shapes)
 
 
 def _size(kind: str, axis: int, name: str, shapes: Shapes) -> int | None:
@@ -585,7 +792,7 @@ def _size_of_transformer(name: str, shapes: Shapes) -> int | None:
     return len({key[len(start) :].partition(".")[0] for key in shapes if key.startswith(start)})
 
 
-def _agrees(node: ast.expr, size: int) -> bool:
+def _agrees(node: ast.expr, size: Size) -> bool:
     """Whether an argument can have this size: a literal must have the same value."""
     with suppress(ValueError):
         value = ast.literal_eval(node)

@@ -9,15 +9,24 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from gradscope.sources.training import trains
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
+Size = int | str | list[int]  # or a flag, or a choice
 # an expression, its value (a list for [Layer(k) for k in EXPRESSION]), the source's name
-Equation = tuple[ast.expr, int | list[int], str]
+Equation = tuple[ast.expr, Size, str]
 # functions and methods that return the module that they get
 MOVED = {"to", "cuda", "eval", "train", "double", "float", "prepare", "compile"}
 MOVED |= {"DataParallel", "DistributedDataParallel"}
+# modules that scripts subclass: those of torch, of Lightning and of transformers
+_BASES = {"Module", "LightningModule", "PreTrainedModel"} | {
+    name
+    for name, kind in vars(nn).items()
+    if isinstance(kind, type) and issubclass(kind, nn.Module)
+}
 # the names of torch's losses, and gradscope's names
 LOSSES = {
     "cross_entropy": "cross_entropy", "CrossEntropyLoss": "cross_entropy",
@@ -299,11 +308,7 @@ class Sources:
         if node is None or depth > 8:
             return False
         bases = [last_name(base) for base in node.bases]
-        return any(
-            base in ("Module", "LightningModule", "PreTrainedModel", "Sequential")
-            or self.is_module(base, depth + 1)
-            for base in bases
-        )
+        return any(base in _BASES or self.is_module(base, depth + 1) for base in bases)
 
     def constant(self, node: ast.expr) -> Argument | None:
         """Return the value of an expression: a literal, a constant, or the default of an option."""
