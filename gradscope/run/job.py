@@ -219,7 +219,7 @@ def prepare(spec: RunSpec) -> Job:
         SpecError: A name or an argument is invalid.
         InputError: An input cannot be read, or inputs do not match each other.
     """
-    code.give_arguments(spec.model.factory, spec.model.argv)
+    code.give_arguments(spec.model.argv)
     asked, (chains, loss) = spec.compute, resolve_names(spec)
     labels.require(asked.labels, loss, chains)
     shard = _shard(asked.shard, chains)

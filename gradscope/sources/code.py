@@ -53,6 +53,7 @@ from gradscope.model.locate import (
 from gradscope.process.shortage import is_shortage
 from gradscope.process.stops import is_stop
 from gradscope.sources.training import parses_arguments, without_training
+from gradscope.sources.variables import Variables
 
 # messages of torch on a machine without CUDA
 _NO_CUDA = re.compile("not compiled with CUDA|no NVIDIA driver|No CUDA GPUs|device\\(\\) is False")
@@ -69,7 +70,7 @@ _POLL = 0.1  # seconds between two checks of the running line
 _neighbours: dict[str, dict[str, ModuleType]] = {}  # {folder: {name: module in the folder}}
 _codes: dict[str, dict[str, str]] = {}  # {module: {file: digest of its code}}
 _notes: dict[str, dict[int, str]] = {}  # {module: {line: note on its import}}
-_arguments: dict[Path, tuple[str, ...]] = {}  # {script: its command-line arguments}
+_arguments: tuple[str, ...] = ()  # the command-line arguments of the user's scripts
 
 
 def load_function(reference: str, kind: str) -> Callable[..., Any]:
@@ -96,6 +97,8 @@ def load_value(reference: str, kind: str, is_usable: Callable[[Any], bool]) -> A
         found: object = module
         for part in name.split("."):
             found = getattr(found, part, None)
+    if found is None:
+        found = _variable(reference, module, kind)
     if found is not None and is_usable(found):
         return found
     public = {k: v for k, v in vars(module).items() if callable(v) and not k.startswith("_")}
@@ -111,6 +114,35 @@ def load_value(reference: str, kind: str, is_usable: Callable[[Any], bool]) -> A
     )
 
 
+def _variable(reference: str, module: ModuleType, kind: str) -> object:
+    """Return the variable NAME of FILE.py:FUNCTION.NAME, or None if it is not known.
+
+    Only the statements that compute it are run, once.
+    """
+    place, name = split_reference(reference)
+    function, _, variable = name.rpartition(".")
+    if not (place.endswith(".py") and function):
+        return None
+    key = f"{_PRIVATE}{name}"
+    path = Path(place).absolute()
+    if key not in vars(module):
+        tree = ast.parse(path.read_bytes(), str(path))
+        found = Variables(tree, path).statements(function, variable)
+        if found is None:
+            return None
+        lines = sorted({line.lineno for line in found if hasattr(line, "lineno")})
+        body = [*found, ast.Return(ast.Name(variable, ast.Load()))]
+        made = ast.FunctionDef(key, ast.arguments([], [], None, [], [], None, []), body, [])
+        whole = ast.fix_missing_locations(ast.Module([made], []))
+        with user_file(f"{kind} {reference}"), loading(f"{place}:{name}", kind):
+            exec(compile(whole, str(path), "exec", dont_inherit=True), vars(module))
+            vars(module)[key] = vars(module)[key]()
+        shown = ", ".join(map(str, lines))
+        told = f"Of {function} in {path.name}, only the lines for {variable} were run: {shown}."
+        _notes.setdefault(module.__name__, {})[lines[0]] = told
+    return vars(module)[key]
+
+
 def code_digests(reference: str, kind: str) -> dict[str, str]:
     """Return the SHA-256 of the code of a reference, {file: digest}.
 
@@ -122,11 +154,10 @@ def code_digests(reference: str, kind: str) -> dict[str, str]:
     return dict(_codes.get(key, {}))
 
 
-def give_arguments(reference: str, arguments: Iterable[str]) -> None:
-    """Set the command-line arguments in sys.argv during the import of the file of FILE.py:NAME."""
-    place = reference.rpartition(":")[0]
-    if place.endswith(".py"):
-        _arguments[Path(place).absolute()] = tuple(arguments)
+def give_arguments(arguments: Iterable[str]) -> None:
+    """Set the command-line arguments that the user's scripts find in sys.argv."""
+    global _arguments
+    _arguments = tuple(arguments)
 
 
 def import_notes(reference: str, kind: str) -> tuple[str, ...]:
@@ -180,15 +211,15 @@ def loading(reference: str, kind: str) -> Iterator[None]:
 
 
 @contextmanager
-def user_file(what: str, file: Path | str = "", given: Iterable[str] = ()) -> Iterator[None]:
+def user_file(what: str, file: Path | str = "") -> Iterator[None]:
     """Turn an exception of the user's code, including sys.exit, into a `ModelError` that shows it.
 
     `what` names the code in messages, such as "model factory model.py:build". The code's output is
-    sent to stderr, because stdout is for results. `sys.argv` is `file` with the arguments `given`,
-    so the code does not read the arguments of gradscope.
+    sent to stderr, because stdout is for results. `sys.argv` is `file` with the arguments of
+    `give_arguments`, so the code does not read the arguments of gradscope.
     """
     arguments = sys.argv
-    sys.argv = [str(file), *given]
+    sys.argv = [str(file), *_arguments]
     try:
         with redirect_stdout(sys.stderr):
             yield
@@ -274,8 +305,7 @@ def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
     except OSError as error:
         reason = f"cannot be read: {error.strerror}"
         raise ModelError(reason, where=what, remedy="Check the path.") from error
-    given = _arguments.get(path, ())
-    told = "\0".join((str(path), *given)).encode("utf-8", "surrogateescape")
+    told = "\0".join((str(path), *_arguments)).encode("utf-8", "surrogateescape")
     name = f"{_PRIVATE}{hashlib.sha256(told + content).hexdigest()[:16]}"
     if name in sys.modules:
         return sys.modules[name], name
@@ -289,7 +319,7 @@ def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
     sys.modules[name] = module  # dataclasses look up their module
     tree = ast.Module([], [])
     try:
-        with user_file(what, path, given), ExitStack() as around:
+        with user_file(what, path), ExitStack() as around:
             tree, line = without_training(ast.parse(content, str(path)), path)
             if line is not None:
                 text = linecache.getline(str(path), line).strip()
@@ -309,7 +339,7 @@ def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
     except BaseException as error:
         del sys.modules[name]
         wrong = isinstance(error, ModelError) and (error.remedy or "").startswith(_CORRECT)
-        if wrong and not given and parses_arguments(tree):
+        if wrong and not _arguments and parses_arguments(tree):
             text = error.remedy[1:]  # type: ignore[attr-defined]
             error.remedy = f"{_ARGUMENTS}Or c{text}"  # type: ignore[attr-defined]
         raise

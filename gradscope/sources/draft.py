@@ -9,8 +9,8 @@ import json
 import os
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from gradscope.sources.data.columns import SequenceColumn, StoredColumn, TextCol
 from gradscope.sources.data.files import open_arrays
 from gradscope.sources.data.python import INDICES
 from gradscope.sources.data.recipes import MASK
+from gradscope.sources.scripts.data import loaders, reference_of
 from gradscope.sources.scripts.losses import (
     loss_is_summed,
     loss_method,
@@ -170,8 +171,10 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     described = data.suffix.lower() == ".toml"
     # the samples of a function are not read
     if described or function_of(str(data)) is not None:
-        reference = _relative(data, folder) if described else _anchored(str(data), folder)
-        dataset_lines = [f"{'spec' if described else 'path'} = {quoted(reference)}"]
+        if described:
+            dataset_lines = [f"spec = {quoted(_relative(data, folder))}"]
+        else:
+            dataset_lines = _data_of_script(result, str(data), folder, files)
         if not described and (same := reconstruction(files, drafted.file)):
             of = f"the model's inputs are the targets of {same}"
             dataset_lines.append(f'targets = ["inputs"]  # guessed: {_comment(of)}')
@@ -184,16 +187,17 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
             result.missing |= {} if loss else {"loss.name": _REPLACE}
     else:
         held = model == FROM_CHECKPOINT if model else _description(checkpoint) is not None
-        dataset_lines, found, why = _dataset(
-            result,
-            data,
-            folder,
-            keywords=held,
-            forward=drafted.inputs,
-            loss=loss or ("loss.py:loss" if each else None),
-            called=called,
-            group=spec.dataset.group,
-        )
+        with _naming_loaders(files):
+            dataset_lines, found, why = _dataset(
+                result,
+                data,
+                folder,
+                keywords=held,
+                forward=drafted.inputs,
+                loss=loss or ("loss.py:loss" if each else None),
+                called=called,
+                group=spec.dataset.group,
+            )
     if spec.dataset.group is not None:
         dataset_lines.append(f"group = {quoted(spec.dataset.group)}")
     if each:
@@ -230,6 +234,30 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     texts |= {"compute": "\n".join(compute), "argv": drafted.argv}
     result.text = _TEMPLATE.format(mode=mode, **texts)
     return result
+
+
+@contextmanager
+def _naming_loaders(files: Sequence[Path]) -> Iterator[None]:
+    """Add the data sets and loaders of scripts to the remedy of an error about a data file."""
+    try:
+        yield
+    except DatasetError as error:
+        known = [_anchored(each, Path.cwd()) for each in loaders(files)]
+        if known:
+            error.remedy = f"{error.remedy} Or give data that a script makes: {listed(known, 4)}."
+        raise
+
+
+def _data_of_script(result: Draft, data: str, folder: Path, files: Sequence[Path]) -> list[str]:
+    """Return the lines for the data set FILE.py:NAME of a script, or of a package."""
+    place, _, name = data.rpartition(":")
+    if not place.endswith(".py"):
+        return [f"path = {quoted(data)}"]
+    reference, why = reference_of(Path(place), name, files)
+    reference = _anchored(reference, folder)
+    if why:
+        result.guessed["dataset.path"] = f"{reference}: {why}"
+    return [*([f"# guessed: {_comment(why)}"] * bool(why)), f"path = {quoted(reference)}"]
 
 
 def _given(spec: RunSpec, section: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ An import with these statements would train again and overwrite the script's che
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,22 +27,28 @@ def without_training(tree: ast.Module, path: Path) -> tuple[ast.Module, int | No
         path: Its file. Functions imported from files in its folder, or in the folder above, are
             also analysed.
     """
-    functions, methods = _training_names(tree, path, {})
-    trainers = {
-        target.id
-        for node in tree.body
-        if isinstance(node, ast.Assign) and _name_of_call(node.value).endswith("Trainer")
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    trains_here = training_in(tree, path)
     for k, node in enumerate(tree.body):
-        if isinstance(node, _DEFINITION) or _is_main(node):
+        if isinstance(node, _DEFINITION) or is_main_block(node):
             continue
-        if _trains(node, functions, methods, trainers):
+        if trains_here(node):
             later = [_tried(n) for n in tree.body[k:] if isinstance(n, _DEFINITION)]
             made = ast.Module([*tree.body[:k], *later], tree.type_ignores)
             return ast.fix_missing_locations(made), node.lineno
     return tree, None
+
+
+def training_in(tree: ast.Module, path: Path) -> Callable[[ast.AST], bool]:
+    """Return a function that says whether a statement of a script trains; `path` is its file."""
+    functions, methods = _training_names(tree, path, {})
+    trainers = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and _name_of_call(node.value).endswith("Trainer")
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    return lambda node: _trains(node, functions, methods, trainers)
 
 
 def trains(tree: ast.Module) -> bool:
@@ -135,7 +141,7 @@ def _name_of_call(node: ast.expr) -> str:
     return getattr(called, "attr", None) or getattr(called, "id", None) or ""
 
 
-def _is_main(node: ast.stmt) -> bool:
+def is_main_block(node: ast.stmt) -> bool:
     """Whether a statement is `if __name__ == "__main__"`."""
     return isinstance(node, ast.If) and any(
         isinstance(inner, ast.Name) and inner.id == "__name__" for inner in ast.walk(node.test)

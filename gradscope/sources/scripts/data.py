@@ -1,0 +1,81 @@
+"""Finds the data sets and loaders that training scripts make. No script is run."""
+
+import ast
+from collections.abc import Iterable
+from pathlib import Path
+
+from gradscope.core.texts import listed
+from gradscope.errors import DatasetError
+from gradscope.sources.scripts.syntax import Script, last_name
+from gradscope.sources.training import is_main_block
+from gradscope.sources.variables import MAIN, Variables
+
+_MAKERS = {"DataLoader", "TensorDataset", "ImageFolder", "Subset", "random_split", "load_dataset"}
+_SHOWN = 4  # the most references to list in a message
+
+
+def reference_of(file: Path, name: str, files: Iterable[Path]) -> tuple[str, str]:
+    """Return FILE.py:NAME for data that a script makes, and "" or the reason for another name.
+
+    A variable of a function is FUNCTION.NAME. Then only the lines for the variable are run.
+
+    Args:
+        file: The script.
+        name: The name that the user gave.
+        files: The scripts near the data, for the message.
+
+    Raises:
+        DatasetError: The script does not make data with this name.
+    """
+    script = Script.read(file)
+    if script is None or "." in name or {"*", name} & _names(script):
+        return f"{file}:{name}", ""
+    for place in Variables(script.tree, file).places(name):
+        of = 'the block if __name__ == "__main__"' if place == MAIN else f"{place}()"
+        return f"{file}:{place}.{name}", f"a variable of {of}, of which only its lines are run"
+    known = loaders([file, *files])
+    raise DatasetError(
+        f"there is no {name!r} at the top level of the script, and no variable {name!r} of a "
+        "function that can be computed without training",
+        where=str(file),
+        remedy=f"Give one of {listed(known, _SHOWN)}."
+        if known
+        else "Name a function: FILE.py:NAME.",
+    )
+
+
+def loaders(files: Iterable[Path]) -> list[str]:
+    """Return FILE.py:NAME for the data sets and loaders that scripts make, loaders first."""
+    scripts = [script for file in files if (script := Script.read(file)) is not None]
+    own = {name for script in scripts for name in script.classes if _is_dataset(script, name)}
+    found: dict[str, bool] = {}
+    for script in scripts:
+        for calls in ({"DataLoader"}, _MAKERS | own):
+            top = [
+                target.id
+                for node in script.tree.body
+                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+                for target in node.targets
+                if isinstance(target, ast.Name) and last_name(node.value.func) in calls
+            ]
+            names = [*top, *Variables(script.tree, script.file).made_by(calls)]
+            found |= {f"{script.file}:{name}": True for name in names}
+    return list(found)
+
+
+def _names(script: Script) -> set[str]:
+    """Return the names that the top level of a script assigns, defines or imports."""
+    stored: set[str] = {*script.classes, *script.functions, *script.imported}
+    for node in script.tree.body:
+        if not (isinstance(node, ast.FunctionDef | ast.ClassDef) or is_main_block(node)):
+            stored |= {
+                n.id
+                for n in ast.walk(node)
+                if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+            }
+    return stored
+
+
+def _is_dataset(script: Script, name: str) -> bool:
+    bases = [last_name(base) for base in script.classes[name].bases]
+    return any(base.endswith("Dataset") for base in bases)
