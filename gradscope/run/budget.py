@@ -115,6 +115,8 @@ def _choose_plan(job: Job, free: int | None, *, measured: bool, busy: int) -> Me
 
 def _require_independent(job: Job) -> None:
     """Raise if two samples are coupled, which batches of one cannot show."""
+    if job.dataset.alone:
+        return  # no batch can hold two samples
 
     def compared(problem: Problem, batch: Batch) -> None:
         with problem.state.watching(), locating_lost_axis(problem, batch):
@@ -316,7 +318,7 @@ class Rehearsals:
 
     def __init__(self, job: Job) -> None:
         self._job, self._device = job, job.session.problem.device
-        job.load(0, max(job.least, min(2, job.work())))  # raises errors in the data first
+        job.load(0, max(job.least, min(2, job.work(), job.batch_size)))  # raises errors in the data first
         gc.collect()  # a peak is relative to the memory in use
         release_freed_memory()
         self._base = used_memory(self._device)

@@ -247,6 +247,9 @@ def prepare(spec: RunSpec) -> Job:
     grouped = spec.dataset.group is not None
     dataset = open_dataset(spec.dataset, None if taken is None else len(taken), asked.samples)
     dataset = dataset.in_any_order if grouped else dataset
+    if dataset.alone:
+        spec = spec.model_copy(update={"compute": asked.model_copy(update={"batch_size": 1})})
+        asked = spec.compute
     if not own_order:
         require_order(loaded.model, spec.dataset.inputs)
     run_rows = dataset.rows(asked.samples)

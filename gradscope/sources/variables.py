@@ -6,6 +6,7 @@ run: the assignments of the variables that it needs, changes of these variables,
 """
 
 import ast
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,16 +46,23 @@ class Variables:
         """Return the functions that compute a variable without training."""
         return [place for place in self._bodies if self.statements(place, name) is not None]
 
-    def made_by(self, called: Collection[str]) -> list[str]:
-        """Return FUNCTION.NAME for the variables to which calls of these names are assigned."""
-        return [
-            f"{place}.{target.id}"
+    def made_by(self, called: Collection[str], named: str) -> list[str]:
+        """Return FUNCTION.NAME for variables to which calls of some names are assigned.
+
+        Args:
+            called: The names of the functions and classes.
+            named: A pattern. Variables with a name that it matches are returned too.
+        """
+        found = {
+            (place, target.id): None
             for place, body in self._bodies.items()
             for node in (inner for line in body for inner in ast.walk(line))
-            if isinstance(node, ast.Assign) and _last_name_of_call(node.value) in called
-            for target in node.targets
-            if isinstance(target, ast.Name) and self.statements(place, target.id) is not None
-        ]
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+            for target in (n for t in node.targets for n in ast.walk(t))
+            if isinstance(target, ast.Name)
+            and (_last_name_of_call(node.value) in called or re.search(named, target.id))
+        }
+        return [f"{f}.{name}" for f, name in found if self.statements(f, name) is not None]
 
     @cached_property
     def _bodies(self) -> dict[str, Sequence[ast.stmt]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradscope.config import DatasetSpec, parse_samples
-from gradscope.core.batch import Batch, Whole, WholeInputs
+from gradscope.core.batch import Batch, Whole, WholeInputs, tensors
 from gradscope.core.groups import GroupIds, Reduction
 from gradscope.core.precision import dtype_name
 from gradscope.core.registry import suggestion
@@ -125,7 +125,15 @@ class Dataset:
         inputs = arrays(spec.inputs, self.whole)
         if {*spec.input_arrays} <= {*spec.whole}:
             inputs = WholeInputs(inputs, as_index(positions), len(self.samples))
+        alone = len(positions) == 1 and isinstance(self.samples, PythonSamples)
+        if alone and any(t.dim() and t.shape[0] != 1 for t in tensors(inputs)):
+            inputs = WholeInputs(_undivided(inputs), torch.zeros(1, dtype=torch.int64), 1)
         return Batch.of(inputs, arrays(spec.targets, {}), index)
+
+    @property
+    def alone(self) -> bool:
+        """Whether a batch cannot hold two samples, because they have no common axis."""
+        return isinstance(self.samples, PythonSamples) and self.samples.alone
 
     @cached_property
     def whole(self) -> dict[str, Whole]:
@@ -206,6 +214,15 @@ class Dataset:
 
     def _error(self, what: str, remedy: str) -> DatasetError:
         return DatasetError(what, where=str(self.spec.path), remedy=remedy)
+
+
+def _undivided(inputs: Any) -> Any:
+    """Return inputs of a model, of which each tensor belongs to the only sample."""
+    if isinstance(inputs, dict):
+        return {key: _undivided((value,))[0] for key, value in inputs.items()}
+    if isinstance(inputs, tuple):
+        return tuple(Whole(value) if tensors(value) else value for value in inputs)
+    return Whole(inputs)
 
 
 def open_dataset(

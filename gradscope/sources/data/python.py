@@ -34,6 +34,10 @@ _PADS = (
     "mask the padding, a gradient depends on the other samples of its batch; batch_size = 1 avoids "
     "this"
 )
+_ALONE = (
+    "samples have no common axis, as graphs of different sizes: each batch has one sample, and the "
+    "model takes what the collate function makes of it"
+)
 _LABELS = {"label", "labels", "target", "targets"}
 INDICES = {"id", "ids", "idx", "index", "indices"}  # names of arrays with numbers of samples
 _FILES_ONLY = ("files", "columns", "classes", "tokenizer", "pad", "length", "id")
@@ -87,7 +91,7 @@ class PythonSamples:
         self._seen: dict[range | str, str] = {}  # {rows, or their digest: digest of the samples}
         first = self._batch(self._samples(range(1)))
         self._first = _digest(first)
-        if self._collate is not default_collate:
+        if self._collate is not default_collate and not _is_alone(first):
             several = self._batch(self._samples(range(min(self._n, _PADDED))))
             pairs = [(a, b) for a, b in _pairs(first, several) if a.dim() == b.dim() > 0]
             if any(a.shape[1:] != b.shape[1:] for a, b in pairs):
@@ -101,6 +105,10 @@ class PythonSamples:
         if "targets" not in {*known, *selected}:
             spec = spec.model_copy(update={"targets": ()})
         self.spec = self._spec = spec
+        # whether a batch cannot hold two samples: the model takes what one sample is collated to
+        self.alone = _is_alone({name: first.get(name) for name in spec.input_arrays})
+        if self.alone:
+            self.notes += (_ALONE,)
         self.unused = [name for name in first if name not in (*spec.arrays, spec.group)]
         self.code = code_digests(factory, "data set")
         facts = [self.code, spec.kwargs, self._n, self._first]
@@ -297,8 +305,21 @@ def _is_entry(kind: type) -> bool:
     return issubclass(kind, plain) or hasattr(kind, "__array__")
 
 
+def _is_alone(batch: dict[str, Any]) -> bool:
+    """Whether the collated batch of one sample has a tensor without a sample axis."""
+    return any(t.dim() and t.shape[0] != 1 for t in tensors(batch))
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a collated value is a text, or a list of texts."""
+    several = isinstance(value, tuple | list) and len(value) > 0
+    return isinstance(value, str | bytes) or (several and all(map(_is_text, value)))
+
+
 def _named(batch: Any, n: int, taken: int | None) -> dict[str, Any]:
-    """Return {name: value} from the collated batch of n samples."""
+    """Return {name: value} from the collated batch of n samples; texts are left out."""
+    if isinstance(batch, tuple | list):
+        batch = tuple(value for value in batch if not _is_text(value)) or batch
     parts = {"inputs": batch}
     if isinstance(batch, Mapping):
         parts = {str(name): value for name, value in batch.items()}
@@ -307,6 +328,8 @@ def _named(batch: Any, n: int, taken: int | None) -> dict[str, Any]:
     elif isinstance(batch, tuple | list) and taken and taken < len(batch):
         for name, part in (("inputs", batch[:taken]), ("targets", batch[taken:])):
             parts[name] = part if len(part) > 1 else part[0]
+    numbers = {name: value for name, value in parts.items() if not _is_text(value)}
+    parts = numbers or parts
     for name, value in parts.items():
         kinds = {type(v) for v in value} if isinstance(value, tuple | list) else set()
         if kinds and len(value) == n and not any(map(_is_entry, kinds)):
@@ -320,9 +343,10 @@ def _named(batch: Any, n: int, taken: int | None) -> dict[str, Any]:
     found = {name: _tree(value) for name, value in parts.items()}
     for name, value in found.items():
         for tensor in tensors(value):
-            if tensor.dim() and tensor.shape[0] != n:
+            if tensor.dim() and tensor.shape[0] != n > 1:
                 what = f"{n} samples were collated to {name} of shape {tuple(tensor.shape)}"
-                remedy = "Put the sample axis first in the collate function."
+                remedy = "Put the sample axis first in the collate function. Or write "
+                remedy += "batch_size = 1 under [compute]."
                 raise DatasetError(what, remedy=remedy)
     return found
 

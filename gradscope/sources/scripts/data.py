@@ -1,6 +1,7 @@
 """Finds the data sets and loaders that training scripts make. No script is run."""
 
 import ast
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -50,15 +51,19 @@ def loaders(files: Iterable[Path]) -> list[str]:
     own = {name for script in scripts for name in script.classes if _is_dataset(script, name)}
     found: dict[str, bool] = {}
     for script in scripts:
-        for calls in ({"DataLoader"}, _MAKERS | own):
+        for calls, named in (
+            ({"DataLoader"}, "loader$"),
+            (_MAKERS | own, "dataset|(train|test)set"),
+        ):
             top = [
                 target.id
                 for node in script.tree.body
                 if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
                 for target in node.targets
-                if isinstance(target, ast.Name) and last_name(node.value.func) in calls
+                if isinstance(target, ast.Name)
+                and (last_name(node.value.func) in calls or re.search(named, target.id))
             ]
-            names = [*top, *Variables(script.tree, script.file).made_by(calls)]
+            names = [*top, *Variables(script.tree, script.file).made_by(calls, named)]
             found |= {f"{script.file}:{name}": True for name in names}
     return list(found)
 
