@@ -5,7 +5,7 @@ that a misspelled name fails early.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from gradscope.core.precision import cast, dtype_name
 from gradscope.engine.chains import bind
 from gradscope.engine.fold import request_of
 from gradscope.engine.session import Session, SessionSettings
-from gradscope.errors import RefusedError, SpecError, located
+from gradscope.errors import CheckpointError, RefusedError, SpecError, located
 from gradscope.model.locate import first_line
 from gradscope.model.problem import Loss, Problem, is_model_loss
 from gradscope.model.ranks import Ranks, apply_fully_shard
@@ -241,12 +241,19 @@ def prepare(spec: RunSpec) -> Job:
     require_compression(compression)
     torch.manual_seed(asked.seed)
     together = asked.sharded and dist.is_available() and dist.is_initialized()
+    before = _stamp(spec.checkpoint.path)
     loaded, model = _in_turn(spec) if together else _built(spec)
     own_order = is_model_loss(loss)  # a model loss calls the model with its own order of inputs
     taken = None if own_order else positional(loaded.model)
     grouped = spec.dataset.group is not None
     dataset = open_dataset(spec.dataset, None if taken is None else len(taken), asked.samples)
     dataset = dataset.in_any_order if grouped else dataset
+    if _stamp(spec.checkpoint.path) != before:
+        raise CheckpointError(
+            "the file was written while your code was imported: it may have trained again",
+            where=str(spec.checkpoint.path),
+            remedy='Put the training under if __name__ == "__main__", and train again.',
+        )
     if dataset.alone:
         spec = spec.model_copy(update={"compute": asked.model_copy(update={"batch_size": 1})})
         asked = spec.compute
@@ -297,6 +304,14 @@ def prepare(spec: RunSpec) -> Job:
         tokens=tokens,
         groups=groups,
     )
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """Return when a file or folder was changed, and its size; zeros if it does not exist."""
+    with suppress(OSError):
+        found = path.stat()
+        return found.st_mtime_ns, found.st_size
+    return 0, 0
 
 
 def _shard(text: str | None, chains: tuple[Chain, ...]) -> Shard | None:

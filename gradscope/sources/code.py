@@ -13,6 +13,7 @@ other places belong to it if they are loaded already and were not installed.
 import ast
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import linecache
 import re
@@ -30,12 +31,14 @@ from contextlib import (
     redirect_stdout,
     suppress,
 )
+from functools import wraps
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gradscope.config import split_reference
@@ -70,13 +73,14 @@ _POLL = 0.1  # seconds between two checks of the running line
 _neighbours: dict[str, dict[str, ModuleType]] = {}  # {folder: {name: module in the folder}}
 _codes: dict[str, dict[str, str]] = {}  # {module: {file: digest of its code}}
 _notes: dict[str, dict[int, str]] = {}  # {module: {line: note on its import}}
+_importing: list[dict[int, str]] = []  # the notes of the files that are being imported
 _arguments: tuple[str, ...] = ()  # the command-line arguments of the user's scripts
 
 
 def load_function(reference: str, kind: str) -> Callable[..., Any]:
     """Import the function that a reference names; `load_value` has the arguments."""
     found: Callable[..., Any] = load_value(reference, kind, callable)
-    return found
+    return _on_cpu(found) if _asks_for_cuda(found) else found
 
 
 def load_value(reference: str, kind: str, is_usable: Callable[[Any], bool]) -> Any:
@@ -202,6 +206,42 @@ def _without_cuda() -> AbstractContextManager[Any]:
     return nullcontext() if torch.cuda.is_available() else _OnCpu()
 
 
+def keep_on_cpu(model: nn.Module) -> None:
+    """Let modules of the user's classes compute on the CPU where their code asks for "cuda".
+
+    Nothing changes on a machine with CUDA, and for classes whose code does not.
+    """
+    for module in model.modules():
+        own = type(module)
+        methods = [f for name, f in vars(own).items() if name != "__init__"]
+        stored = [v for v in vars(module).values() if isinstance(v, torch.device | str)]
+        if any(_cpu(v) is not v for v in stored) or any(map(_asks_for_cuda, methods)):
+            names: dict[str, Any] = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+            module.__class__ = type(
+                own.__name__, (own,), {"forward": _on_cpu(own.forward), **names}
+            )
+
+
+def _asks_for_cuda(function: Any) -> bool:
+    """Whether a function of the user has "cuda" in its code, and this machine has no CUDA."""
+    code = getattr(function, "__code__", None)
+    if code is None or is_installed(Path(code.co_filename)) or torch.cuda.is_available():
+        return False
+    texts = (c for c in code.co_consts if isinstance(c, str))
+    return "cuda" in code.co_names or any(_cpu(text) is not text for text in texts)
+
+
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that computes on the CPU where its code asks for "cuda"."""
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with _without_cuda():
+            return function(*args, **kwargs)
+
+    return called
+
+
 @contextmanager
 def loading(reference: str, kind: str) -> Iterator[None]:
     """Add everything that the body imports to the code of a reference."""
@@ -322,11 +362,7 @@ def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
         with user_file(what, path), ExitStack() as around:
             tree, line = without_training(ast.parse(content, str(path)), path)
             if line is not None:
-                text = linecache.getline(str(path), line).strip()
-                _notes.setdefault(name, {})[line] = (
-                    f"{path.name} trains when it is imported, from line {line}: {text} "
-                    "From this line on, only definitions and imports were run."
-                )
+                _notes.setdefault(name, {})[line] = _training_note(path, line)
             package, folders = _package(path, tree)
             if package:  # for relative imports; importlib reads the name
                 spec.name, module.__package__ = f"{package}.{name}", package
@@ -391,11 +427,58 @@ def _loaded(path: Path) -> str | None:
     return None
 
 
+class _WithoutTraining(importlib.machinery.SourceFileLoader):
+    """Runs a module without the statements that train."""
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """Return the code of the module; code that trains is not cached."""
+        path = Path(self.get_filename(fullname))
+        tree, line = without_training(ast.parse(path.read_bytes(), str(path)), path)
+        if line is None:
+            return super().get_code(fullname)
+        for notes in _importing[-1:]:
+            notes[line] = _training_note(path, line)
+        return compile(tree, str(path), "exec", dont_inherit=True)
+
+
+class _UserModules:
+    """Finds the user's modules, which are not installed, for `_WithoutTraining`."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        """Return the spec of a user's module, or None for other modules."""
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        loader = None if spec is None else spec.loader
+        if type(loader) is not importlib.machinery.SourceFileLoader:
+            return None
+        if is_installed(Path(loader.path)):
+            return None
+        spec.loader = _WithoutTraining(loader.name, loader.path)  # type: ignore[union-attr]
+        return spec
+
+
+def _training_note(path: Path, line: int) -> str:
+    text = linecache.getline(str(path), line).strip()
+    return (
+        f"{path.name} trains when it is imported, from line {line}: {text} From this line on, only "
+        "definitions and imports were run."
+    )
+
+
 @contextmanager
 def _recording_code(key: str) -> Iterator[None]:
-    """Record the code of the module `key`, including the modules that the body imports."""
-    before = set(sys.modules)
-    yield
+    """Record the code of the module `key`, including the modules that the body imports.
+
+    The user's modules are imported without their training.
+    """
+    before, finder = set(sys.modules), _UserModules()
+    _importing.append(_notes.setdefault(key, {}))
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        _importing.pop()
     file = getattr(sys.modules.get(key), "__file__", None)
     fresh = _files_of(sys.modules.keys() - before)
     if file is not None and (fresh or key not in _codes):

@@ -28,13 +28,21 @@ from gradscope.sources.data.python import INDICES
 from gradscope.sources.data.recipes import MASK
 from gradscope.sources.scripts.data import loaders, reference_of
 from gradscope.sources.scripts.losses import (
+    loss_expression,
     loss_is_summed,
     loss_method,
     losses_called,
     own_loss,
     reconstruction,
 )
-from gradscope.sources.scripts.models import FoundModel, find_models, find_trained
+from gradscope.sources.scripts.models import (
+    ONE_SAMPLE,
+    FoundModel,
+    find_built,
+    find_models,
+    find_trained,
+    stored_arguments,
+)
 from gradscope.sources.scripts.syntax import Script
 from gradscope.sources.weights import read
 from gradscope.sources.weights.fit import state_dict_under, state_dicts, stored_modules
@@ -164,9 +172,12 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     near += _imported(near)
     files = [*near, *(file for file in below if file not in near)]
     drafted = _model(result, model, checkpoint, folder, files, stored)
-    called = losses_called(near, drafted.file) or losses_called(files, drafted.file)
+    given = stored_arguments(stored.content)
+    called = losses_called(near, drafted.file, given) or losses_called(files, drafted.file, given)
     each, line = ([], "") if loss else loss_method(files, drafted.file)
     lines, own = ([], "") if loss or each else own_loss(files, drafted.file)
+    if not (loss or each or own):
+        lines, own = loss_expression(files, drafted.file, given)
     found, why = "mse", "an example"
     described = data.suffix.lower() == ".toml"
     # the samples of a function are not read
@@ -212,8 +223,8 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
         found, loss_lines = "loss.py:loss", [*text.splitlines(), *(f"#     {x}" for x in lines)]
         result.missing["loss.name"] = f"write loss.py, as the run file shows, for {own}"
     else:
-        summed = near if losses_called(near, drafted.file) else files
-        if loss is None and called and loss_is_summed(summed):
+        summed = near if losses_called(near, drafted.file, given) else files
+        if loss is None and called and loss_is_summed(summed, drafted.file):
             why = "AN EXAMPLE: a nearby script adds several losses; write a function, "
             why += "FILE.py:FUNCTION"
             result.missing["loss.name"] = _REPLACE
@@ -231,6 +242,10 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
         of = "each sample has its own numbers: the model's forward draws random numbers"
         compute.append(f'randomness = "fixed"  # guessed: {of}')
         result.guessed["compute.randomness"] = f"fixed: {of}"
+    if drafted.alone and "batch_size" not in _given(spec, "compute"):
+        compute = [line for line in compute if not line.startswith("# batch_size")]
+        compute.append(f"batch_size = 1  # guessed: {ONE_SAMPLE}")
+        result.guessed["compute.batch_size"] = f"1: {ONE_SAMPLE}"
     texts |= {"compute": "\n".join(compute), "argv": drafted.argv}
     result.text = _TEMPLATE.format(mode=mode, **texts)
     return result
@@ -301,6 +316,7 @@ class _Model:
     argv: str = _ARGV
     loss: str = ""  # the loss of a class of transformers, with the class
     random: bool = False  # whether its forward draws random numbers
+    alone: bool = False  # whether it is built for batches of one sample
 
 
 def _model(
@@ -340,6 +356,9 @@ def _model(
     if likely[0].unknown if likely else not usual:
         trained = find_trained(files, stored.content)
         likely = [*(each for each in trained if not (likely and each.is_class)), *likely]
+    if likely and likely[0].unknown and held is None:
+        built = find_built(files, likely[0], stored.content)
+        likely = likely if built is None else [built, *likely]
     if held is not None:
         value, why = FROM_CHECKPOINT, f"the checkpoint's {held} describes the model"
     elif likely:
@@ -362,12 +381,16 @@ def _model(
         loss = _loss_of_class(_architecture(checkpoint))
         return _Model(lines, [], _forward(stored.content), loss=loss)
     best, argv = likely[0], _ARGV
-    if best.of_arguments:
+    if best.argv is not None:
+        argv = f"argv = {_value(best.argv)}  # guessed: stored in the checkpoint"
+        result.guessed["model.argv"] = f"{_value(best.argv)}: stored in the checkpoint"
+    elif best.of_arguments:
         result.missing["model.argv"] = f"the arguments of the training, if {best.file.name} had any"
         argv = f"argv = []  # fill in: {best.file.name} parses arguments when imported"
     loss = "" if "num_labels" in best.arguments else _loss_of_class(best.name.partition(".")[0])
     arguments = _arguments(result, best, folder)
-    return _Model(lines, arguments, best.inputs, best.file, argv, loss, best.random)
+    alone = any(argument.why == ONE_SAMPLE for argument in best.arguments.values())
+    return _Model(lines, arguments, best.inputs, best.file, argv, loss, best.random, alone)
 
 
 def _architecture(checkpoint: Path) -> str:

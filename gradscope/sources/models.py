@@ -22,6 +22,7 @@ from gradscope.sources.code import (
     class_digests,
     code_digests,
     import_notes,
+    keep_on_cpu,
     load_function,
     loading,
     user_file,
@@ -75,11 +76,11 @@ def load_model(
     """
     if is_adapter(checkpoint.path):
         made, report, digests = _adapted(model, checkpoint, dtype)
+    elif model.factory == FROM_CHECKPOINT:
+        made, report, digests = _model_in_checkpoint(model, checkpoint, dtype)
     elif is_folder(Path(model.factory)):
         what = "the model is a folder, but CHECKPOINT is not an adapter with this base model"
         raise ModelError(what, where=f"model {model.factory}", remedy=_FACTORY)
-    elif model.factory == FROM_CHECKPOINT:
-        made, report, digests = _model_in_checkpoint(model, checkpoint, dtype)
     else:
         made, report = (_lean if lean else _whole)(model, checkpoint, dtype)
         references = [model.factory, *_nested_factories(model.kwargs)]
@@ -88,6 +89,7 @@ def load_model(
         report = replace(
             report, notes=(*import_notes(model.factory, "model factory"), *report.notes)
         )
+    keep_on_cpu(made)
     return LoadedModel(made, report, digests, (*report.notes, *notes_on(made)))
 
 

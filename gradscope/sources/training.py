@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-_PARSERS = {"parse_args", "parse_known_args"}
+PARSERS = {"parse_args", "parse_known_args"}
 _FIT = {"fit", "train", "run"}  # methods of a trainer that train
 _PLACES = 2  # the folders to search for an imported file: the script's folder, and the one above
 
@@ -62,7 +62,7 @@ def trains(tree: ast.Module) -> bool:
 def parses_arguments(tree: ast.Module) -> bool:
     """Whether a statement at the top level parses command-line arguments."""
     return any(
-        isinstance(node, ast.Assign | ast.Expr) and _name_of_call(node.value) in _PARSERS
+        isinstance(node, ast.Assign | ast.Expr) and _name_of_call(node.value) in PARSERS
         for node in tree.body
     )
 

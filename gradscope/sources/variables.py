@@ -46,7 +46,7 @@ class Variables:
         """Return the functions that compute a variable without training."""
         return [place for place in self._bodies if self.statements(place, name) is not None]
 
-    def made_by(self, called: Collection[str], named: str) -> list[str]:
+    def made_by(self, called: Collection[str], named: str = "(?!)") -> list[str]:
         """Return FUNCTION.NAME for variables to which calls of some names are assigned.
 
         Args:

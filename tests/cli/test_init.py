@@ -424,6 +424,8 @@ def test_options_are_taken_and_a_dataset_spec_too(gradscope: Gradscope, tmp_path
     assert document["model"]["factory"] == "my.models:net"
     assert document["loss"]["name"] == "model.py:helper"
     assert load(run).dataset.targets == ("y",)
+    with (tmp_path / "model.py").open("a") as file:
+        file.write("\ndef samples(): return [(0.0, 1.0)]\n")
     assert (
         gradscope("init", checkpoint, f"{tmp_path}/model.py:samples", *options, "-o", run).code == 0
     )

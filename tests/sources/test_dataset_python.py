@@ -220,7 +220,7 @@ def test_the_digest_tells_data_apart(file: Path) -> None:
         ("empty", "there are no samples"),
         ("number", "the function returned int"),
         ("Once", "iterated only once"),
-        ("flattening", "collated to inputs of shape (2,)"),
+        ("flattening", "collated to inputs of shape (46,)"),
         ("mixing", "sample 0 is collated to different numbers alone than in a batch of 23"),
         ("averaged", "sample 0 is collated to different numbers alone than in a batch of 23"),
         ("sparse", "inputs or targets contain a sparse_coo tensor"),

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from gradscope.config import DatasetSpec, parse_samples
-from gradscope.core.batch import Batch, Whole, WholeInputs, tensors
+from gradscope.core import batch as batches
+from gradscope.core.batch import Batch, Whole, WholeInputs
 from gradscope.core.groups import GroupIds, Reduction
 from gradscope.core.precision import dtype_name
 from gradscope.core.registry import suggestion
@@ -126,7 +127,7 @@ class Dataset:
         if {*spec.input_arrays} <= {*spec.whole}:
             inputs = WholeInputs(inputs, as_index(positions), len(self.samples))
         alone = len(positions) == 1 and isinstance(self.samples, PythonSamples)
-        if alone and any(t.dim() and t.shape[0] != 1 for t in tensors(inputs)):
+        if alone and any(t.dim() and t.shape[0] != 1 for t in batches.tensors(inputs)):
             inputs = WholeInputs(_undivided(inputs), torch.zeros(1, dtype=torch.int64), 1)
         return Batch.of(inputs, arrays(spec.targets, {}), index)
 
@@ -221,7 +222,7 @@ def _undivided(inputs: Any) -> Any:
     if isinstance(inputs, dict):
         return {key: _undivided((value,))[0] for key, value in inputs.items()}
     if isinstance(inputs, tuple):
-        return tuple(Whole(value) if tensors(value) else value for value in inputs)
+        return tuple(Whole(value) if batches.tensors(value) else value for value in inputs)
     return Whole(inputs)
 
 

@@ -2,9 +2,9 @@
 
 import ast
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from gradscope.sources.scripts.parts import ModelClass
 from gradscope.sources.scripts.syntax import (
@@ -16,23 +16,202 @@ from gradscope.sources.scripts.syntax import (
     called_name,
     copy_of,
     dotted_name,
+    key_of,
     last_name,
     unmoved,
 )
 
 _LOSS_OPTIONS = {"ignore_index", "label_smoothing", "delta", "margin"}
+_REDUCING = {"reduction", "size_average", "reduce"}  # options that do not change a sample's loss
+# methods and functions that keep the numbers of their first argument
+_KEEPING = MOVED | {"cpu", "long", "half", "view", "reshape", "squeeze", "unsqueeze", "flatten"}
+_KEEPING |= {"contiguous", "detach", "type", "permute", "transpose", "t", "Variable"}
+_KEEPING |= {"mean", "sum"}  # of losses
+_KEEPING |= {"tensor", "as_tensor", "from_numpy", "LongTensor", "FloatTensor", "Tensor"}
+_MODULES = {"torch", "F", "nn", "np", "functional", "autograd", "self"}
+_CHANGING = {
+    "sigmoid",
+    "softmax",
+    "log_softmax",
+    "tanh",
+    "exp",
+    "log",
+    "normalize",
+    "clamp",
+    "relu",
+}
 
 
-def losses_called(files: Iterable[Path], model: Path | None = None) -> list[str]:
+def losses_called(
+    files: Iterable[Path], model: Path | None = None, given: Mapping[str, Any] | None = None
+) -> list[str]:
     """Return the torch losses that scripts call, by gradscope's names, most frequent first.
 
-    A name includes constant options: "cross_entropy:ignore_index=-1". If scripts that train call
-    losses, the remaining scripts do not count. If scripts train the model of the file `model`,
-    scripts that train other models do not count.
+    A name includes options: "cross_entropy:ignore_index=-1". If scripts that train call losses,
+    the remaining scripts do not count. If scripts train the model of the file `model`, scripts that
+    train other models do not count.
+
+    Args:
+        files: Python files.
+        model: The file of the model.
+        given: The arguments that the checkpoint stores: label_smoothing=args.smoothing.
     """
     training, others = _training(files, model)
-    counts = _losses(training) or _losses(others)
+    counts = _losses(training, given or {}) or _losses(others, given or {})
     return sorted(counts, key=lambda name: (-counts[name], ":" not in name, name))
+
+
+def loss_expression(
+    files: Iterable[Path], model: Path | None, given: Mapping[str, Any]
+) -> tuple[list[str], str]:
+    """Return code for a loss of torch that is not LOSS(outputs, targets), and the script's line.
+
+    Examples are 0.5 * F.mse_loss(out, y), a loss with weights of classes, and a loss of scaled
+    targets. The code is a function of (outputs, targets), or [] if there is no such loss.
+    """
+    files = list(files)
+    scripts = [script for file in files if (script := Script.read(file)) is not None]
+    for script in _training(files, model)[0]:
+        sources = Sources(script, scripts)
+        for name, value in script.losses:
+            calls = [n for n in ast.walk(value) if isinstance(n, ast.Call) and _built(n, script)]
+            added = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add | ast.Sub)
+            if added or len(calls) != 1 or len(calls[0].args) < 2:
+                continue
+            (call,), local = calls, sources.local(calls[0])
+            whole = _undivided(value) is call
+            options = _options_of(call, script, sources, given)
+            outputs, targets = (_followed(node, local) for node in call.args[:2])
+            same = _keeps(outputs, _CHANGING) and _keeps(targets, None)
+            if whole and same and options is not None:
+                continue
+            line = f"{script.file.name}: {name} = {ast.unparse(value)}"
+            made = _one_sample(value, call, outputs, targets, script)
+            head = ["import torch", "from torch import nn", "from torch.nn import functional as F"]
+            return [*head, "def loss(outputs, targets):", f"    return torch.stack([{made}"], line
+    return [], ""
+
+
+def _one_sample(
+    value: ast.expr, call: ast.Call, outputs: ast.expr, targets: ast.expr, script: Script
+) -> str:
+    """Return the expression of a loss for the output o and the target t of one sample."""
+    arguments: list[ast.expr] = []
+    for node, name in ((outputs, "o"), (targets, "t")):
+        text = ast.unparse(node)
+        arguments.append(ast.parse(text.replace(ast.unparse(_base(node)), name)).body[0].value)  # type: ignore[attr-defined]
+    own = script.values.get(last_name(call.func))
+    called = call.func if own is None or last_name(call.func) in LOSSES else unmoved(own)
+    made = ast.Call(called, [*arguments, *call.args[2:]], call.keywords)
+    text = ast.unparse(value).replace(ast.unparse(call), ast.unparse(made))
+    return f"{text} for o, t in zip(outputs.split(1), targets.split(1))])"
+
+
+def _base(node: ast.expr) -> ast.expr:
+    """Return the variable in an expression, or the call of a model: x of sigmoid(x / 2)."""
+    if isinstance(node, ast.BinOp):
+        names = {n.id for n in ast.walk(node.left) if isinstance(n, ast.Name)} - _MODULES
+        return _base(node.left if names else node.right)
+    if isinstance(node, ast.Subscript | ast.UnaryOp):
+        return _base(node.value if isinstance(node, ast.Subscript) else node.operand)
+    if isinstance(node, ast.Call):
+        owner, known = getattr(node.func, "value", None), {*_KEEPING, *_CHANGING}
+        if last_name(node.func) in known:
+            function = owner is None or last_name(owner) in _MODULES
+            inner = next(iter(node.args), None) if function else owner
+            return node if inner is None else _base(inner)
+        return _base(node.args[0]) if len(node.args) == 1 and owner is not None else node
+    return node
+
+
+def _undivided(value: ast.expr) -> ast.expr:
+    """Return LOSS of LOSS.mean(), and of LOSS / n, for n steps of accumulation or n samples."""
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div):
+        scaled = isinstance(getattr(value.right, "value", None), float)
+        value = value if scaled else value.left
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        if value.func.attr not in ("mean", "sum"):
+            break
+        value = value.func.value
+    return value
+
+
+def _built(call: ast.Call, script: Script) -> ast.Call | None:
+    """Return the call with the options of a loss of torch, or None for a different call.
+
+    The loss may be called directly, or by a variable: criterion = nn.CrossEntropyLoss().
+    """
+    if last_name(call.func) in LOSSES:
+        return None if last_name(call.func)[:1].isupper() else call
+    own = unmoved(script.values.get(last_name(call.func), call.func))
+    if isinstance(own, ast.Call) and last_name(own.func) == "partial" and own.args:
+        return ast.Call(own.args[0], [], own.keywords) if last_name(own.args[0]) in LOSSES else None
+    if isinstance(own, ast.Call):
+        return own if last_name(own.func) in LOSSES else None
+    return ast.Call(own, [], []) if last_name(own) in LOSSES else None  # loss_fn = F.mse_loss
+
+
+def _options_of(
+    call: ast.Call, script: Script, sources: Sources, given: Mapping[str, Any]
+) -> str | None:
+    """Return the options of a call of a loss, as in gradscope's names, or None if one is unknown.
+
+    They may be options of the loss's class.
+    """
+    made = _built(call, script) or call
+    direct = made is call
+    extra = call.args[2:] if direct else [*made.args, *call.args[2:]]
+    keywords = [*made.keywords, *(() if direct else call.keywords)]
+    if any(getattr(node, "value", node) not in (None, True, False) for node in extra):
+        return None
+    found = []
+    for keyword in keywords:
+        if keyword.arg in _REDUCING or getattr(keyword.value, "value", keyword) is None:
+            continue
+        value = sources.constant(keyword.value)
+        key = key_of(keyword.value) or last_name(keyword.value)
+        plain = given.get(key) if key in given else getattr(value, "value", None)
+        if keyword.arg not in _LOSS_OPTIONS or not isinstance(plain, int | float):
+            return None
+        found.append(f"{keyword.arg}={plain}")
+    return f":{','.join(found)}" if found else ""
+
+
+def _followed(node: ast.expr, local: Mapping[str, ast.expr]) -> ast.expr:
+    """Replace a variable by its value, unless it is the result of a function: out = model(x)."""
+    for _ in range(4):
+        value = local.get(node.id) if isinstance(node, ast.Name) else None
+        called = value.func if isinstance(value, ast.Call) else None
+        known = last_name(called or node) in {*_KEEPING, *_CHANGING}
+        if value is None or (isinstance(called, ast.Name) and not known):
+            return node
+        read = {n.id for n in ast.walk(value) if isinstance(n, ast.Name)} - _MODULES
+        if not read:
+            return node  # y = torch.zeros(8)
+        name, node = last_name(node), value
+        if name in read:
+            return value  # y = y.view(-1)
+    return node
+
+
+def _keeps(node: ast.expr, changing: Collection[str] | None) -> bool:
+    """Whether an expression has the numbers of a variable: no arithmetic, no other function.
+
+    With `changing`, all other functions keep the numbers: they are models.
+    """
+    if isinstance(node, ast.Subscript):
+        entries = node.slice.elts if isinstance(node.slice, ast.Tuple) else []
+        return _keeps(node.value, changing) and not entries
+    if isinstance(node, ast.Attribute):
+        return _keeps(node.value, changing)
+    if isinstance(node, ast.Call):
+        owner, called = getattr(node.func, "value", None), last_name(node.func)
+        if called not in _KEEPING:
+            return changing is not None and called not in changing
+        function = owner is None or last_name(owner) in _MODULES
+        inner = next(iter(node.args), None) if function else owner
+        return inner is None or _keeps(inner, changing)
+    return not isinstance(node, ast.BinOp | ast.UnaryOp | ast.Compare | ast.IfExp)
 
 
 def loss_method(files: Iterable[Path], model: Path | None) -> tuple[list[str], str]:
@@ -239,26 +418,25 @@ def _training(files: Iterable[Path], model: Path | None) -> tuple[list[Script], 
     return own or training, [script for script in scripts if script not in training]
 
 
-def loss_is_summed(files: Iterable[Path]) -> bool:
-    """Whether a script calls backward() of a sum of several terms."""
-    scripts = [script for file in files if (script := Script.read(file)) is not None]
-    return any(script.sums for script in scripts)
+def loss_is_summed(files: Iterable[Path], model: Path | None) -> bool:
+    """Whether a script that trains the model calls backward() of a sum of several terms."""
+    return any(script.sums for script in _training(files, model)[0])
 
 
-def _losses(scripts: Iterable[Script]) -> Counter[str]:
-    return Counter(
-        LOSSES[called] + _options(call)
-        for script in scripts
-        for called in script.calls.keys() & LOSSES.keys()
-        for call in script.calls[called]
-    )
-
-
-def _options(call: ast.Call) -> str:
-    """Return the constant options of a loss: ":label_smoothing=0.1", or ""."""
-    found = []
-    for keyword in call.keywords:
-        with suppress(ValueError):
-            if keyword.arg in _LOSS_OPTIONS:
-                found.append(f"{keyword.arg}={ast.literal_eval(keyword.value)}")
-    return f":{','.join(found)}" if found else ""
+def _losses(scripts: Sequence[Script], given: Mapping[str, Any]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for script in scripts:
+        sources = Sources(script, scripts)
+        for called in script.calls.keys() & LOSSES.keys():
+            for call in script.calls[called]:
+                found[LOSSES[called] + (_options_of(call, script, sources, given) or "")] += 1
+        for value in script.values.values():  # loss_fn = F.cross_entropy, or partial(...)
+            of = value.args[0] if isinstance(value, ast.Call) and value.args else value
+            partial = isinstance(value, ast.Call) and last_name(value.func) == "partial"
+            if last_name(of) in LOSSES and (partial or not isinstance(value, ast.Call)):
+                made = value if isinstance(value, ast.Call) else ast.Call(value, [], [])
+                made = ast.Call(of, [], made.keywords)
+                found[
+                    LOSSES[last_name(of)] + (_options_of(made, script, sources, given) or "")
+                ] += 1
+    return found

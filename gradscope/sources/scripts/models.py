@@ -30,11 +30,13 @@ from gradscope.sources.scripts.syntax import (
     is_plain,
     key_of,
     last_name,
+    option_of,
     parameters_of,
     returned_call,
     unmoved,
 )
-from gradscope.sources.training import parses_arguments
+from gradscope.sources.training import PARSERS, parses_arguments
+from gradscope.sources.variables import MAIN, Variables
 
 _PREFIX = re.compile(r"(?:module\.|_orig_mod\.)+")  # DataParallel and torch.compile add these
 _PRETRAINED = {"pretrained", "weights"}  # the checkpoint replaces these weights
@@ -64,6 +66,7 @@ class FoundModel:
     inputs: Sequence[str] = ()  # the names of the parameters of its forward
     of_arguments: bool = False  # whether command-line arguments may decide what it is
     random: bool = False  # whether its forward draws random numbers in eval mode too
+    argv: Sequence[str] | None = None  # the command-line arguments, if the checkpoint stores them
 
     @property
     def reference(self) -> str:
@@ -161,6 +164,58 @@ def find_trained(files: Iterable[Path], stored: Any = None) -> list[FoundModel]:
     return list({model.reference: model for model in reversed(found)}.values())[::-1]
 
 
+def find_built(files: Iterable[Path], model: FoundModel, stored: Any = None) -> FoundModel | None:
+    """Return the variable of a script's function that has a model of the class `model`, or None.
+
+    Args:
+        files: Python files. They are parsed, not run.
+        model: A class with arguments that are not known.
+        stored: The whole checkpoint. The arguments of the script may be in it.
+    """
+    for script in (found for file in files if (found := Script.read(file)) is not None):
+        variables = Variables(script.tree, script.file)
+        for name in variables.made_by({model.name}):
+            place, _, own = name.partition(".")
+            nodes = [n for line in variables.statements(place, own) or () for n in ast.walk(line)]
+            calls = {last_name(n.func) for n in nodes if isinstance(n, ast.Call)}
+            parses = not calls.isdisjoint(PARSERS) or parses_arguments(script.tree)
+            of = "the block of __main__" if place == MAIN else f"{place}()"
+            why = f"{of} builds it; only the lines for {own} are run"
+            return replace(
+                model,
+                file=script.file,
+                name=name,
+                is_class=False,
+                why=why,
+                arguments={},
+                unknown=[],
+                of_arguments=parses,
+                argv=_argv(script, stored_arguments(stored)) if parses else None,
+            )
+    return None
+
+
+def _argv(script: Script, given: Mapping[str, Any]) -> list[str] | None:
+    """Return the command line that sets a script's options to stored values, or None.
+
+    It is None if no option is stored, or if a required option is not.
+    """
+    found: list[str] = []
+    known = False
+    for call in script.calls.get("add_argument", ()):
+        flag, name, default, required = option_of(call)
+        known |= name in given
+        value = given.get(name, default)
+        if required and name not in given:
+            return None
+        if name not in given or value == default:
+            continue
+        values = [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
+        values = [] if isinstance(value, bool) else values
+        found += [*([flag] if flag else []), *values]
+    return found if known else None
+
+
 def _split(dotted: str) -> tuple[str, str]:
     """Split package.module.NAME; NAME includes a class: transformers, AutoModel.from_config."""
     names = dotted.split(".")
@@ -252,12 +307,13 @@ def _arguments(
     sources: Sources, model: ModelClass, shapes: Shapes, given: Mapping[str, Any]
 ) -> tuple[dict[str, Argument], list[str]]:
     """Return the known arguments of a class, and the names of the arguments to fill in."""
+    called = _called(sources, model, given)
+    passed = _passed(sources, model) - called.keys()
     equations = list(model.equations(shapes))
     solved = _solved(equations)
     contradicted = _contradicted(equations, solved, model.parameters)
     tensors = model.tensors(shapes)
     configs = model.configs()
-    called = _called(sources, model, given)
     found: dict[str, Argument] = {}
     unknown: list[str] = []
     for name, default in model.parameters.items():
@@ -287,9 +343,16 @@ def _arguments(
             why = "the checkpoint has its values"
             found[f"{name}.factory"] = Argument("torch:zeros", why, names_code=True)
             found[f"{name}.size"] = Argument([*tensors[name]], "the shape in the checkpoint")
-        elif default is None or name in contradicted:
+        elif default is None or name in contradicted or name in passed:
             unknown.append(name)
     return found, unknown
+
+
+def _passed(sources: Sources, model: ModelClass) -> set[str]:
+    """Return the arguments that each call of a model's class passes."""
+    calls = sources.calls(model.name)
+    names = [set(bound_arguments(call, list(model.parameters))) for call in calls]
+    return set.intersection(*names) if names else set()
 
 
 def _is_like(value: Any, default: ast.expr | None) -> bool:

@@ -131,7 +131,9 @@ class Script:
         found: dict[str, Any] = {}
         top = set(self.tree.body)
         for call in self.calls.get("add_argument", ()):
-            found |= _option(call)
+            _, name, default, _ = option_of(call)
+            if default is not None or any(k.arg == "default" for k in call.keywords):
+                found[name] = default
         for node in self.nodes:  # for example config.width = 64
             target = node.targets[0] if isinstance(node, ast.Assign) else None
             if isinstance(node, ast.Assign) and (
@@ -144,8 +146,9 @@ class Script:
                     continue
             if isinstance(node, ast.Assign) and dotted_name(node.value) is None:
                 name = last_name(node.targets[0])  # args.sizes = args.sizes.split(",")
-                own = name in map(last_name, ast.walk(node.value))
-                if own and isinstance(found.get(name), str):
+                read = {dotted_name(n) for n in ast.walk(node.value) if isinstance(n, ast.expr)}
+                own = dotted_name(node.targets[0]) in read
+                if name and own and isinstance(found.get(name), str):
                     del found[name]
         return found
 
@@ -337,16 +340,25 @@ class Sources:
         return best
 
 
-def _option(call: ast.Call) -> dict[str, Any]:
-    """Return {destination: default} of a call of add_argument."""
+def option_of(call: ast.Call) -> tuple[str, str, Any, bool]:
+    """Return flag ("" if positional), name, default (None if unknown) and whether it is required.
+
+    The call is a call of add_argument.
+    """
     texts = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
     long = next((t for t in texts if t.startswith("--")), texts[0] if texts else "")
     named = {k.arg: k.value for k in call.keywords}
     name = getattr(named.get("dest"), "value", None) or long.lstrip("-").replace("-", "_")
     action = getattr(named.get("action"), "value", None)
+    flag = long if long.startswith("-") else ""
+    default = None
     with suppress(ValueError, KeyError):
-        return {name: ast.literal_eval(named["default"])}
-    return {name: action == "store_false"} if action in ("store_true", "store_false") else {}
+        default = ast.literal_eval(named["default"])
+    if default is None and action in ("store_true", "store_false"):
+        default = action == "store_false"
+    optional = getattr(named.get("nargs"), "value", None) in ("?", "*") or "default" in named
+    required = getattr(named.get("required"), "value", not flag and not optional)
+    return flag, name, default, bool(required)
 
 
 def assigned_pairs(targets: Sequence[ast.expr], value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
