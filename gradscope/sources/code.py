@@ -164,6 +164,27 @@ def give_arguments(arguments: Iterable[str]) -> None:
     _arguments = tuple(arguments)
 
 
+class Config(dict[str, Any]):
+    """A table of a factory's arguments, with its entries as attributes, like a config object."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an entry."""
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(
+                f"the run file has no argument {name!r} in this table of kwargs. Add it. For the "
+                "value None, write a function that builds the object"
+            ) from None
+
+
+def as_config(value: Any, entry: Callable[[Any], Any] | None = None) -> Any:
+    """Return a table as a `Config`, and other values unchanged; `entry` converts the entries."""
+    if not isinstance(value, dict):
+        return value
+    return Config({name: (entry or as_config)(each) for name, each in value.items()})
+
+
 def import_notes(reference: str, kind: str) -> tuple[str, ...]:
     """Return notes on the import of a file: skipped statements and slow lines."""
     _, key, _ = _load(reference, kind)

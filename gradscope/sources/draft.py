@@ -26,7 +26,12 @@ from gradscope.sources.data.columns import SequenceColumn, StoredColumn, TextCol
 from gradscope.sources.data.files import open_arrays
 from gradscope.sources.data.python import INDICES
 from gradscope.sources.data.recipes import MASK
-from gradscope.sources.scripts.data import loaders, reference_of
+from gradscope.sources.scripts.data import (
+    changed_batch,
+    loaders,
+    reference_of,
+    transforms_of,
+)
 from gradscope.sources.scripts.losses import (
     loss_expression,
     loss_is_summed,
@@ -38,6 +43,7 @@ from gradscope.sources.scripts.losses import (
 from gradscope.sources.scripts.models import (
     ONE_SAMPLE,
     FoundModel,
+    arguments_of,
     find_built,
     find_models,
     find_trained,
@@ -185,7 +191,7 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
         if described:
             dataset_lines = [f"spec = {quoted(_relative(data, folder))}"]
         else:
-            dataset_lines = _data_of_script(result, str(data), folder, files)
+            dataset_lines = _data_of_script(result, str(data), folder, files, stored.content)
         if not described and (same := reconstruction(files, drafted.file)):
             of = f"the model's inputs are the targets of {same}"
             dataset_lines.append(f'targets = ["inputs"]  # guessed: {_comment(of)}')
@@ -208,7 +214,11 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
                 loss=loss or ("loss.py:loss" if each else None),
                 called=called,
                 group=spec.dataset.group,
+                transforms=transforms_of(files),
             )
+    if changed := changed_batch(near):
+        result.missing["dataset"] = f"do this in the data set: {changed}"
+        dataset_lines.append(f"# do this in the data set: {_comment(changed)}")
     if spec.dataset.group is not None:
         dataset_lines.append(f"group = {quoted(spec.dataset.group)}")
     if each:
@@ -263,7 +273,9 @@ def _naming_loaders(files: Sequence[Path]) -> Iterator[None]:
         raise
 
 
-def _data_of_script(result: Draft, data: str, folder: Path, files: Sequence[Path]) -> list[str]:
+def _data_of_script(
+    result: Draft, data: str, folder: Path, files: Sequence[Path], stored: Any
+) -> list[str]:
     """Return the lines for the data set FILE.py:NAME of a script, or of a package."""
     place, _, name = data.rpartition(":")
     if not place.endswith(".py"):
@@ -272,7 +284,20 @@ def _data_of_script(result: Draft, data: str, folder: Path, files: Sequence[Path
     reference = _anchored(reference, folder)
     if why:
         result.guessed["dataset.path"] = f"{reference}: {why}"
-    return [*([f"# guessed: {_comment(why)}"] * bool(why)), f"path = {quoted(reference)}"]
+    lines = [*([f"# guessed: {_comment(why)}"] * bool(why)), f"path = {quoted(reference)}"]
+    known, unknown = arguments_of(Path(place), name, files, stored)
+    given: dict[str, Any] = {}
+    for key, argument in known.items():
+        table, _, last = key.rpartition(".")
+        (given.setdefault(table, {}) if table else given)[last] = argument.value
+        why = argument.why.partition(";")[0]
+        result.guessed[f"dataset.kwargs.{key}"] = f"{_value(argument.value)}: {why}"
+    if given or unknown:
+        lines.append("# the arguments of NAME")
+        lines += [f"# {key} =  # {_NO_VALUE}" for key in unknown]
+        lines.append(f"kwargs = {_value(given)}")
+    result.missing |= {f"dataset.kwargs.{key}": "fill it in" for key in unknown}
+    return lines
 
 
 def _given(spec: RunSpec, section: str) -> dict[str, Any]:
@@ -580,6 +605,7 @@ def _dataset(
     loss: str | None,
     called: Sequence[str],
     group: str | None,
+    transforms: Collection[str],
 ) -> tuple[list[str], str, str]:
     """Return the lines for a data file, a loss for its targets, and why.
 
@@ -592,6 +618,7 @@ def _dataset(
         loss: The loss that was given on the command line, if any.
         called: The losses that scripts call.
         group: The array of the ids of groups, which is no input.
+        transforms: The transforms of pictures that scripts use.
     """
     kind, opened = open_arrays(data)
     arrays = {name: _DataArray.of(opened.load(name)) for name in opened.names if name != group}
@@ -652,7 +679,11 @@ def _dataset(
             result.missing["loss.name"] = f"write loss.py: {why}"
     real = (loss or found).partition(":")[0] in _REAL
     labels = [k for k in targets if real and "int" in arrays[k].dtype]
-    lines += _pixels(arrays, inputs, labels, guess)
+    lines += _pixels(arrays, inputs, labels, guess, scaled="ToTensor" in transforms)
+    others = sorted({*transforms} - {"ToTensor"}) if kind == "images" else []
+    if others:
+        what = f"a script uses {listed(others)}: name its data set instead, FILE.py:NAME"
+        result.missing["dataset.path"] = what
     texts = opened.load(targets[0]) if targets else None
     if isinstance(texts, TextColumn):
         first = sorted(set(texts.read(0, min(texts.n, _READ))))
@@ -727,8 +758,13 @@ def _pixels(
     inputs: Iterable[str],
     labels: Sequence[str],
     guess: Callable[[str, Any, str], None],
+    *,
+    scaled: bool,
 ) -> list[str]:
-    """Guess the dtype float32 for pixels and for `labels`; return a comment with the scale."""
+    """Guess the dtype float32 for pixels and for `labels`; return a comment with the scale.
+
+    With `scaled`, the scale of bytes is 1/255, as by torchvision's ToTensor.
+    """
     pixels = [k for k in inputs if arrays[k].dtype in ("uint8", "bool") and arrays[k].sample]
     if isinstance(inputs, dict):  # the mask of a keyword is not a picture
         pixels = [k for k in pixels if "mask" not in k]
@@ -738,6 +774,9 @@ def _pixels(
     if whys:
         guess("dtype", dict.fromkeys([*pixels, *labels], "float32"), "; ".join(whys))
     if not pixels:
+        return []
+    if scaled and all(arrays[k].dtype == "uint8" for k in pixels):
+        guess("scale", dict.fromkeys(pixels, 1 / 255), "a script uses ToTensor")
         return []
     scales = _value(dict.fromkeys(pixels, 1 / 255))
     return [f"# scale = {scales}  # the factor used in training, if any"]

@@ -19,6 +19,7 @@ from gradscope.errors import CheckpointError, ModelError, SpecError, located
 from gradscope.model.locate import first_line
 from gradscope.model.randomness import random_numbers_kept
 from gradscope.sources.code import (
+    as_config,
     class_digests,
     code_digests,
     import_notes,
@@ -217,27 +218,11 @@ def _copied(model: nn.Module) -> nn.Module:
     return deepcopy(model, computed)
 
 
-class Config(dict[str, Any]):
-    """A table of a factory's arguments, with its entries as attributes, like a config object."""
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an entry."""
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(
-                f"[model.kwargs] of the run file has no argument {name!r}. Add it to this table. "
-                "For the value None, write a function that builds the model"
-            ) from None
-
-
 def _argument(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
     nested = nested_factory(value)
     if nested is not None:
         return _made(nested, {name: entry for name, entry in value.items() if name != "factory"})
-    return Config({name: _argument(entry) for name, entry in value.items()})
+    return as_config(value, _argument)
 
 
 def _nested_factories(kwargs: Mapping[str, Any]) -> list[str]:

@@ -14,6 +14,9 @@ from pathlib import Path
 
 from gradscope.sources.training import is_main_block, training_in
 
+# functions and methods that return the module that they get
+MOVED = {"to", "cuda", "eval", "train", "double", "float", "prepare", "compile"}
+MOVED |= {"DataParallel", "DistributedDataParallel"}
 MAIN = "__main__"  # the name of the block if __name__ == "__main__"
 _COMPOUND = (ast.If, ast.For, ast.While, ast.With, ast.Try)
 _DEPTH = 4  # how many callers to follow for the values of parameters
@@ -60,7 +63,7 @@ class Variables:
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
             for target in (n for t in node.targets for n in ast.walk(t))
             if isinstance(target, ast.Name)
-            and (_last_name_of_call(node.value) in called or re.search(named, target.id))
+            and (_made(node.value) in called or re.search(named, target.id))
         }
         return [f"{f}.{name}" for f, name in found if self.statements(f, name) is not None]
 
@@ -208,6 +211,18 @@ def _changed(node: ast.stmt, own: set[str]) -> Iterator[str]:
 def _seeds(node: ast.stmt) -> bool:
     """Whether a statement is a call that seeds random numbers, as torch.manual_seed(0)."""
     return isinstance(node, ast.Expr) and "seed" in _last_name_of_call(node.value).lower()
+
+
+def _made(node: ast.expr) -> str:
+    """Return NAME for NAME(...), also for NAME(...).to(device) and DataParallel(NAME(...))."""
+    while isinstance(node, ast.Call) and (_last_name_of_call(node) in MOVED):
+        inner = next(iter(node.args), None) if isinstance(node.func, ast.Name) else None
+        owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+        moved = inner or (owner if isinstance(owner, ast.Call) else next(iter(node.args), None))
+        if moved is None:
+            break
+        node = moved
+    return _last_name_of_call(node)
 
 
 def _last_name_of_call(node: ast.expr) -> str:

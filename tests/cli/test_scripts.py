@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import gradscope as package
-from gradscope.sources.models import Config
+from gradscope.sources.code import Config
 from gradscope.sources.scripts.losses import loss_method, losses_called
 from gradscope.sources.scripts.models import find_models, find_trained
 from tests.cli.conftest import Gradscope

@@ -21,7 +21,7 @@ from gradscope.core.batch import map_tensors, strided, tensors
 from gradscope.core.texts import article, listed
 from gradscope.errors import DatasetError, ModelError, located
 from gradscope.model.locate import first_line
-from gradscope.sources.code import code_digests, load_value, loading, user_file
+from gradscope.sources.code import as_config, code_digests, load_value, loading, user_file
 from gradscope.sources.data.columns import as_index
 from gradscope.sources.data.recipes import converter
 
@@ -74,7 +74,7 @@ class PythonSamples:
         if not _is_data(made):
             _require_arguments(made, spec, self._where)
             with user_file(self._where), loading(factory, "data set"):
-                made = made(**spec.kwargs)
+                made = made(**{key: as_config(value) for key, value in spec.kwargs.items()})
                 if hasattr(made, "train_dataloader") and hasattr(made, "setup"):
                     made.setup("fit")  # a LightningDataModule
                     made = made.train_dataloader()
@@ -254,6 +254,13 @@ def _is_data(found: Any) -> bool:
 
 def _parts(made: Any) -> tuple[Any, Collate, tuple[str, ...]]:
     """Split the result of a factory into samples, collate function and notes."""
+    if isinstance(made, tuple | list) and any(isinstance(v, DataLoader | Dataset) for v in made):
+        kind = DataLoader if any(isinstance(v, DataLoader) for v in made) else Dataset
+        first = next(k for k, value in enumerate(made) if isinstance(value, kind))
+        if not (len(made) == 2 and first == 0 and callable(made[1])):
+            data, collate, notes = _parts(made[first])
+            which = f"number {first} of the {len(made)} values that the function returns is used"
+            return data, collate, (which, *notes)
     if isinstance(made, DataLoader):
         note = "only dataset and collate_fn of the DataLoader are used, in the data set's order"
         return made.dataset, made.collate_fn or default_collate, (note,)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gradscope.core.texts import listed
 from gradscope.errors import DatasetError
+from gradscope.sources.scripts.losses import keeps_numbers
 from gradscope.sources.scripts.syntax import Script, last_name
 from gradscope.sources.training import is_main_block
 from gradscope.sources.variables import MAIN, Variables
@@ -66,6 +67,34 @@ def loaders(files: Iterable[Path]) -> list[str]:
             names = [*top, *Variables(script.tree, script.file).made_by(calls, named)]
             found |= {f"{script.file}:{name}": True for name in names}
     return list(found)
+
+
+def changed_batch(files: Iterable[Path]) -> str:
+    """Return the line of a script that changes the inputs of a batch before the model, or "".
+
+    An example is "train.py: image = image / 255 - 0.5" in the loop with `model(image)`.
+    """
+    for script in (found for file in files if (found := Script.read(file)) is not None):
+        loops = [node for node in script.nodes if isinstance(node, ast.For)]
+        for nodes in (list(ast.walk(loop)) for loop in loops if script.trains):
+            calls = [n for n in nodes if isinstance(n, ast.Call) and n.args]
+            given = [n.args[0] for n in calls if last_name(n.func) in script.owners]
+            names = {n.id for node in given for n in ast.walk(node) if isinstance(n, ast.Name)}
+            for node in (n for n in nodes if isinstance(n, ast.Assign)):
+                name = last_name(node.targets[0])
+                read = {n.id for n in ast.walk(node.value) if isinstance(n, ast.Name)}
+                if name in names & read and not keeps_numbers(node.value):
+                    return f"{script.file.name}: {ast.unparse(node)}"
+            for passed in (node for node in given if isinstance(node, ast.BinOp)):
+                return f"{script.file.name}: the model is called with {ast.unparse(passed)}"
+    return ""
+
+
+def transforms_of(files: Iterable[Path]) -> set[str]:
+    """Return the names of torchvision's transforms that scripts call."""
+    found = {"ToTensor", "Normalize", "Resize", "CenterCrop", "RandomCrop", "RandomResizedCrop"}
+    scripts = [script for file in files if (script := Script.read(file)) is not None]
+    return found & {name for script in scripts for name in script.calls}
 
 
 def _names(script: Script) -> set[str]:

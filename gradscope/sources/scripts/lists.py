@@ -37,7 +37,7 @@ def _in_body(
     for line in body:
         if isinstance(line, ast.For):
             own = ast.comprehension(line.target, line.iter, [], 0)
-            yield from _in_body(line.body, own, certain and loop is None)
+            yield from _in_body(line.body, own, loop is None)
         elif isinstance(line, ast.If):
             yield from _in_body([*line.body, *line.orelse], loop, False)
         elif isinstance(line, ast.With):

@@ -9,7 +9,6 @@ from typing import Any
 from gradscope.sources.scripts.parts import ModelClass
 from gradscope.sources.scripts.syntax import (
     LOSSES,
-    MOVED,
     Script,
     Sources,
     Substituted,
@@ -20,6 +19,7 @@ from gradscope.sources.scripts.syntax import (
     last_name,
     unmoved,
 )
+from gradscope.sources.variables import MOVED
 
 _LOSS_OPTIONS = {"ignore_index", "label_smoothing", "delta", "margin"}
 _REDUCING = {"reduction", "size_average", "reduce"}  # options that do not change a sample's loss
@@ -82,7 +82,7 @@ def loss_expression(
             whole = _undivided(value) is call
             options = _options_of(call, script, sources, given)
             outputs, targets = (_followed(node, local) for node in call.args[:2])
-            same = _keeps(outputs, _CHANGING) and _keeps(targets, None)
+            same = keeps_numbers(outputs, _CHANGING) and keeps_numbers(targets)
             if whole and same and options is not None:
                 continue
             line = f"{script.file.name}: {name} = {ast.unparse(value)}"
@@ -194,23 +194,23 @@ def _followed(node: ast.expr, local: Mapping[str, ast.expr]) -> ast.expr:
     return node
 
 
-def _keeps(node: ast.expr, changing: Collection[str] | None) -> bool:
+def keeps_numbers(node: ast.expr, changing: Collection[str] | None = None) -> bool:
     """Whether an expression has the numbers of a variable: no arithmetic, no other function.
 
     With `changing`, all other functions keep the numbers: they are models.
     """
     if isinstance(node, ast.Subscript):
         entries = node.slice.elts if isinstance(node.slice, ast.Tuple) else []
-        return _keeps(node.value, changing) and not entries
+        return keeps_numbers(node.value, changing) and not entries
     if isinstance(node, ast.Attribute):
-        return _keeps(node.value, changing)
+        return keeps_numbers(node.value, changing)
     if isinstance(node, ast.Call):
         owner, called = getattr(node.func, "value", None), last_name(node.func)
         if called not in _KEEPING:
             return changing is not None and called not in changing
         function = owner is None or last_name(owner) in _MODULES
         inner = next(iter(node.args), None) if function else owner
-        return inner is None or _keeps(inner, changing)
+        return inner is None or keeps_numbers(inner, changing)
     return not isinstance(node, ast.BinOp | ast.UnaryOp | ast.Compare | ast.IfExp)
 
 

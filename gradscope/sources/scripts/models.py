@@ -11,6 +11,7 @@ import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -380,6 +381,34 @@ def _contradicted(
         if value is not None and isinstance(size, int) and value != size:
             wrong |= names & defaults.keys()
     return wrong
+
+
+def arguments_of(
+    file: Path, name: str, files: Iterable[Path], stored: Any = None
+) -> tuple[dict[str, Argument], list[str]]:
+    """Return the known arguments of a script's class or function, and the unknown arguments.
+
+    Arguments with a default that no call passes are left out. Entries of a config are CONFIG.KEY.
+
+    Args:
+        file: The script.
+        name: The class or function at its top level.
+        files: Scripts that may call it. They are parsed, not run.
+        stored: The whole checkpoint. The arguments may be in it.
+    """
+    script = Script.read(file)
+    if script is None or name not in {*script.classes, *script.functions}:
+        return {}, []
+    others = [found for each in files if (found := Script.read(each)) is not None]
+    sources = Sources(script, [script, *(other for other in others if other is not script)])
+    function = script.functions.get(name)
+    if function is not None:  # as the __init__ of a class
+        own = ast.arg("self")
+        arguments = copy(function.args)
+        arguments.args = [own, *function.args.args]
+        made = ast.FunctionDef("__init__", arguments, function.body, [])
+        sources.classes = sources.classes.new_child({name: ast.ClassDef(name, [], [], [made], [])})
+    return _arguments(sources, ModelClass(sources, name), {}, stored_arguments(stored))
 
 
 def _config(

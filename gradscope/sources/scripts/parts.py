@@ -55,6 +55,7 @@ _AXES: dict[str, dict[str, int]] = {
     "Bilinear": {"in1_features": 1, "in2_features": 2, "out_features": 0},
     "PReLU": {"num_parameters": 0},
 }
+_GROUPS = 7  # the position of `groups` among the arguments of a convolution, or before
 _FLAGS = {"bias": "bias", "bidirectional": "_reverse"}  # {option: a part of its tensors' names}
 _RECURRENT = {"RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"}
 _TRANSFORMERS: dict[str, tuple[str, ...]] = {
@@ -743,6 +744,9 @@ def sizes(part: Part, shapes: Shapes) -> Iterator[tuple[ast.expr, Size]]:
                 yield from zip(arguments, shapes[""], strict=True)
         return
     axes = _AXES.get(part.kind, {})
+    options = {keyword.arg for keyword in part.call.keywords}
+    if "Conv" in part.kind and not {"groups", None} & options and len(part.call.args) < _GROUPS:
+        axes = {name: 1 if axis < 0 else axis for name, axis in axes.items()}  # one group
     given = bound_arguments(part.call, list(axes) or _TRANSFORMERS.get(part.kind, ()))
     for name, node in given.items():
         size = _size(part.kind, axes.get(name, -1), name, shapes)

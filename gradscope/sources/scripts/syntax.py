@@ -12,15 +12,13 @@ from typing import Any
 from torch import nn
 
 from gradscope.sources.training import trains
+from gradscope.sources.variables import MOVED
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 Size = int | str | list[int]  # or a flag, or a choice
 # an expression, its value (a list for [Layer(k) for k in EXPRESSION]), the source's name
 Equation = tuple[ast.expr, Size, str]
-# functions and methods that return the module that they get
-MOVED = {"to", "cuda", "eval", "train", "double", "float", "prepare", "compile"}
-MOVED |= {"DataParallel", "DistributedDataParallel"}
 # modules that scripts subclass: those of torch, of Lightning and of transformers
 _BASES = {"Module", "LightningModule", "PreTrainedModel"} | {
     name
