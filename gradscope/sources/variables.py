@@ -37,8 +37,7 @@ class Variables:
     def statements(self, function: str, name: str) -> list[ast.stmt] | None:
         """Return the statements that compute a variable at its last assignment, or None.
 
-        The result is None if a parameter of the function has no known value, or if the statements
-        train.
+        The result is None if the value of a parameter is unknown, or if the statements train.
         """
         found = self._slice(function, {name}, _DEPTH)
         if found is None or name not in _bound_in(found):
@@ -54,7 +53,7 @@ class Variables:
 
         Args:
             called: The names of the functions and classes.
-            named: A pattern. Variables with a name that it matches are returned too.
+            named: A pattern. It also selects variables, by their names.
         """
         found = {
             (place, target.id): None
@@ -81,7 +80,7 @@ class Variables:
         return training_in(self.tree, self.path)
 
     def _slice(self, function: str, names: set[str], depth: int) -> list[ast.stmt] | None:
-        """Return the statements of a function that compute variables, with those of its callers."""
+        """Return the statements of a function that compute variables, after the statements of its callers."""
         body = self._bodies.get(function)
         if body is None or depth == 0:
             return None

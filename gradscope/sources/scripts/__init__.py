@@ -1,1 +1,1 @@
-"""What init reads in training scripts: the model, its arguments and its loss."""
+"""Reads training scripts for init: the model, its arguments, its loss and its data."""

@@ -71,9 +71,9 @@ def entries_of(node: ast.expr, names: Mapping[str, ast.expr], added: Added) -> l
     """Return the entries of an expression that is a list, in order.
 
     Args:
-        node: The expression. An expression that is not a list is one entry: a Starred node.
+        node: The expression. An unknown expression is one entry, a Starred node.
         names: The values of variables and of self.NAME.
-        added: What methods add to lists afterwards.
+        added: The entries that methods add to lists afterwards.
     """
     return _merged(_entries(node, names, added, ()))
 

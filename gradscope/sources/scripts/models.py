@@ -199,7 +199,7 @@ def find_built(files: Iterable[Path], model: FoundModel, stored: Any = None) -> 
 def _argv(script: Script, given: Mapping[str, Any]) -> list[str] | None:
     """Return the command line that sets a script's options to stored values, or None.
 
-    It is None if no option is stored, or if a required option is not.
+    It is None if no option is stored, or if a required option is missing.
     """
     found: list[str] = []
     known = False

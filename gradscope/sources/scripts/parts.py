@@ -520,7 +520,7 @@ class ModelClass:
     def _of_branches(self, shapes: Shapes) -> Iterator[Equation]:
         """Yield (argument, value) for `if ARGUMENT:` whose branches make different parts.
 
-        The parts of one branch must explain the tensors, and those of the other branch must not.
+        One branch must explain the tensors, and the other branch must not.
         """
         nodes = (inner for line in self._lines[0] for inner in ast.walk(line))
         for node in (each for each in nodes if isinstance(each, ast.If)):
@@ -666,7 +666,7 @@ class ModelClass:
 def _choice(test: ast.expr) -> tuple[ast.expr, Size | None, Size | None] | None:
     """Return an argument, and its values if a condition is true and if it is false.
 
-    The values of `NAME == "relu"` are "relu" and None. None means unknown.
+    The values of `NAME == "relu"` are "relu" and None. Here None is an unknown value.
     """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         found = _choice(test.operand)

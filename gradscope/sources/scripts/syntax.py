@@ -19,7 +19,7 @@ Shapes = Mapping[str, Shape]
 Size = int | str | list[int]  # or a flag, or a choice
 # an expression, its value (a list for [Layer(k) for k in EXPRESSION]), the source's name
 Equation = tuple[ast.expr, Size, str]
-# modules that scripts subclass: those of torch, of Lightning and of transformers
+# modules of torch, Lightning and transformers that scripts subclass
 _BASES = {"Module", "LightningModule", "PreTrainedModel"} | {
     name
     for name, kind in vars(nn).items()

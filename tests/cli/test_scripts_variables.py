@@ -1,0 +1,450 @@
+"""Scripts that build their data and their model in functions, and scripts that train on import."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gradscope.errors import ModelError
+from gradscope.sources.code import give_arguments, load_value
+from gradscope.sources.variables import Variables
+from tests.cli.conftest import Gradscope
+from tests.cli.test_scripts_parts import CWD, drafted, in_folder, looped, norms
+
+__all__ = ["in_folder"]  # a fixture
+
+MAIN = """
+import argparse
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.nn import functional as F
+
+class Net(nn.Module):
+    def __init__(self, inputs, hidden, act):
+        super().__init__()
+        self.first, self.act = nn.Linear(inputs, hidden), getattr(torch, act)
+        self.last = nn.Linear(hidden, 3)
+    def forward(self, x):
+        return self.last(self.act(self.first(x)))
+
+def train(model, loader, criterion, optimizer):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+def splits(n, seed):
+    generator = torch.Generator().manual_seed(seed)
+    data = TensorDataset(
+        torch.randn(n, 4, generator=generator), torch.randint(3, (n,), generator=generator)
+    )
+    return torch.utils.data.random_split(data, [n - 6, 6], generator)
+
+def main(args):
+    torch.manual_seed(args.seed)
+    trainset, testset = splits(args.n, args.seed)
+    test_loader = DataLoader(testset, 4)
+    options = {"batch_size": 5}
+    options["shuffle"] = True
+    train_loader = DataLoader(trainset, **options)
+    model = Net(4, args.hidden, args.act).to("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    criterion = nn.CrossEntropyLoss(label_smoothing=args.smooth).cuda()
+    for epoch in range(2):
+        train(model, train_loader, criterion, optimizer)
+    open("trained", "w").close()
+    torch.save({"state": model.state_dict(), "args": vars(args)}, "net.pt")
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--hidden", type=int, default=5)
+    parser.add_argument("--act", default="relu")
+    parser.add_argument("--n", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--smooth", type=float, default=0.0)
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    main(args)
+"""
+STORED = {"hidden": 6, "act": "tanh", "n": 16, "seed": 3, "smooth": 0.2, "quick": True}
+
+
+def store(state: Any = None, arguments: Any = STORED) -> nn.Module:
+    """Write main.py and the checkpoint net.pt of its model; return the model in float64."""
+    Path("main.py").write_text(MAIN)
+    import main  # type: ignore[import-not-found]
+
+    torch.manual_seed(1)
+    model: nn.Module = main.Net(4, 6, "tanh")
+    torch.save({"state": model.state_dict(), "args": arguments}, "net.pt")
+    return model.double()
+
+
+@CWD
+@pytest.mark.parametrize("kind", [dict, argparse.Namespace])
+def test_a_loader_of_main_with_the_arguments_in_the_checkpoint(
+    gradscope: Gradscope, kind: Any
+) -> None:
+    model = store(arguments=kind(**STORED))
+    found = drafted(gradscope, "net.pt", "main.py:train_loader", "--unsafe-pickle")
+    assert found["dataset"]["path"] == "main.py:main.train_loader"
+    assert found["loss"]["name"] == "cross_entropy:label_smoothing=0.2"
+    assert found["model"]["kwargs"] == {"inputs": 4, "hidden": 6, "act": "tanh"}
+    assert not Path("trained").exists()
+    text = Path("run.toml").read_text()
+    argv = ["--hidden", "6", "--act", "tanh", "--n", "16", "--seed", "3", "--smooth", "0.2"]
+    Path("run.toml").write_text(text.replace("# argv =", f"argv = {argv} #".replace("'", '"')))
+    import main
+
+    trainset, _ = main.splits(16, 3)
+    x, y = map(torch.stack, zip(*[trainset[k] for k in range(10)], strict=True))
+    loss = nn.CrossEntropyLoss(label_smoothing=0.2)
+    expected = looped(model, lambda model, x, y: loss(model(x), y), x.double(), y)
+    assert norms(gradscope) == pytest.approx(expected, rel=1e-5)
+    assert not Path("trained").exists()
+
+
+@CWD
+def test_a_model_whose_arguments_only_main_knows(gradscope: Gradscope) -> None:
+    """The variable of main is the model; its lines get the arguments that the checkpoint stores."""
+    script = MAIN.replace("hidden, act)", "hidden, kind)").replace("torch, act)", "torch, kind)")
+    Path("main.py").write_text(script.replace("args.act)", "str(args.act))"))
+    import main
+
+    torch.manual_seed(1)
+    model = main.Net(4, 6, "tanh")
+    torch.save({"state": model.state_dict(), "args": STORED}, "net.pt")
+    found = drafted(gradscope, "net.pt", "main.py:testset")
+    assert found["model"]["factory"] == "main.py:main.model"
+    argv = ["--hidden", "6", "--act", "tanh", "--n", "16", "--seed", "3", "--smooth", "0.2"]
+    assert found["model"]["argv"] == [*argv, "--quick"]
+    _, testset = main.splits(16, 3)
+    x, y = map(torch.stack, zip(*[testset[k] for k in range(6)], strict=True))
+    loss = nn.CrossEntropyLoss(label_smoothing=0.2)
+    expected = looped(model.double(), lambda model, x, y: loss(model(x), y), x.double(), y)
+    assert norms(gradscope) == pytest.approx(expected, rel=1e-5)
+    done = gradscope("check", "--config", "run.toml")
+    assert "only the lines for model were run" in " ".join(done.out.split())
+
+
+@CWD
+def test_what_a_script_does_not_make(gradscope: Gradscope) -> None:
+    store()
+    done = gradscope("init", "net.pt", "main.py:nothing")
+    assert done.code == 3 and "main.py:main.train_loader" in done.err
+    Path("data.pkl").write_bytes(b"\x80\x04N.")
+    done = gradscope("init", "net.pt", "data.pkl")
+    assert done.code == 3 and "main.py:main.train_loader" in done.err
+
+
+FOLDS = """
+import random, torch
+from data import load
+def main(fold=1, *, width: int = 3):
+    import math
+    random.seed(fold)
+    rows = load()
+    if fold > 0:
+        rows = rows[fold:]
+        rows.append(width)
+    else:
+        raise ValueError(fold)
+    print("never")
+    for k, part in enumerate([rows, rows[1:]]):
+        chosen = [random.random(), *part, math.pi]
+        loss = torch.zeros(1, requires_grad=True).sum()
+        loss.backward()
+        late = k
+    with open("written", "w") as file:
+        result = file.write("x")
+    return chosen
+def needing(path):
+    rows = [path]
+    return rows
+"""
+
+
+@CWD
+def test_the_statements_of_a_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("data.py").write_text("def load(): return [5, 6, 7]\n")
+    Path("folds.py").write_text(FOLDS)
+    import random
+
+    random.seed(1)
+    expected = [random.random(), 6, 7, 3, np.pi]
+    found = load_value("folds.py:main.chosen", "data set", lambda v: isinstance(v, list))
+    assert found == expected and "never" not in capsys.readouterr().err
+    assert load_value("folds.py:main.rows", "data set", lambda v: True) == [6, 7, 3]
+    assert not Path("written").exists()
+    import ast
+
+    variables = Variables(ast.parse(FOLDS), Path("folds.py"))
+    assert variables.places("chosen") == ["main"] and variables.places("rows") == ["main"]
+    assert variables.statements("needing", "rows") is None  # `path` has no value
+    with pytest.raises(ModelError, match=r"there is no 'needing.rows' in it"):
+        load_value("folds.py:needing.rows", "data set", lambda v: True)
+
+
+@CWD
+def test_arguments_belong_to_all_files_of_a_run(gradscope: Gradscope) -> None:
+    Path("net.py").write_text(
+        "import sys\nfrom torch import nn\ndef build(): return nn.Linear(int(sys.argv[1]), 2)\n"
+    )
+    Path("data.py").write_text(
+        "import argparse, torch\np = argparse.ArgumentParser()\np.add_argument('width', type=int)\n"
+        "args = p.parse_args()\n"
+        "def rows(): return [(torch.arange(args.width) + float(k), k % 2) for k in range(4)]\n"
+    )
+    torch.save(nn.Linear(3, 2).state_dict(), "w.pt")
+    Path("run.toml").write_text(
+        'version = 1\n[model]\nfactory = "net.py:build"\nargv = ["3"]\n'
+        '[checkpoint]\npath = "w.pt"\n[dataset]\npath = "data.py:rows"\n'
+        '[loss]\nname = "cross_entropy"\n'
+    )
+    assert len(norms(gradscope)) == 4
+    give_arguments(())
+
+
+TRAINS = """
+import torch
+from torch import nn
+def load():
+    generator = torch.Generator().manual_seed(0)
+    return torch.utils.data.TensorDataset(
+        torch.randn(8, 4, generator=generator), torch.arange(8) % 3
+    )
+model = nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x, y in torch.utils.data.DataLoader(load(), 4):
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+torch.save(model.state_dict(), "net.pt")
+"""
+
+
+@CWD
+def test_a_script_that_is_imported_does_not_train_again(gradscope: Gradscope) -> None:
+    Path("train.py").write_text(TRAINS)
+    Path("mine.py").write_text("from train import load\ndef rows(): return load()\n")
+    torch.save(nn.Linear(4, 3).state_dict(), "net.pt")
+    before = Path("net.pt").read_bytes()
+    Path("run.toml").write_text(
+        'version = 1\n[model]\nfactory = "torch.nn:Linear"\n[model.kwargs]\nin_features = 4\n'
+        'out_features = 3\n[checkpoint]\npath = "net.pt"\n[dataset]\npath = "mine.py:rows"\n'
+        '[loss]\nname = "cross_entropy"\n'
+    )
+    assert len(norms(gradscope)) == 8 and Path("net.pt").read_bytes() == before
+    Path("mine.py").write_text(
+        "import shutil\nshutil.copy('net.pt', 'net.pt.2')\n"
+        "import os\nos.replace('net.pt.2', 'net.pt')\nfrom train import load as rows\n"
+    )
+    done = gradscope("check", "--config", "run.toml")
+    assert done.code == 3 and "written while your code was imported" in done.err
+
+
+GRAPHS = """
+import torch
+from torch import nn
+class Graphs(torch.utils.data.Dataset):
+    def __len__(self):
+        return 6
+    def __getitem__(self, k):
+        generator = torch.Generator().manual_seed(k)
+        nodes = torch.randn(2 + k % 4, 5, generator=generator)
+        return (nodes, torch.arange(len(nodes)).flip(0)), torch.tensor(k % 3), f"graph {k}"
+def collate(samples):
+    graphs, labels, names = zip(*samples)
+    sizes = torch.tensor([len(nodes) for nodes, _ in graphs])
+    nodes = torch.cat([nodes for nodes, _ in graphs])
+    return (nodes, torch.cat([order for _, order in graphs]), sizes), torch.stack(labels), names
+loader = torch.utils.data.DataLoader(Graphs(), 3, collate_fn=collate)
+class Net(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, width), nn.Linear(width, 3)
+    def forward(self, nodes, order, sizes):
+        hidden = self.first(nodes).tanh()[order].split(sizes.tolist())
+        return self.last(torch.stack([part.max(0).values for part in hidden]))
+def main():
+    net = Net()
+    criterion = nn.CrossEntropyLoss()
+    for graph, y, _ in loader:
+        loss = criterion(net(*graph), y)
+        loss.backward()
+"""
+
+
+@CWD
+@pytest.mark.parametrize("command", ["check", "compute"])
+def test_samples_without_a_common_axis(gradscope: Gradscope, command: str) -> None:
+    """A batch of one graph is what the collate function makes of it; its name is not used."""
+    Path("graphs.py").write_text(GRAPHS)
+    from graphs import Graphs, Net, collate  # type: ignore[import-not-found]
+
+    torch.manual_seed(0)
+    net = Net()
+    torch.save(net.state_dict(), "net.pt")
+    drafted(gradscope, "net.pt", "graphs.py:loader")
+    if command == "check":
+        done = gradscope("check", "--config", "run.toml")
+        assert done.code == 0 and "each batch has one sample" in " ".join(done.out.split())
+        return
+    net, found = net.double(), []
+    for k in range(6):
+        (nodes, order, sizes), y, _ = collate([Graphs()[k]])
+        loss = nn.functional.cross_entropy(net(nodes.double(), order, sizes), y)
+        rows = torch.autograd.grad(loss, list(net.parameters()))
+        found.append(float(sum(g.square().sum() for g in rows)) ** 0.5)
+    assert norms(gradscope) == pytest.approx(found, rel=1e-5)
+
+
+CUDA = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self, batch_size, width, device="cuda"):
+        super().__init__()
+        self.batch_size, self.width, self.place = batch_size, width, device
+        self.rnn, self.out = nn.GRU(3, width, batch_first=True), nn.Linear(width, 2)
+    def forward(self, x):
+        state = torch.zeros(1, self.batch_size, self.width).cuda()
+        state += torch.ones(1, device="cuda:0")
+        return self.out(self.rnn(x.to(self.place), state)[0][:, -1])
+def loss(outputs, targets):
+    weight = torch.tensor([1.0, 2.0]).cuda()
+    return nn.functional.cross_entropy(outputs, targets, weight, reduction="none")
+"""
+
+
+@CWD
+@pytest.mark.skipif(torch.cuda.is_available(), reason="cuda is then not the CPU")
+def test_code_for_a_gpu_and_one_batch_size(gradscope: Gradscope) -> None:
+    Path("net.py").write_text(CUDA)
+    from net import Net  # type: ignore[import-not-found]
+
+    torch.manual_seed(0)
+    net = Net(8, 4)
+    torch.save(net.state_dict(), "net.pt")
+    x, y = torch.randn(5, 6, 3), torch.arange(5) % 2
+    torch.save((x, y), "data.pt")
+    found = drafted(gradscope, "net.pt", "data.pt", "--loss", "net.py:loss")
+    assert found["model"]["kwargs"] == {"batch_size": 1, "width": 4}
+    assert found["compute"]["batch_size"] == 1
+
+    class Plain(Net):  # type: ignore[misc]
+        def forward(self, x: Any) -> Any:
+            return self.out(self.rnn(x, torch.ones(1, 1, 4, dtype=x.dtype))[0][:, -1])
+
+    plain = Plain(1, 4)
+    plain.load_state_dict(net.state_dict())
+    weight = torch.tensor([1.0, 2.0]).double()
+
+    def loss(model: nn.Module, x: Any, y: Any) -> Any:
+        return nn.functional.cross_entropy(model(x), y, weight, reduction="none").sum()
+
+    expected = looped(plain.double(), loss, x.double(), y)
+    assert norms(gradscope) == pytest.approx(expected, rel=1e-5)
+
+
+SCRIPT = """
+import torch, functools
+from torch import nn
+from torch.nn import functional as F
+def train(args, model, loader, optimizer, weights, scaler):
+    {made}
+    optimizer.add_param_group(dict(params=model.parameters()))
+    for x, y in loader:
+        out = model(x)
+        {before}
+        loss = {loss}
+        loss.backward()
+"""
+MSE, CE = "F.mse_loss(out, y)", "criterion(out, y)"
+LOSSES = [
+    ("", "", "F.mse_loss(out.squeeze(), y.float().view(-1))", "mse"),
+    ("criterion = F.cross_entropy", "", CE, "cross_entropy"),
+    ("criterion = functools.partial(F.cross_entropy, label_smoothing=0.3)", "", CE,
+     "cross_entropy:label_smoothing=0.3"),
+    ("criterion = nn.CrossEntropyLoss(label_smoothing=args.smooth)", "", CE,
+     "cross_entropy:label_smoothing=0.1"),
+    ("criterion = nn.CrossEntropyLoss().cuda()", "", "criterion(out, y) / args.steps",
+     "cross_entropy"),
+    ("", "", "F.cross_entropy(out, y, reduction='sum') / len(y)", "cross_entropy"),
+    ("", "", "0.5 * F.mse_loss(out, y)", "0.5 * F.mse_loss(o, t)"),
+    ("", "", "F.cross_entropy(out / 0.07, y)", "F.cross_entropy(o / 0.07, t)"),
+    ("", "", "F.cross_entropy(model(x), y - 1)", "F.cross_entropy(o, t - 1)"),
+    ("", "", "F.nll_loss(F.log_softmax(out, 1), y)", "F.nll_loss(F.log_softmax(o, 1), t)"),
+    ("", "z = scaler.norm(y)", "F.mse_loss(out, z)", "F.mse_loss(o, scaler.norm(t))"),
+    ("criterion = nn.CrossEntropyLoss(weight=weights)", "", CE,
+     "nn.CrossEntropyLoss(weight=weights)(o, t)"),
+    ("", "", "(weights * F.cross_entropy(out, y, reduction='none')).mean()",
+     "(weights * F.cross_entropy(o, t, reduction='none')).mean()"),
+    ("", "", "F.mse_loss(out[:, -3:], y[:, -3:])", "F.mse_loss(o[:, -3:], t[:, -3:])"),
+]  # fmt: skip
+
+
+@CWD
+@pytest.mark.parametrize("made, before, loss, expected", LOSSES)
+def test_a_loss_is_guessed_only_if_it_is_the_scripts(
+    gradscope: Gradscope, made: str, before: str, loss: str, expected: str
+) -> None:
+    """Otherwise the run file shows the loss of one sample as the script computes it."""
+    script = SCRIPT.format(made=made or "pass", before=before or "pass", loss=loss)
+    Path("train.py").write_text(script)
+    torch.save({"w": nn.Linear(4, 3).state_dict(), "args": {"smooth": 0.1}}, "net.pt")
+    torch.save((torch.randn(6, 4), torch.arange(6) % 3), "data.pt")
+    found = drafted(gradscope, "net.pt", "data.pt", "--model", "torch.nn:Linear")
+    if "(" not in expected:
+        assert found["loss"]["name"] == expected
+    else:
+        assert found["loss"]["name"] == "loss.py:loss"
+        assert f"torch.stack([{expected} for o, t in" in Path("loss.py").read_text()
+
+
+@CWD
+def test_what_a_script_does_to_a_batch_before_the_model(gradscope: Gradscope) -> None:
+    plain = SCRIPT.format(made="pass", before="pass", loss=MSE)
+    changed = "x = x.to(args.device)\n        x = x / 255 - 0.5\n        out = model(x)"
+    torch.save(nn.Linear(4, 3).state_dict(), "net.pt")
+    torch.save((torch.randn(6, 4), torch.randn(6, 3)), "data.pt")
+    for script in (plain, plain.replace("out = model(x)", changed)):
+        Path("train.py").write_text(script)
+        options = ["--model", "torch.nn:Linear", "--overwrite"]
+        done = gradscope("init", "net.pt", "data.pt", *options)
+        told = "do this in the data set: train.py: x = x / 255 - 0.5"
+        assert (told in " ".join(done.out.split())) is (script != plain)
+
+
+@CWD
+def test_a_function_that_returns_several_data_sets(gradscope: Gradscope) -> None:
+    Path("load.py").write_text(
+        "import torch\nfrom torch.utils.data import DataLoader, TensorDataset\n"
+        "def load(args, split='train', seed=0):\n    n = args.rows if split == 'train' else 1\n"
+        "    data = TensorDataset(torch.ones(n, 2), torch.zeros(n, 2))\n"
+        "    return data, 5, DataLoader(data, args.size), DataLoader(data)\n"
+        "def main(args):\n    load(args)\n"
+    )
+    torch.save({"w": nn.Linear(2, 2).state_dict(), "args": {"rows": 7, "size": 2}}, "net.pt")
+    options = ["--model", "torch.nn:Linear", "--loss", "mse"]
+    found = drafted(gradscope, "net.pt", "load.py:load", *options)
+    assert found["dataset"]["kwargs"] == {"args": {"rows": 7, "size": 2}}
+    text = Path("run.toml").read_text()
+    arguments = "in_features = 2\nout_features = 2\n\n[checkpoint]"
+    Path("run.toml").write_text(text.replace("[checkpoint]", arguments, 1))
+    assert len(norms(gradscope)) == 7
+
+
+@CWD
+def test_a_checkpoint_in_a_folder_named_checkpoint(gradscope: Gradscope) -> None:
+    Path("checkpoint").mkdir()
+    torch.save({"net": nn.Linear(2, 2)}, "checkpoint/ckpt.t7")
+    torch.save((torch.randn(5, 2), torch.randn(5, 2)), "data.pt")
+    found = drafted(gradscope, "checkpoint/ckpt.t7", "data.pt", "--unsafe-pickle")
+    assert found["model"]["factory"] == "checkpoint" and len(norms(gradscope)) == 5
