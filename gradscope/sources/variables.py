@@ -80,7 +80,7 @@ class Variables:
         return training_in(self.tree, self.path)
 
     def _slice(self, function: str, names: set[str], depth: int) -> list[ast.stmt] | None:
-        """Return the statements of a function that compute variables, after the statements of its callers."""
+        """Return the statements that compute variables of a function, after those of callers."""
         body = self._bodies.get(function)
         if body is None or depth == 0:
             return None

@@ -124,13 +124,13 @@ def test_a_model_whose_arguments_only_main_knows(gradscope: Gradscope) -> None:
     assert found["model"]["factory"] == "main.py:main.model"
     argv = ["--hidden", "6", "--act", "tanh", "--n", "16", "--seed", "3", "--smooth", "0.2"]
     assert found["model"]["argv"] == [*argv, "--quick"]
+    done = gradscope("check", "--config", "run.toml")
+    assert "only the lines for model were run" in " ".join(done.out.split())
     _, testset = main.splits(16, 3)
     x, y = map(torch.stack, zip(*[testset[k] for k in range(6)], strict=True))
     loss = nn.CrossEntropyLoss(label_smoothing=0.2)
     expected = looped(model.double(), lambda model, x, y: loss(model(x), y), x.double(), y)
     assert norms(gradscope) == pytest.approx(expected, rel=1e-5)
-    done = gradscope("check", "--config", "run.toml")
-    assert "only the lines for model were run" in " ".join(done.out.split())
 
 
 @CWD
