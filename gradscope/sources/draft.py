@@ -55,6 +55,7 @@ from gradscope.sources.weights.fit import state_dict_under, state_dicts, stored_
 from gradscope.sources.weights.hugging_face import CONFIG
 from gradscope.sources.weights.readers import ADAPTER
 
+_COUNTER = "n_averaged"  # a tensor of torch's AveragedModel that the model does not have
 _SHOWN = 6  # number of tensors named in a comment
 _READ = 10_000  # number of targets to read for their texts
 _TARGETS = {"target", "targets", "label", "labels", "y", "class", "classes", "following"}
@@ -379,8 +380,13 @@ def _model(
         if name in _FACTORIES
     ]
     if likely[0].unknown if likely else not usual:
-        trained = find_trained(files, stored.content)
-        likely = [*(each for each in trained if not (likely and each.is_class)), *likely]
+        examined = {(each.file, each.name) for each in found}  # others explain no tensor
+        trained = [
+            each
+            for each in find_trained(files, stored.content, stored.shapes)
+            if not each.is_class or (not likely and (each.file, each.name) in examined)
+        ]
+        likely = [*trained, *likely]
     if likely and likely[0].unknown and held is None:
         built = find_built(files, likely[0], stored.content)
         likely = likely if built is None else [built, *likely]
@@ -550,7 +556,14 @@ def _checkpoint(result: Draft, spec: RunSpec, folder: Path) -> tuple[list[str], 
         with located(checkpoint):
             found = [state_dict_under(content, found, spec.checkpoint.key)]
     weights = [
-        (key, [f"{k} {tuple(v.shape)}" for k, v in state.items() if isinstance(v, Tensor)])
+        (
+            key,
+            [
+                f"{k} {tuple(v.shape)}"
+                for k, v in state.items()
+                if isinstance(v, Tensor) and k != _COUNTER
+            ],
+        )
         for key, state in found
         if all(isinstance(k, str) for k in state)
     ]

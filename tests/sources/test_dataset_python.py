@@ -199,7 +199,7 @@ def test_a_class_that_needs_arguments(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"data set {file}:Rows: its arguments do not fit: missing a required argument: 'path'\n"
         "It takes: path, train=True. Write these values in the run file, under [dataset.kwargs]. "
-        "Or write a function without arguments, in a file data.py next to your script:\n"
+        "Or write a function without arguments, in a file data.py in this folder:\n"
         "    from sets import Rows\n    def data():\n        return Rows(...)\n"
         "Then give data.py:data as the data set."
     )

@@ -295,15 +295,22 @@ def _require_arguments(function: Callable[..., Any], spec: DatasetSpec, where: s
         except TypeError as error:
             taken = ", ".join(map(str, signature.parameters.values())) or "none"
             file, _, name = str(spec.factory).rpartition(":")
+            free = "samples" if Path("data.py").exists() or Path("data").exists() else "data"
             what = f"its arguments do not fit: {error}"
             remedy = (
                 f"It takes: {taken}. Write these values in the run file, under [dataset.kwargs]. "
-                "Or write a function without arguments, in a file data.py next to your script:\n"
-                f"    from {Path(file).stem} import {name}\n"
+                f"Or write a function without arguments, in a file {free}.py in this folder:\n"
+                f"    from {_module_of(Path(file))} import {name}\n"
                 f"    def data():\n        return {name}(...)\n"
-                "Then give data.py:data as the data set."
+                f"Then give {free}.py:data as the data set."
             )
             raise DatasetError(what, where=where, remedy=remedy) from error
+
+
+def _module_of(file: Path) -> str:
+    """Return the dotted name of a file below the working directory, or the name of the file."""
+    place, here = file.absolute().with_suffix(""), Path.cwd()
+    return ".".join(place.relative_to(here).parts) if place.is_relative_to(here) else place.name
 
 
 def _is_entry(kind: type) -> bool:
@@ -326,7 +333,7 @@ def _is_text(value: Any) -> bool:
 def _named(batch: Any, n: int, taken: int | None) -> dict[str, Any]:
     """Return {name: value} from the collated batch of n samples; texts are left out."""
     if isinstance(batch, tuple | list):
-        batch = tuple(value for value in batch if not _is_text(value)) or batch
+        batch = (*batch[:1], *(value for value in batch[1:] if not _is_text(value)))
     parts = {"inputs": batch}
     if isinstance(batch, Mapping):
         parts = {str(name): value for name, value in batch.items()}
@@ -335,8 +342,9 @@ def _named(batch: Any, n: int, taken: int | None) -> dict[str, Any]:
     elif isinstance(batch, tuple | list) and taken and taken < len(batch):
         for name, part in (("inputs", batch[:taken]), ("targets", batch[taken:])):
             parts[name] = part if len(part) > 1 else part[0]
-    numbers = {name: value for name, value in parts.items() if not _is_text(value)}
-    parts = numbers or parts
+    parts = {
+        k: value for k, value in parts.items() if k == "inputs" or not _is_text(value)
+    } or parts
     for name, value in parts.items():
         kinds = {type(v) for v in value} if isinstance(value, tuple | list) else set()
         if kinds and len(value) == n and not any(map(_is_entry, kinds)):

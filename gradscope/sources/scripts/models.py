@@ -45,6 +45,7 @@ _ARGUMENTS = (
     "model_args", "model_kwargs", "hyper_parameters", "hparams", "model_config", "config", "cfg",
     "args", "opt", "options", "params", "settings",
 )  # fmt: skip
+_CLASSES = {"num_classes", "num_labels", "n_classes", "classes"}
 _BATCH = {"batch_size", "batchsize", "bsz", "n_batch", "batch_sz"}
 ONE_SAMPLE = "the model is called with one sample at a time"
 _LOADER = ".from_pretrained"
@@ -118,7 +119,9 @@ def find_models(files: Iterable[Path], shapes: Shapes, stored: Any = None) -> li
     return sorted(found, key=rank)
 
 
-def find_trained(files: Iterable[Path], stored: Any = None) -> list[FoundModel]:
+def find_trained(
+    files: Iterable[Path], stored: Any = None, shapes: Shapes | None = None
+) -> list[FoundModel]:
     """Return the models whose parameters scripts pass to an optimizer.
 
     A model is a variable at the top level of its script, an object of a class in the files, or the
@@ -127,6 +130,7 @@ def find_trained(files: Iterable[Path], stored: Any = None) -> list[FoundModel]:
     Args:
         files: Python files. They are parsed, not run.
         stored: The whole checkpoint. The model's arguments may be in it.
+        shapes: The shape of each tensor of the checkpoint, by its key.
     """
     scripts = [script for file in files if (script := Script.read(file)) is not None]
     local = {part for script in scripts for part in (script.file.stem, script.file.parent.name)}
@@ -159,6 +163,10 @@ def find_trained(files: Iterable[Path], stored: Any = None) -> list[FoundModel]:
             elif package and package.partition(".")[0] not in {*local, "self", "torch"}:
                 names = ["pretrained_model_name_or_path"] if last.endswith(_LOADER) else []
                 known, unknown = _given(made.value, names, sources, given)
+                classes = _outputs(shapes or {})
+                for name in _CLASSES & {*unknown} if classes else ():
+                    known[name] = Argument(classes, "the size of the last layer")
+                    unknown.remove(name)
                 found.append(
                     FoundModel(script.file, last, False, 1.0, why, known, unknown, package=package)
                 )
@@ -215,6 +223,12 @@ def _argv(script: Script, given: Mapping[str, Any]) -> list[str] | None:
         values = [] if isinstance(value, bool) else values
         found += [*([flag] if flag else []), *values]
     return found if known else None
+
+
+def _outputs(shapes: Shapes) -> int:
+    """Return the number of outputs of the last linear layer, or 0 without one."""
+    of = [shape for key, shape in shapes.items() if key.endswith("weight") and len(shape) == 2]
+    return of[-1][0] if of else 0
 
 
 def _split(dotted: str) -> tuple[str, str]:
