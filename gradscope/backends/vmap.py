@@ -42,22 +42,30 @@ from gradscope.model.problem import Problem
 
 Step = Callable[..., tuple[Tensor, ...]]
 
+_OTHERS = 'Use backend="expand" or backend="auto".'
+_REASONS = {
+    "bdim=": OF_TEXT,
+    "calling .item()": (
+        "the model branches on values of the data, or reads a value as a number",
+        _OTHERS,
+    ),
+    "Cannot access data pointer": (
+        "the model reads the values of a tensor in Python, as tolist and numpy do",
+        _OTHERS,
+    ),
+}
 _REMEDIES = {  # {part of torch's message: the remedy}
     "inplace randomness": "The model fills a tensor that all samples share with random numbers. "
     'Create it by torch.rand, randn or bernoulli, or use backend="auto".',
     "randomness": "The model draws random numbers. Put it in eval mode, set dropout to 0, or fix "
     'the numbers for each sample: randomness="fixed".',
-    ".item()": "The model branches on values of the data, or reads a value as a number. "
-    'Use backend="expand" or backend="auto".',
-    "dynamic shape": "A mask or nonzero gives samples different shapes. "
-    'Use backend="expand" or backend="auto".',
+    "dynamic shape": "A mask or nonzero gives samples different shapes. " + _OTHERS,
     "nplace": 'Replace the in-place operation by an out-of-place one, or use backend="auto".',
     "saved tensor hooks": 'Turn off gradient checkpointing, or use backend="auto".',
     "_NoopSaveInputs": 'Turn off gradient checkpointing, or use backend="auto".',  # torch 2.8
     "it does not have vmap support": "Set generate_vmap_rule = True in the autograd.Function, "
     'or use backend="auto".',
-    "differently shaped": "masked_select gives samples different shapes. "
-    'Use backend="expand" or backend="auto".',
+    "differently shaped": "masked_select gives samples different shapes. " + _OTHERS,
     "atch norm": "Put BatchNorm in eval mode: in train mode it couples the samples of a batch.",
     "value per channel": "Put BatchNorm in eval mode: in train mode it couples the samples of a "
     "batch, and a batch of one has no variance.",
@@ -74,7 +82,7 @@ def vmap(problem: Problem, chunk: int = CHUNK_BYTES) -> Iterator[Evaluate]:
         require_unhooked("vmap", problem)
         values = {k: p.detach() for k, p in problem.parameters.items()}
         parts = chunks(problem, batch, chunk)
-        with explaining("vmap", {"bdim=": OF_TEXT}):
+        with explaining("vmap", _REASONS):
             try:
                 with (
                     refusing("vmap", problem.model, USE_AUTO),
