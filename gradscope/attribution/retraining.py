@@ -9,7 +9,6 @@ import hashlib
 import io
 import json
 import os
-import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +35,7 @@ from gradscope.errors import (
     ResultFileError,
 )
 from gradscope.model.problem import Problem
+from gradscope.model.randomness import seeded
 from gradscope.run import prepare
 from gradscope.run.job import read
 from gradscope.run.overlap import BatchSize
@@ -285,10 +285,8 @@ class Retrainings:
 
     def _trained(self, one: Retraining) -> Floats:
         where = f"FIT {self.fit}, retraining {one.name}"
-        random.seed(one.seed)  # so that results do not depend on earlier retrainings
-        np.random.seed(one.seed)
-        torch.manual_seed(one.seed)
-        with code.user_file(f"{where}, called as FIT(indices, seed)"):
+        # so that results do not depend on earlier retrainings
+        with seeded(one.seed), code.user_file(f"{where}, called as FIT(indices, seed)"):
             model = self._fit(self._index[one.kept], one.seed)
         if not isinstance(model, nn.Module):
             what = f"FIT returned {type(model).__name__}, not a torch.nn.Module"

@@ -550,6 +550,16 @@ def random_numbers_kept() -> Iterator[None]:
         np.random.set_state(legacy)
 
 
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the global generators of Python, NumPy and torch for the body; restore them after it."""
+    with random_numbers_kept(), torch.random.fork_rng([]):
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        yield
+
+
 def _code(run: int) -> int:
     """Return the seed that encodes a run's first call; run 0 means no run."""
     return (_MARK << _RUNS | run) << _CALLS

@@ -37,6 +37,7 @@ from gradscope.engine.session import Session, SessionSettings
 from gradscope.errors import CheckpointError, RefusedError, SpecError, located
 from gradscope.model.locate import first_line
 from gradscope.model.problem import Loss, Problem, is_model_loss
+from gradscope.model.randomness import seeded
 from gradscope.model.ranks import Ranks, apply_fully_shard
 from gradscope.process.shortage import is_shortage
 from gradscope.run.overlap import to_device
@@ -62,6 +63,7 @@ _SAME = {
 BATCH_SAMPLES = 256  # the default batch size
 # small models get larger batches, up to these numbers of samples and of gradients' entries
 _MOST_SAMPLES, _BATCH_NUMBERS = 2**15, 2**26
+_SEED = 0  # of random numbers that the user's code draws while it is loaded
 _BATCH_TOKENS = 2048  # the default batch size with rows of tokens, rounded up to whole samples
 _DENSE_BYTES = 2**28  # the size of a batch's gradients if all of them are dense
 
@@ -242,11 +244,13 @@ def prepare(spec: RunSpec) -> Job:
     torch.manual_seed(asked.seed)
     together = asked.sharded and dist.is_available() and dist.is_initialized()
     before = _stamp(spec.checkpoint.path)
-    loaded, model = _in_turn(spec) if together else _built(spec)
+    with seeded(_SEED):
+        loaded, model = _in_turn(spec) if together else _built(spec)
     own_order = is_model_loss(loss)  # a model loss calls the model with its own order of inputs
     taken = None if own_order else positional(loaded.model)
     grouped = spec.dataset.group is not None
-    dataset = open_dataset(spec.dataset, None if taken is None else len(taken), asked.samples)
+    with seeded(_SEED):
+        dataset = open_dataset(spec.dataset, None if taken is None else len(taken), asked.samples)
     dataset = dataset.in_any_order if grouped else dataset
     if _stamp(spec.checkpoint.path) != before:
         raise CheckpointError(

@@ -1,6 +1,7 @@
 """Scripts that build their data and their model in functions, and scripts that train on import."""
 
 import argparse
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from gradscope.errors import ModelError
+from gradscope.model.randomness import seeded
 from gradscope.sources.code import give_arguments, load_value
 from gradscope.sources.variables import Variables
 from tests.cli.conftest import Gradscope
@@ -174,8 +176,6 @@ def needing(path):
 def test_the_statements_of_a_variable(capsys: pytest.CaptureFixture[str]) -> None:
     Path("data.py").write_text("def load(): return [5, 6, 7]\n")
     Path("folds.py").write_text(FOLDS)
-    import random
-
     random.seed(1)
     expected = [random.random(), 6, 7, 3, np.pi]
     found = load_value("folds.py:main.chosen", "data set", lambda v: isinstance(v, list))
@@ -448,3 +448,33 @@ def test_a_checkpoint_in_a_folder_named_checkpoint(gradscope: Gradscope) -> None
     torch.save((torch.randn(5, 2), torch.randn(5, 2)), "data.pt")
     found = drafted(gradscope, "checkpoint/ckpt.t7", "data.pt", "--unsafe-pickle")
     assert found["model"]["factory"] == "checkpoint" and len(norms(gradscope)) == 5
+
+
+@CWD
+def test_random_numbers_of_a_script_are_the_same_in_each_run(gradscope: Gradscope) -> None:
+    """They are drawn when the file is imported, and when the model and the data are made."""
+    code = (
+        "import random, torch, numpy as np\n"
+        "noise = torch.randn(5, 2) + np.random.rand() + random.random()\n"
+        "class Net(torch.nn.Linear):\n    def __init__(self):\n        super().__init__(2, 3)\n"
+        "        self.shift = torch.rand(3)\n"
+        "    def forward(self, x): return super().forward(x) + self.shift\n"
+        "def rows(): return [(x, k % 3) for k, x in enumerate(noise + torch.rand(1))]\n"
+    )
+    torch.save(nn.Linear(2, 3).state_dict(), "w.pt")
+    found = []
+    for name in ("first", "second"):
+        Path(f"{name}.py").write_text(code)
+        Path("run.toml").write_text(
+            f'version = 1\n[model]\nfactory = "{name}.py:Net"\n[checkpoint]\npath = "w.pt"\n'
+            f'[dataset]\npath = "{name}.py:rows"\n[loss]\nname = "cross_entropy"\n'
+        )
+        found.append(norms(gradscope))
+        torch.manual_seed(len(found))
+        np.random.seed(len(found))
+        random.seed(len(found))
+    np.testing.assert_array_equal(*found)
+    before = torch.get_rng_state(), random.getstate()
+    with seeded(3):
+        assert (torch.rand(1), random.random()) != (torch.rand(1), random.random())
+    assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
