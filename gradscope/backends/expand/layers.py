@@ -27,6 +27,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """
     n, p, k = a.shape
     q = b.shape[2]
+    if k == 1:  # an outer product, several times as fast as a matrix product
+        return a * b
     if is_shared(b):
         return (a.reshape(n * p, k) @ b[0]).reshape(n, p, q)
     if is_shared(a):
