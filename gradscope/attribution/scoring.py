@@ -47,6 +47,7 @@ from gradscope.attribution.sources import (
     samples_at_a_time,
     selected_source,
 )
+from gradscope.blocks import Gradients
 from gradscope.core.grammar import parse
 from gradscope.errors import SpecError
 from gradscope.process.memory import release_freed_memory, slices
@@ -124,11 +125,18 @@ class Comparing:
             release_freed_memory()
             yield made
 
-    def scores(self, tile: Tile) -> Tensor:
-        """Return the scores (m, N) of a tile of queries in float64, NaN for samples left out."""
+    def scores(self, tile: Tile, *, last: bool) -> Tensor:
+        """Return the scores (m, N) of a tile of queries in float64, NaN for samples left out.
+
+        After the `last` tile is prepared, the curvature's large tensors are released.
+        """
         own = None if self._form == "influence" else self._own
-        train = self.pair.train
-        found = scores_of(self._form, tile, train, self.curved, own, train.count())
+        train, steps = self.pair.train, self.curved
+        if last:
+            self.curved = replace(steps, before=_released, truncate=None)
+            steps = self.curved
+            release_freed_memory()
+        found = scores_of(self._form, tile, train, steps, own, train.count())
         return found.mul_(self.pair.weight)
 
     def self_influence(self) -> Tensor | None:
@@ -167,6 +175,10 @@ def scores_of(
         found *= _inverse_root(of_query / n).unsqueeze(1)
     found[:, ~source.table()["finite"]] = torch.nan
     return found
+
+
+def _released(rows: Gradients) -> Gradients:
+    raise AssertionError("all queries are scored already")
 
 
 def _prepared(
@@ -242,7 +254,7 @@ class Scoring:
         return tuple(dict.fromkeys([*notes, *([why] if lost else [])]))
 
     def rows(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (queries, their scores (m, N) in float64), NaN for samples left out."""
+        """Yield (queries, their scores (m, N) in float64), NaN for samples left out; once."""
         n, m = self.pairs[0].train.n, self.pairs[0].query.n
         dtypes = [precision(pair.train, m) for pair in self.pairs]
         keeps_rows = not self.asked.query_rank
@@ -257,7 +269,7 @@ class Scoring:
                 continue
             count, found = queries.stop - start, torch.zeros(())
             for one, tile in zip(self._every, each, strict=True):
-                own = one.scores(tile)
+                own = one.scores(tile, last=queries.stop == m)
                 if tile.n < count:
                     all_of_them = own.new_full((count, n), torch.nan)
                     all_of_them[tile.places - start] = own

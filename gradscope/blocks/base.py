@@ -218,8 +218,15 @@ class Block(ABC):
 
     def squared_sum(self, weights: Tensor | None = None) -> Tensor:
         """Return Σᵢ wᵢ |gᵢ|² elementwise (*shape)."""
-        parts = ((squares(precise(tile)), rows) for rows, tile in self.tiles())
-        return reduce(torch.Tensor.add_, (summed(*part, weights) for part in parts))
+        found: Tensor | None = None
+        for rows, tile in self.tiles():
+            own = squares(precise(tile))
+            del tile  # one sample of a large parameter takes much memory
+            one = len(own) == 1 and weights is None
+            part = own[0] if one else summed(own, rows, weights)
+            found = part if found is None else found.add_(part)
+        assert found is not None  # there is at least one tile
+        return found
 
     def sums(
         self, weights: Tensor | None = None, for_squares: Tensor | None = None

@@ -206,3 +206,26 @@ def test_products_of_low_rank_with_any_block(
         wanted = (rows.conj() @ block.dense().flatten(1).mT).real
         torch.testing.assert_close(found, wanted.double())
     assert not tile._rows  # nothing is kept
+
+
+@pytest.mark.parametrize("keeps_rows", [True, False])
+@pytest.mark.parametrize(("scale", "rtol"), [(1.0, 1e-8), (1e-22, 1e-13)], ids=["short", "tiny"])
+@pytest.mark.parametrize("shape", [(7, 5), (60, 31)], ids=str)
+def test_products_of_float32_have_the_sums_of_float64(
+    shape: tuple[int, int], scale: float, rtol: float, keeps_rows: bool
+) -> None:
+    """Relative to ‖q‖ ‖g‖, also of a sample whose products with queries underflow float32."""
+    torch.manual_seed(0)
+    r, c = shape
+    left, right = torch.randn(3, 1, 2, r), torch.randn(3, 1, 2, c)
+    rows = torch.randn(4, r, c)
+    rows[1] *= scale
+    rows[2] = 0.0
+    block = OuterBlock(left * scale, right, shape)
+    for query in (block, DenseBlock(block.dense())):
+        batch = GradientBatch(torch.arange(3), Gradients({"w": query}))
+        tile = Tile([batch], torch.float64, keeps_rows=keeps_rows)
+        (found,) = tile.with_each(Gradients({"w": DenseBlock(rows)})).values()
+        q, g = query.dense().double().flatten(1), rows.double().flatten(1)
+        gap = (found - q @ g.mT).abs()
+        assert bool((gap <= rtol * q.norm(dim=1, keepdim=True) * g.norm(dim=1)).all())

@@ -63,6 +63,7 @@ from gradscope.stages.reducers.eigen import eigenvectors
 from gradscope.stages.transforms.base import Vector
 
 _BANDS, _BAND = 16, 128  # the bands of a symmetric product, and the least rows of a band
+_LARGE = 2**22  # the numbers of a parameter whose float64 form takes much memory
 _POSITIONS = 512  # the most products that are summed in float32
 _HELD = (1e-12, 1e12)  # if the largest number is in this range, float32 holds its square's digits
 
@@ -185,6 +186,17 @@ def _require_same(keys: Set[str]) -> None:
         )
 
 
+def _squares(block: Block, weights: Tensor | None) -> Tensor:
+    """Return Σ |g|² (*shape) of a parameter without factors.
+
+    It is in float64. A batch's squares of a large parameter are added up in float32, if float32
+    holds them.
+    """
+    if weights is None and prod(block.shape) >= _LARGE:
+        return power_sum(Gradients({"": block}), "", 2)
+    return wide(block).squared_sum(_flat(weights))
+
+
 def _samples(gradients: Gradients) -> Tensor:
     """Return the number of samples (); a sample may have several rows."""
     rows = count(gradients)
@@ -220,7 +232,7 @@ def _sums(
     counts if it counts in any of the rows.
     """
     if block.kind != "outer":
-        return {"squares": wide(block).squared_sum(_flat(weights))}
+        return {"squares": _squares(block, weights)}
     found: ParameterState = {key: known[key] for key in ("a", "b")} if known else {}
     r = 1 if weights is None else weights.shape[1]
     for some in slices(block.n // r, r * (block.factored_size or 1) * 16, TILE_BYTES):
@@ -507,7 +519,7 @@ def _within(
                 moments = _in_basis(gradients, layers[name], bases[name])
                 yield name, {"moments": moments, "basis": marks[name].to(block.device)}
             elif name not in inside and known is None:
-                yield name, {"squares": wide(block).squared_sum(_flat(gradients.weights))}
+                yield name, {"squares": _squares(block, gradients.weights)}
 
     def start(gradients: Gradients) -> State:
         return joined(_samples(gradients), dict(every(gradients)))
