@@ -221,7 +221,7 @@ def _range(rows: Tensor) -> Range:
     """Return the least and the largest of the magnitudes max |x| of rows (m, w) that are not 0."""
     if rows.dtype != torch.float32 or not rows.numel():
         return 0.0, 0.0  # the range of other rows is not used
-    sizes = torch.linalg.vector_norm(rows, torch.inf, dim=1)
+    sizes = torch.maximum(rows.amax(1), -rows.amin(1))  # a tenth of the time of a norm
     sizes = sizes[sizes != 0]
     return (float(sizes.amin()), float(sizes.amax())) if len(sizes) else (1.0, 1.0)
 

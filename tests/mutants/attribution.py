@@ -101,8 +101,8 @@ scored(
 scored(
     "attribution/products.py",
     "dense twice: products of dense rows are counted twice",
-    "out[rows, samples] += mine @ other",
-    "out[rows, samples] += 2 * mine @ other",
+    "out[rows, samples] += mine.to(dtype) @ other",
+    "out[rows, samples] += 2 * mine.to(dtype) @ other",
 )
 scored(
     "attribution/scores.py",
