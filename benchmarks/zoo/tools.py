@@ -18,6 +18,7 @@ from benchmarks.zoo.libraries import PEERS
 from benchmarks.zoo.loss import Uneven
 from benchmarks.zoo.subject import Inputs, outputs_of
 from gradscope import Scope
+from gradscope.blocks import Tuner
 from gradscope.core.batch import call
 from gradscope.errors import RefusedError
 
@@ -41,6 +42,7 @@ class Bound:
 
 def _gradscope(model: nn.Module, loss: Uneven, backend: str = "auto") -> Bound:
     scope = Scope(model, loss, backend=backend)
+    scope.session.tuner = Tuner(measures=False)  # `auto` takes `hooks` wherever it runs the model
 
     def facts() -> dict[str, Any]:
         return {"backend": scope.backend, "notes": list(scope.notes)}

@@ -181,6 +181,14 @@ def test_requested_factors_need_hooks() -> None:
     assert scope.backend == "hooks" and not clock.asked
 
 
+def test_without_measurements_hooks_is_kept() -> None:
+    torch.manual_seed(0)
+    scope = Scope(OneByOne(), "cross_entropy")
+    scope.session.tuner = Tuner(measures=False)
+    scope.norms(torch.randn(16, 5), torch.randint(0, 3, (16,)))
+    assert scope.backend == "hooks"
+
+
 def test_close_times_are_measured_again() -> None:
     """The first times of `loop` are three times too long."""
     clock = Clock(vmap=0.02, expand=0.03, loop=0.012)
