@@ -64,6 +64,15 @@ def _of_inputs(task: Task, model: nn.Module) -> np.ndarray:
     return (counts[0] @ counts[1].mT).numpy()
 
 
+def trained_layers(model: nn.Module) -> list[str]:
+    """Return the names of the layers that kronfluence has factors of."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d) and module.weight.requires_grad
+    ]
+
+
 @contextmanager
 def analyzer(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Any]:
     """Yield kronfluence's analyzer of a model; its files are in a temporary folder."""
@@ -88,11 +97,7 @@ def analyzer(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> Iter
         def get_influence_tracked_modules(self) -> list[str]:
             return trained
 
-    trained = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Conv2d) and module.weight.requires_grad
-    ]
+    trained = trained_layers(model)
     asked = ValidationSettings()
     ready = prepare_model(model, asked)
     options: Any = {"cpu": True, "disable_tqdm": True, "log_level": 40}

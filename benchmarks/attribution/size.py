@@ -1,6 +1,7 @@
 """EK-FAC of larger models, gradscope beside kronfluence: seconds and memory of each phase.
 
-`python -m benchmarks.attribution --size`. Each cell is a process with one thread.
+`python -m benchmarks.attribution --size`. Each cell is a process with one thread. Both tools have
+the same layers (the linear layers with their biases), labels and damping, so their scores agree.
 """
 
 import json
@@ -17,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import gradscope
-from benchmarks.attribution.methods import analyzer
+from benchmarks.attribution.methods import analyzer, trained_layers
 from benchmarks.networks import GPT
 from gradscope.attribution import AttributionSettings, Scoring, open_sources
 from gradscope.process.memory import peak_memory
@@ -78,7 +79,8 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _gradscope(size: Size, clock: Callable[[str], None]) -> Tensor:
-    scope = gradscope.Scope(size.model(), loss)
+    model = size.model()
+    scope = gradscope.Scope(model, loss, [f"{name}.*" for name in trained_layers(model)])
     train, query = size.samples(size.train, 1), size.samples(size.query, 2)
     with open_sources((scope, *train), (scope, *query)) as pairs:
         scoring = Scoring(pairs, AttributionSettings("ekfac", 0.1))
@@ -146,10 +148,14 @@ def run(name: str, tool: str) -> Cell:
 
 
 def main(names: Sequence[str]) -> None:
-    """Print a table of sizes and tools in Markdown."""
-    print("| size | tool | factors, s | scores, s | together | MB |")
-    print("|---|---|---:|---:|---:|---:|")
+    """Print a table of sizes and tools in Markdown.
+
+    The last column is the largest difference to gradscope's scores, relative to the largest score.
+    """
+    print("| size | tool | factors, s | scores, s | together | MB | scores differ by |")
+    print("|---|---|---:|---:|---:|---:|---:|")
     for name in names:
+        own: Tensor | None = None
         for tool in TOOLS:
             if tool != "gradscope" and find_spec(tool) is None:
                 continue
@@ -160,7 +166,11 @@ def main(names: Sequence[str]) -> None:
                 f"{value:.1f}" for value in (*cell.seconds.values(), sum(cell.seconds.values()))
             ]
             memory = "" if cell.peak_bytes is None else f"{cell.peak_bytes / 1e6:,.0f}"
-            print(f"| {' | '.join([name, tool, *each, memory])} |", flush=True)
+            scores = torch.tensor(cell.scores, dtype=torch.float64)
+            own = scores if own is None else own
+            gap = float((scores - own).abs().max() / own.abs().max())
+            row = [name, tool, *each, memory, f"{gap:.0e}" if tool != "gradscope" else ""]
+            print(f"| {' | '.join(row)} |", flush=True)
 
 
 if __name__ == "__main__":

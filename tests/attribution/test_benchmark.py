@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -180,7 +181,19 @@ def test_a_size_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(size.SIZES, "tiny", tiny)
     cell = size.run("tiny", "gradscope")
     assert [*cell.seconds] == ["factors", "scores"] and min(cell.seconds.values()) > 0
-    scope, data = gradscope.Scope(tiny.model(), size.loss), (tiny.samples(3, 1), tiny.samples(2, 2))
+    layers = ["blocks.0.attention.*", "blocks.0.mlp.*"]  # no table, no norm, and the head is tied
+    scope = gradscope.Scope(tiny.model(), size.loss, layers)
+    data = tiny.samples(3, 1), tiny.samples(2, 2)
     train, query = ((scope, *samples) for samples in data)
     wanted = gradscope.attribute(train, query, "ekfac", 0.1).values
     np.testing.assert_allclose(cell.scores, wanted, rtol=1e-4)
+
+
+@pytest.mark.skipif(find_spec("kronfluence") is None, reason="needs kronfluence")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_both_tools_have_the_same_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Factors, eigenvalues, damping and layers agree, as two libraries compute them."""
+    tiny = size.Size(2, 16, 2, 32, train=6, query=3)
+    monkeypatch.setitem(size.SIZES, "tiny", tiny)
+    ours, theirs = (np.array(size.run("tiny", tool).scores) for tool in size.TOOLS)
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * np.abs(ours).max())

@@ -24,7 +24,7 @@ from gradscope.engine.chains import bind
 from gradscope.engine.fold import prepare_chains
 from gradscope.errors import InputError, SpecError, UnsupportedError
 from gradscope.stages.reducers import eigen
-from gradscope.stages.reducers.accumulator import depends_on_split
+from gradscope.stages.reducers.accumulator import Accumulator, depends_on_split
 from gradscope.stages.reducers.base import Reducer
 from gradscope.stages.reducers.eigen import eigenvectors
 from gradscope.stages.reducers.kfac import bases_of
@@ -448,13 +448,15 @@ def test_eigenvectors_of_large_matrices(rank: int, dead: int, dtype: torch.dtype
 
 
 def test_batches_are_added_in_place_as_they_are_merged() -> None:
-    made = reducer("kfac:bias=column")
+    made = reducer("kfac:bias=column,full=3")
     assert made.add is not None
-    every = [pair(), pair(last=1.0)]
+    short = DenseBlock(torch.arange(18.0, dtype=torch.float64).reshape(6, 3))
+    every = [Gradients({**one, "short": short}) for one in (pair(), pair(last=1.0), pair())]
     added: dict[str, Tensor] = {}
     for gradients in every:
         added = made.add(gradients, added)
-    merged = made.merge(*(made.start(gradients) for gradients in every))
+    first, second, third = (made.start(gradients) for gradients in every)
+    merged = made.merge(made.merge(first, second), third)
     assert added.keys() == merged.keys()
     for key, value in merged.items():
         torch.testing.assert_close(added[key], value)
@@ -477,3 +479,30 @@ def test_factors_of_a_file_have_one_basis_on_every_machine(monkeypatch: pytest.M
     assert torch.equal(found, torch.linalg.eigh(stored["w.A"])[1])
     with pytest.raises(AssertionError, match="measured"):
         bases_of(stored)
+
+
+@pytest.mark.parametrize("chain", ["kfac:bias=column", "ekfac:with=stored"])
+def test_states_are_joined_in_place(chain: str) -> None:
+    """The result is that of new states, and the tensors of the second state stay."""
+    draw = torch.Generator().manual_seed(0)
+    batches = [
+        Gradients({"w": OuterBlock.matrix(*(torch.randn(4, 3, f, generator=draw) for f in (5, 6)))})
+        for _ in range(4)
+    ]
+    made = reducer("kfac:bias=column")
+    if chain.startswith("ekfac"):
+        first = made.result(made.start(batches[0]))
+        given = bind("ekfac").reducer
+        assert given is not None and given.earlier is not None
+        made = given.earlier.given({**first})
+    total = Accumulator({0: made})
+    apart = Accumulator({0: made._replace(join=None)})
+    places: list[dict[str, int]] = []
+    for gradients in batches:
+        total.add({0: made.start(gradients)})
+        apart.add({0: made.start(gradients)})
+        places.append({k: v.data_ptr() for k, v in total.states[0].items() if "w" in k})
+    assert total.states[0].keys() == apart.states[0].keys()
+    large = [key for key in places[0] if key.partition(":")[0] in ("a", "b", "moments")]
+    assert large and all(place[key] == places[0][key] for key in large for place in places)
+    torch.testing.assert_close(total.result(0), apart.result(0))

@@ -61,12 +61,12 @@ class Accumulator(Generic[K]):
             if before is None:
                 self._dtypes.setdefault(key, {kind: t.dtype for kind, t in own.items()})
                 new[key] = _taken_over(own, copy=reducer.additive) if carry else own
-            elif reducer.additive and key in self._owned:
+            elif key in self._owned and (reducer.additive or _joins(reducer, before, own)):
                 sums[key] = own
             else:
                 new[key] = carried_state(reducer.merge(before, own))
         for key, own in sums.items():
-            _add_in_place(self.states[key], own)
+            (self.reducers[key].join or _add_in_place)(self.states[key], own)
         self._owned |= {key for key in new if carry or key in self.states}
         self.states = self.states | new
 
@@ -114,10 +114,16 @@ def _taken_over(state: State, *, copy: bool) -> State:
     return found
 
 
-def _add_in_place(state: State, more: State) -> None:
+def _joins(reducer: Reducer, state: State, more: State) -> bool:
+    """Whether a state can be added in place; `merge` raises if the entries differ."""
+    return reducer.join is not None and state.keys() == more.keys()
+
+
+def _add_in_place(state: State, more: State) -> State:
     """Add sums to a float64 state in place."""
     for key, value in state.items():
         value.add_(more[key].to(value.device))
+    return state
 
 
 def depends_on_split(reducer: Reducer) -> str | None:
@@ -132,7 +138,7 @@ def depends_on_split(reducer: Reducer) -> str | None:
                 first = reducer.earlier.reducer
                 reducer = reducer.earlier.given(first.result(first.start(gradients)))
             whole = reducer.result(carried_state(reducer.start(gradients)))
-            ways = (reducer, reducer._replace(additive=False))  # added in place, or merged
+            ways = (reducer, reducer._replace(additive=False, join=None))  # in place, or merged
             results = [_in_parts(one, gradients) for one in ways]
         except Exception:  # the run will raise the reducer's error
             return None

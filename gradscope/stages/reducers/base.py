@@ -60,6 +60,7 @@ class Reducer(NamedTuple):
         separate: Each parameter's result depends only on its entries ("kind:NAME") and on n.
         add: Adds the samples of a batch to a float64 state in place, one parameter at a time, and
             returns it; {} is the state without samples. For states that are too large to have two.
+        join: Adds a state of further samples with the same entries to a float64 state in place.
     """
 
     start: Callable[[Gradients], State]
@@ -72,6 +73,7 @@ class Reducer(NamedTuple):
     note: str = ""
     separate: bool = False
     add: Callable[[Gradients, State], State] | None = None
+    join: Merge | None = None
 
 
 reducers: Registry[Callable[..., Reducer]] = Registry("reducer")

@@ -109,6 +109,7 @@ def kfac(
         add=lambda gradients, state: _added_in_place(
             state, _samples(gradients), every(gradients, parts(state))
         ),
+        join=_joined,
     )
 
 
@@ -157,6 +158,11 @@ def _result(positions: str, state: State, *, in_place: bool = False) -> dict[str
 def _merged(a: State, b: State) -> State:
     _require_same(a.keys() ^ b.keys())
     return added(a, b)
+
+
+def _joined(state: State, more: State) -> State:
+    """Add the sums of a state with the same entries in place."""
+    return _added_in_place(state, more["n"], parts(more).items())
 
 
 def _added_in_place(state: State, n: Tensor, every: Iterable[tuple[str, ParameterState]]) -> State:
@@ -217,7 +223,8 @@ def _as_row(block: Block, weights: Tensor | None) -> ParameterState:
         found = product if found is None else found + product
     assert found is not None
     n = found.real.new_tensor(float(block.n if weights is None else len(weights)))
-    return {"a": found, "b": n.reshape(1, 1).to(found.dtype), "counted": n}
+    # two tensors: the entries of a state are added in place
+    return {"a": found, "b": n.reshape(1, 1).to(found.dtype, copy=True), "counted": n}
 
 
 def _sums(
@@ -532,6 +539,10 @@ def _within(
         total = added(a, b)
         return {key: b[key] if key.startswith("basis:") else total[key] for key in total}
 
+    def join(state: State, more: State) -> State:
+        _require_bases(state, marks)
+        return _joined(state, more)
+
     def result(state: State) -> dict[str, Tensor]:
         _require_bases(state, marks)
         found: dict[str, Tensor] = {}
@@ -546,7 +557,7 @@ def _within(
         return found | rest
 
     note = f"ekfac: diagonal only, because there are no Kronecker factors: {', '.join(plain)}"
-    return Reducer(start, merge, result, raw=True, note=note if plain else "", add=add)
+    return Reducer(start, merge, result, raw=True, note=note if plain else "", add=add, join=join)
 
 
 def _require_bases(state: State, marks: Mapping[str, Tensor]) -> None:
