@@ -11,7 +11,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,12 @@ from gradscope.sources.weights.readers import ADAPTER
 
 _COUNTER = "n_averaged"  # a tensor of torch's AveragedModel that the model does not have
 _SHOWN = 6  # number of tensors named in a comment
+_FEW = 10  # different texts that are classes in any case
 _READ = 10_000  # number of targets to read for their texts
 _TARGETS = {"target", "targets", "label", "labels", "y", "class", "classes", "following"}
 # columns in which pandas stores row numbers
 _OF_PANDAS = re.compile(r"unnamed: \d+|__index_level_\d+__|level_\d+")
+_WORDS = re.compile(r"[\W_]+")  # between the words of a name
 _GRAPHS = {"adj", "adjacency", "edge", "edges", "laplacian"}
 _KEYWORDS = {"input_ids", "attention_mask", "token_type_ids", "pixel_values", "position_ids"}
 # {padded input: the keyword of its mask}
@@ -593,15 +595,21 @@ class _DataArray:
     length: int
     sample: tuple[int, ...] | None  # the shape; for texts and sequences of different lengths None
     dtype: str  # or "text"
+    unique: bool = False  # whether it is named as an id, and no two samples have the same number
 
     @classmethod
-    def of(cls, stored: StoredColumn) -> "_DataArray":
+    def of(cls, stored: StoredColumn, name: str) -> "_DataArray":
         if isinstance(stored, SequenceColumn):
             return cls(len(stored.lengths), None, dtype_name(stored.dtype))
         if isinstance(stored, TextColumn):
             return cls(stored.n, None, "text")
         length, *sample = stored.shape or (0,)
-        return cls(int(length), tuple(map(int, sample)), dtype_name(stored.dtype))
+        found = cls(int(length), tuple(map(int, sample)), dtype_name(stored.dtype))
+        words = {*re.split(_WORDS, name.lower())}
+        if sample or "int" not in found.dtype or words.isdisjoint({"id", "uid"}):
+            return found
+        first = stored[0 : min(found.length, _READ)].tolist()
+        return replace(found, unique=len(set(first)) == len(first) > _FEW)
 
     def __str__(self) -> str:
         shape = " of different lengths" if self.sample is None else f" {self.sample}"
@@ -634,7 +642,9 @@ def _dataset(
         transforms: The transforms of pictures that scripts use.
     """
     kind, opened = open_arrays(data)
-    arrays = {name: _DataArray.of(opened.load(name)) for name in opened.names if name != group}
+    arrays = {
+        name: _DataArray.of(opened.load(name), name) for name in opened.names if name != group
+    }
     held = listed(f"{name} {array}" for name, array in arrays.items())
     lines = [f"# {kind}: {_comment(held)}", f"path = {quoted(_relative(data, folder))}"]
 
@@ -699,8 +709,14 @@ def _dataset(
         result.missing["dataset.path"] = what
     texts = opened.load(targets[0]) if targets else None
     if isinstance(texts, TextColumn):
-        first = sorted(set(texts.read(0, min(texts.n, _READ))))
-        guess("classes", {targets[0]: first}, f"the texts of the first {_READ:,} samples, sorted")
+        read = texts.read(0, min(texts.n, _READ))
+        first = sorted(set(read))
+        if len(first) > max(_FEW, len(read) // 2):
+            what = f"{len(first):,} of {len(read):,} texts of {targets[0]!r} differ"
+            result.missing["dataset.targets"] = f"{what}: they are no classes. Name the targets"
+        else:
+            why_classes = f"the texts of the first {_READ:,} samples, sorted"
+            guess("classes", {targets[0]: first}, why_classes)
     if not targets:
         return lines, "mse", "there are no targets: write your own function, FILE.py:LOSS"
     masked = "attention_mask" in masks and found == "causal_lm"
@@ -712,7 +728,7 @@ def _graph(arrays: Mapping[str, _DataArray], n: int) -> list[str]:
 
     These are adjacency matrices (n, n), lists of edges (2, E), and values of edges (E, ...).
     """
-    words = {name: {*re.split(r"[\W_]+", name.lower())} for name in arrays}
+    words = {name: {*re.split(_WORDS, name.lower())} for name in arrays}
     named = {name: a for name, a in arrays.items() if words[name] & _GRAPHS}
     square = [name for name, a in named.items() if (a.length, a.sample) == (n, (n,))]
     edges = [k for k, a in named.items() if a.length == 2 and "int" in a.dtype and a.sample]
@@ -745,7 +761,7 @@ def _numbers_samples(name: str, arrays: Mapping[str, _DataArray]) -> bool:
     """Whether the name is a table's index, or the array is the unnamed first column."""
     unnamed = name == "0" and not all(other.isdigit() for other in arrays)
     known = name.lower() in INDICES or _OF_PANDAS.fullmatch(name.lower()) is not None
-    return unnamed or known
+    return unnamed or known or arrays[name].unique
 
 
 def _require_inputs(
@@ -827,7 +843,7 @@ def _columns(
     lengths = Counter(array.length for array in arrays.values())
     n = max(lengths, key=lambda length: (lengths[length], length), default=0)  # train, not test
     usable = [name for name, array in arrays.items() if array.length == n]
-    targets = [name for name in usable if _TARGETS & set(re.split(r"[\W_]+", name.lower()))]
+    targets = [name for name in usable if _TARGETS & set(re.split(_WORDS, name.lower()))]
     rest = [k for k in usable if k not in targets and not _numbers_samples(k, arrays)]
     inputs = [k for k in rest if arrays[k].dtype != "text"] or rest  # texts need a tokenizer
     if not inputs:  # one array, or only names that look like targets

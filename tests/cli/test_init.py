@@ -193,6 +193,22 @@ def test_what_is_guessed_of_tables_and_sequences(
     load(tmp_path / "run.toml")
 
 
+def test_ids_and_sentences_are_neither_inputs_nor_classes(
+    gradscope: Gradscope, tmp_path: Path
+) -> None:
+    """An id whose numbers repeat, as of users, is an input."""
+    checkpoint, _ = project(tmp_path)
+    rows = [f"{k % 2},{100 + k},{k % 3},{k / 2},sentence {k}" for k in range(12)]
+    file = tmp_path / "d.csv"
+    file.write_text("\n".join(["quality,#1 ID,user_id,length,text", *rows]))
+    done = gradscope("init", checkpoint, file, "-o", tmp_path / "run.toml")
+    assert done.code == 0
+    document = tomllib.loads((tmp_path / "run.toml").read_text())["dataset"]
+    assert document["columns"] == {"table": ["quality", "user_id", "length"]}
+    assert "classes" not in document
+    assert "12 of 12 texts of 'text' differ" in " ".join(done.out.split())
+
+
 def test_without_a_factory_an_example_is_marked(gradscope: Gradscope, tmp_path: Path) -> None:
     checkpoint, data = project(tmp_path, None)
     (tmp_path / "broken.py").write_text("def build(:")
