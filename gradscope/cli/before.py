@@ -2,7 +2,8 @@
 
 import re
 import shlex
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Any
 
 import typer
 
@@ -11,9 +12,6 @@ from gradscope.cli.options import NONFINITE, show, with_flags
 from gradscope.config import RunSpec
 from gradscope.config.commands import CheckOptions, InitOptions, ListOptions
 from gradscope.process import stops, streams
-
-if TYPE_CHECKING:
-    pass
 
 AUTO_SUMMARY = "hooks, or the fastest other backend if it refuses; the first batch must be proved."
 
@@ -41,6 +39,7 @@ def init(options: InitOptions) -> None:
 
     With --unsafe-pickle, reading a checkpoint may execute code.
     """
+    from gradscope.core.texts import listed
     from gradscope.report.terminal import print_facts
     from gradscope.run import resolve_names
     from gradscope.sources.draft import draft
@@ -54,15 +53,21 @@ def init(options: InitOptions) -> None:
     )
     resolve_names(_without_code(options.spec))
     found = draft(options.spec, options.dataset, output.parent)
-    written(output, lambda file: file.write(found.text.encode()))
-    told = {"path": str(output), "guessed": found.guessed, "missing": [*found.missing]}
-    told["unused"] = found.unused
+    for name, text in {**found.files, output.name: found.text}.items():
+        written(output.with_name(name), partial(_write_text, text))
+    told = {"path": str(output), "files": [*found.files], "guessed": found.guessed}
+    told |= {"missing": [*found.missing], "unused": found.unused}
     rows = [*found.guessed.items(), *found.missing.items()]
     rows += [("not used", f"{name}: {why}") for name, why in found.unused.items()]
     following = f"gradscope check --config {shlex.quote(str(output))}"
-    rows += [("written", str(output)), ("next", following)]
+    places = listed([str(output), *(str(output.with_name(name)) for name in found.files)])
+    rows += [("written", places), ("next", following)]
     document = {"schema": "gradscope.init", "version": 1, **told}
     show(document, lambda _, console: print_facts(console, rows), json=options.as_json)
+
+
+def _write_text(text: str, file: Any) -> None:
+    file.write(text.encode())
 
 
 def _without_code(spec: RunSpec) -> RunSpec:

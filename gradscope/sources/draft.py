@@ -33,6 +33,7 @@ from gradscope.sources.scripts.data import (
     transforms_of,
 )
 from gradscope.sources.scripts.losses import (
+    is_complete,
     loss_expression,
     loss_is_summed,
     loss_method,
@@ -126,20 +127,13 @@ _FILL_IN = "fill it in, or build the model in a function: --model FILE.py:FUNCTI
 
 # a loss that a script computes with a method of the model
 _METHOD = """\
-# {line}
 # Write this loss in loss.py, for one sample x with target y at a time. If the method returns one
-# number for each sample, call it once with all inputs: this is faster.
-#     import gradscope, torch
-#     @gradscope.model_loss
-#     def loss(model, inputs, targets):
-"""
+# number for each sample, call it once with all inputs: this is faster."""
 
 # a loss that is a function or a class of a script
 _OWN = """\
-# {line}
 # Write this loss in loss.py. It returns one number for each sample: without a mean or a sum over
-# the samples.{how}
-"""
+# the samples."""
 
 # [compute]: a line for each setting that is not given
 _EXAMPLES = {
@@ -161,6 +155,7 @@ class Draft:
     # {key that could not be guessed: what to do}; its value is an example
     missing: dict[str, str] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)  # {unused array: why}
+    files: dict[str, str] = field(default_factory=dict)  # {name of a file to write: content}
 
 
 def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
@@ -225,16 +220,13 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     if spec.dataset.group is not None:
         dataset_lines.append(f"group = {quoted(spec.dataset.group)}")
     if each:
-        text = _METHOD.format(line=_comment(line))
-        body = [f"#         {_comment(code)}" for code in each]
-        found, loss_lines = "loss.py:loss", [*text.splitlines(), *body]
-        result.missing["loss.name"] = f"write loss.py, as the run file shows, for {line}"
+        head = ["import gradscope, torch", "@gradscope.model_loss"]
+        code = [*head, "def loss(model, inputs, targets):", *(f"    {text}" for text in each)]
+        found, loss_lines = "loss.py:loss", _own_loss(result, code, line, _METHOD, folder)
     elif own:
         how = " For one sample at a time:" if "import torch" in lines else ""
-        text = _OWN.format(line=_comment(own), how=how)
-        lines = lines or ["def loss(outputs, targets):", "    return ..."]
-        found, loss_lines = "loss.py:loss", [*text.splitlines(), *(f"#     {x}" for x in lines)]
-        result.missing["loss.name"] = f"write loss.py, as the run file shows, for {own}"
+        code = lines or ["def loss(outputs, targets):", "    return ..."]
+        found, loss_lines = "loss.py:loss", _own_loss(result, code, own, _OWN + how, folder)
     else:
         summed = near if losses_called(near, drafted.file, given) else files
         if loss is None and called and loss_is_summed(summed, drafted.file):
@@ -262,6 +254,27 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     texts |= {"compute": "\n".join(compute), "argv": drafted.argv}
     result.text = _TEMPLATE.format(mode=mode, **texts)
     return result
+
+
+def _own_loss(result: Draft, code: Sequence[str], line: str, how: str, folder: Path) -> list[str]:
+    """Return the lines of a run file for a loss of the user's code.
+
+    The code is written to loss.py if it is complete and the file does not exist.
+
+    Args:
+        result: The draft, to which the file is added.
+        code: The lines of loss.py, as far as they are known.
+        line: The line of a script with this loss.
+        how: A comment that says how to write the loss.
+        folder: The folder of the run file.
+    """
+    if not (folder / "loss.py").exists() and is_complete("\n".join(code)):
+        result.files["loss.py"] = "\n".join([f"# {_comment(line)}", *code, ""])
+        result.missing.pop("loss.name", None)  # an example is not needed
+        result.guessed["loss.name"] = f"loss.py:loss, a new file, for {line}"
+        return [f"# guessed: loss.py is a new file, for {_comment(line)}"]
+    result.missing["loss.name"] = f"write loss.py, as the run file shows, for {line}"
+    return [f"# {_comment(line)}", *how.splitlines(), *(f"#     {_comment(text)}" for text in code)]
 
 
 @contextmanager

@@ -762,14 +762,12 @@ def test_a_loss_of_the_models_method_is_shown_and_samples_of_a_variable_have_no_
     Path("other.py").write_text(OTHER)  # its loss is not the density's
     torch.save({"mean": torch.tensor([1.0, 2.0])}, "w.pt")
     done = gradscope("init", "w.pt", "density.py:data", "--json")
-    assert (done.code, json.loads(done.out)["missing"]) == (0, ["loss.name"])
-    text = Path("run.toml").read_text()
-    assert 'name = "loss.py:loss"' in text
-    assert "# density.py: loss = -model.log_prob(x).mean()\n" in text
-    start = text.index("#     import gradscope, torch")
-    shown = text[start : text.index('name = "loss.py:loss"')].replace("#     ", "")
-    assert "[-model.log_prob(x[None]).mean() for x in inputs]" in shown
-    Path("loss.py").write_text(shown)
+    told = json.loads(done.out)
+    assert (done.code, told["missing"], told["files"]) == (0, [], ["loss.py"])
+    assert 'name = "loss.py:loss"' in Path("run.toml").read_text()
+    code = Path("loss.py").read_text()
+    assert code.startswith("# density.py: loss = -model.log_prob(x).mean()\n")
+    assert "[-model.log_prob(x[None]).mean() for x in inputs]" in code
     done = gradscope("compute", "--config", "run.toml", "-o", "o.h5")
     assert done.code == 0, done.err
     errors = torch.arange(12.0).reshape(6, 2) - torch.tensor([1.0, 2.0])
@@ -862,13 +860,20 @@ def test_a_loss_of_the_script_itself(
     if shown == "cross_entropy":
         assert f'name = "{shown}' in text and json.loads(done.out)["missing"] == []
         return
-    assert json.loads(done.out)["missing"] == ["loss.name"]
-    assert f"# train.py: loss = {line}" in text and shown in text
     if shown == "return ...":
+        assert json.loads(done.out)["missing"] == ["loss.name"] and shown in text
         assert f"# train.py: loss = {line}, with both of losses.py\n" in text
+        assert not Path("loss.py").exists()
         return
-    code = text[text.index("#     import torch\n") : text.index('name = "loss.py:loss"')]
-    Path("loss.py").write_text(code.replace("#     ", ""))
+    code = Path("loss.py").read_text()
+    assert code.startswith(f"# train.py: loss = {line}\n") and shown in code
+    Path("loss.py").write_text("# my own\n")  # an existing file is kept, and the code is shown
+    again = gradscope("init", "w.pt", "d.pt", "--json", "--overwrite")
+    assert (
+        json.loads(again.out)["missing"] == ["loss.name"] and shown in Path("run.toml").read_text()
+    )
+    assert Path("loss.py").read_text() == "# my own\n"
+    Path("loss.py").write_text(code)
     done = gradscope("compute", "--config", "run.toml", "-o", "o.h5")
     assert done.code == 0, done.err
     net = net.double()

@@ -1,6 +1,7 @@
 """Data sets of the user's own, and texts by a tokenizer, against what they were made from."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ X, Y = torch.arange(N * 2.0).reshape(N, 2), torch.arange(N) % 3
 
 CODE = """
 import random
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
@@ -69,7 +71,11 @@ class Extra(Words):  # a mask where one is needed, the longest, places in the ba
         return {"inputs": inputs, "targets": rows.clone(), "places": places}
 
 class Random(Sized):
-    def __getitem__(self, k): return torch.rand(2), Y[k]
+    def __getitem__(self, k): return torch.rand(2) + random.random() + np.random.rand(), Y[k]
+
+class Stateful(Sized):
+    generator = torch.Generator()
+    def __getitem__(self, k): return torch.rand(2, generator=self.generator), Y[k]
 
 class Breaking(Sized):
     def __getitem__(self, k):
@@ -205,6 +211,22 @@ def test_a_class_that_needs_arguments(tmp_path: Path) -> None:
     )
 
 
+def test_random_samples_are_one_draw_by_position(file: Path) -> None:
+    """The same in each batch and each process; the caller's generators do not change."""
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    data = open_dataset(DatasetSpec(path=f"{file}:Random"))
+    assert any("samples are random" in note for note in data.notes)
+    found = data.batch([2, 5]).inputs
+    assert torch.equal(before, torch.get_rng_state())
+    for row, k in zip(found, (2, 5), strict=True):
+        torch.manual_seed(k)
+        random.seed(k)
+        np.random.seed(k)
+        torch.testing.assert_close(row, torch.rand(2) + random.random() + np.random.rand())
+    torch.testing.assert_close(data.batch([4, 5]).inputs[1], found[1])
+
+
 def test_the_digest_tells_data_apart(file: Path) -> None:
     first = opened(file, "pairs").sha256
     assert first == opened(file, "pairs").sha256
@@ -228,7 +250,7 @@ def test_the_digest_tells_data_apart(file: Path) -> None:
         ("raising", "your code raised ValueError: no such folder"),
         ("nothing", "there is no 'nothing' in it"),
         ("Breaking", "your code raised KeyError: 'seventh'"),
-        ("Random", "sample 0 is different when read again"),
+        ("Stateful", "sample 0 is different when read again"),
         ("config", "'config' is a dict, not a function"),
     ],
 )

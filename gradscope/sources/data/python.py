@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -21,6 +21,7 @@ from gradscope.core.batch import map_tensors, strided, tensors
 from gradscope.core.texts import article, listed
 from gradscope.errors import DatasetError, ModelError, located
 from gradscope.model.locate import first_line
+from gradscope.model.randomness import seeded
 from gradscope.sources.code import as_config, code_digests, load_value, loading, user_file
 from gradscope.sources.data.columns import as_index
 from gradscope.sources.data.recipes import converter
@@ -37,6 +38,9 @@ _PADS = (
 _ALONE = (
     "samples have no common axis, as graphs of different sizes: each batch has one sample, and the "
     "model takes what the collate function makes of it"
+)
+_RANDOM = (
+    "samples are random, as with augmentation: each sample is one draw, seeded with its position"
 )
 _LABELS = {"label", "labels", "target", "targets"}
 INDICES = {"id", "ids", "idx", "index", "indices"}  # names of arrays with numbers of samples
@@ -89,8 +93,14 @@ class PythonSamples:
             self._n = self._length(most)
         self._iterator: tuple[int, Iterator[Any]] | None = None
         self._seen: dict[range | str, str] = {}  # {rows, or their digest: digest of the samples}
-        first = self._batch(self._samples(range(1)))
+        self._random = False
+        with nullcontext() if self._iterable else seeded(0):
+            first = self._batch(self._samples(range(1)))
         self._first = _digest(first)
+        if not self._iterable:
+            with seeded(1):
+                self._random = _digest(self._batch(self._samples(range(1)))) != self._first
+        self.notes += (_RANDOM,) * self._random
         if self._collate is not default_collate and not _is_alone(first):
             several = self._batch(self._samples(range(min(self._n, _PADDED))))
             pairs = [(a, b) for a, b in _pairs(first, several) if a.dim() == b.dim() > 0]
@@ -188,16 +198,20 @@ class PythonSamples:
         return DatasetError(
             f"{what} different when read again",
             where=self._where,
-            remedy="Name a data set without random augmentation, such as the one for evaluation. "
-            "Or make each sample depend on its position only: do not shuffle, and seed the "
-            "augmentation with the position.",
+            remedy="Make each sample depend on its position only: do not shuffle, and draw random "
+            "numbers from the global generators of Python, NumPy or torch, which are seeded with "
+            "the position.",
         )
 
     def _samples(self, rows: Sequence[int]) -> list[Any]:
         if self._iterable:
             return self._iterated(rows)
+        found = []
         with user_file(self._where):
-            return [self._data[row] for row in rows]
+            for row in rows:
+                with seeded(row) if self._random else nullcontext():
+                    found.append(self._data[row])
+        return found
 
     def _iterated(self, rows: Sequence[int]) -> list[Any]:
         """Return samples of an iterable data set; samples between them are skipped."""

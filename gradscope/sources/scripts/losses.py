@@ -1,6 +1,7 @@
 """Finds the loss in the syntax trees of training scripts. No script is run."""
 
 import ast
+import builtins
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -122,6 +123,20 @@ def _base(node: ast.expr) -> ast.expr:
             return node if inner is None else _base(inner)
         return _base(node.args[0]) if len(node.args) == 1 and owner is not None else node
     return node
+
+
+def is_complete(code: str) -> bool:
+    """Whether a module defines all names that it reads, and has no "..."."""
+    nodes = list(ast.walk(ast.parse(code)))
+    stored = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    stored |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            stored |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.FunctionDef):
+            stored.add(node.name)
+    read = {n.id for n in nodes if isinstance(n, ast.Name)} - stored - {*dir(builtins)}
+    return not read and not any(isinstance(n, ast.Constant) and n.value is ... for n in nodes)
 
 
 def _undivided(value: ast.expr) -> ast.expr:

@@ -477,6 +477,9 @@ def _with_modules(sources: Sources, name: str) -> ModelClass:
             made = unmoved(local.get(last_name(node)) or sources.values.get(last_name(node), node))
             if isinstance(made, ast.Call) and sources.is_module(last_name(made.func)):
                 found.setdefault(argument, made)
+    for argument, annotation in plain.annotations.items():  # def __init__(self, bert: BERT)
+        if argument not in found and sources.is_module(annotation):
+            found[argument] = ast.Call(ast.Name(annotation), [], [])
     return ModelClass(sources, name, given=found)
 
 

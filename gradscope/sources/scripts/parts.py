@@ -132,6 +132,13 @@ class ModelClass:
             return dict.fromkeys(_AXES.get(kind, ()))
         return parameters_of(arguments, skip=1) | dict.fromkeys(self.keywords)
 
+    @property
+    def annotations(self) -> dict[str, str]:
+        """The names of the classes that annotate the parameters of `__init__`."""
+        arguments = self._lines[1]
+        every = () if arguments is None else (*arguments.args, *arguments.kwonlyargs)
+        return {a.arg: last_name(a.annotation) for a in every if a.annotation is not None}
+
     @cached_property
     def keywords(self) -> list[str]:
         """The keys of the **kwargs of `__init__` that the class reads, as kwargs["width"]."""
