@@ -278,7 +278,8 @@ def _noise(
     """
     whole = math.sqrt(sum(size**2 for size in sizes.values()))
     eps = torch.finfo(problem.precision).eps
-    tiny = [k for k, gap in gaps.items() if gap <= min(_NOISE * eps, 0.05) * whole]
+    most = min(_NOISE * eps, 0.05) * whole
+    tiny = [k for k, gap in gaps.items() if max(gap, sizes[k]) <= most]
     digits = _LAST_DIGITS * eps * whole if problem.precision == torch.float64 else -1.0
     noise = [k for k in tiny if k in small or gaps[k] <= digits]
     if other is not None and problem.any(len(tiny) > len(noise)):

@@ -51,6 +51,13 @@ _COUPLED_REMEDY = (
     "LayerNorm never couple samples."
 )
 
+_EVAL_REMEDY = (
+    "The model is in eval mode, so its code computes something from the whole batch, as an "
+    "adaptive solver that chooses one step size for all samples. For gradients of single samples, "
+    "use "
+    'batches of one sample: batch_size=1. For ∂Lᵢ/∂θ in this batch, use coupling="own-loss".'
+)
+
 _OWN_TOKENS = (  # tokens have no own-loss gradients
     'For the gradients of the samples\' own losses, use coupling="own-loss" with whole samples '
     '(rows="sample").'
@@ -85,6 +92,8 @@ def coupled_remedy(where: str | None, batch: Batch, model: nn.Module) -> str:
         return graph
     of_tokens = isinstance(batch, Tokens)
     if where != _IN_LOSS:
+        if not of_tokens and not any(module.training for module in model.modules()):
+            return _EVAL_REMEDY
         return _TOKENS_REMEDY if of_tokens else _COUPLED_REMEDY
     own = _OWN_TOKENS if of_tokens else _OWN_LOSS
     return "\n".join([_LOSS_REMEDY, *_broadcasting(batch), own])

@@ -26,6 +26,7 @@ from gradscope.sources.data.columns import SequenceColumn, StoredColumn, TextCol
 from gradscope.sources.data.files import open_arrays
 from gradscope.sources.data.python import INDICES
 from gradscope.sources.data.recipes import MASK
+from gradscope.sources.scripts.command_line import command_line
 from gradscope.sources.scripts.data import (
     changed_batch,
     loaders,
@@ -125,14 +126,16 @@ _NO_VALUE = "fill in: no value was found"
 _NAMES_CODE = "not taken from the checkpoint: `factory` in a table names code to run"
 _FILL_IN = "fill it in, or build the model in a function: --model FILE.py:FUNCTION"
 
+_LOSSES = ("loss.py", "sample_loss.py")  # the names of a new file with a loss
+
 # a loss that a script computes with a method of the model
 _METHOD = """\
-# Write this loss in loss.py, for one sample x with target y at a time. If the method returns one
+# Write this loss in {file}, for one sample x with target y at a time. If the method returns one
 # number for each sample, call it once with all inputs: this is faster."""
 
 # a loss that is a function or a class of a script
 _OWN = """\
-# Write this loss in loss.py. It returns one number for each sample: without a mean or a sum over
+# Write this loss in {file}. It returns one number for each sample: without a mean or a sum over
 # the samples."""
 
 # [compute]: a line for each setting that is not given
@@ -184,12 +187,15 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
         lines, own = loss_expression(files, drafted.file, given)
     found, why = "mse", "an example"
     described = data.suffix.lower() == ".toml"
+    place, name = Path(), ""  # of data that a script makes
     # the samples of a function are not read
     if described or function_of(str(data)) is not None:
         if described:
             dataset_lines = [f"spec = {quoted(_relative(data, folder))}"]
         else:
-            dataset_lines = _data_of_script(result, str(data), folder, files, stored.content)
+            dataset_lines, place, name = _data_of_script(
+                result, str(data), folder, files, stored.content
+            )
         if not described and (same := reconstruction(files, drafted.file)):
             of = f"the model's inputs are the targets of {same}"
             dataset_lines.append(f'targets = ["inputs"]  # guessed: {_comment(of)}')
@@ -222,11 +228,11 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     if each:
         head = ["import gradscope, torch", "@gradscope.model_loss"]
         code = [*head, "def loss(model, inputs, targets):", *(f"    {text}" for text in each)]
-        found, loss_lines = "loss.py:loss", _own_loss(result, code, line, _METHOD, folder)
+        found, loss_lines = _own_loss(result, code, line, _METHOD, folder)
     elif own:
         how = " For one sample at a time:" if "import torch" in lines else ""
         code = lines or ["def loss(outputs, targets):", "    return ..."]
-        found, loss_lines = "loss.py:loss", _own_loss(result, code, own, _OWN + how, folder)
+        found, loss_lines = _own_loss(result, code, own, _OWN + how, folder)
     else:
         summed = near if losses_called(near, drafted.file, given) else files
         if loss is None and called and loss_is_summed(summed, drafted.file):
@@ -251,30 +257,38 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
         compute = [line for line in compute if not line.startswith("# batch_size")]
         compute.append(f"batch_size = 1  # guessed: {ONE_SAMPLE}")
         result.guessed["compute.batch_size"] = f"1: {ONE_SAMPLE}"
-    texts |= {"compute": "\n".join(compute), "argv": drafted.argv}
+    run = [(drafted.file, drafted.name)] if drafted.file is not None else []
+    run += [(place, name)] if name else []
+    argv = _command_line(result, run, files, given, checkpoint)
+    texts |= {"compute": "\n".join(compute), "argv": argv}
     result.text = _TEMPLATE.format(mode=mode, **texts)
     return result
 
 
-def _own_loss(result: Draft, code: Sequence[str], line: str, how: str, folder: Path) -> list[str]:
-    """Return the lines of a run file for a loss of the user's code.
+def _own_loss(
+    result: Draft, code: Sequence[str], line: str, how: str, folder: Path
+) -> tuple[str, list[str]]:
+    """Return FILE.py:loss, and the lines of a run file for a loss of the user's code.
 
-    The code is written to loss.py if it is complete and the file does not exist.
+    The code is written to loss.py, or to sample_loss.py if loss.py exists, if it is complete.
 
     Args:
         result: The draft, to which the file is added.
-        code: The lines of loss.py, as far as they are known.
+        code: The lines of the file, as far as they are known.
         line: The line of a script with this loss.
         how: A comment that says how to write the loss.
         folder: The folder of the run file.
     """
-    if not (folder / "loss.py").exists() and is_complete("\n".join(code)):
-        result.files["loss.py"] = "\n".join([f"# {_comment(line)}", *code, ""])
+    file = next((name for name in _LOSSES if not (folder / name).exists()), "")
+    if file and is_complete("\n".join(code)):
+        result.files[file] = "\n".join([f"# {_comment(line)}", *code, ""])
         result.missing.pop("loss.name", None)  # an example is not needed
-        result.guessed["loss.name"] = f"loss.py:loss, a new file, for {line}"
-        return [f"# guessed: loss.py is a new file, for {_comment(line)}"]
-    result.missing["loss.name"] = f"write loss.py, as the run file shows, for {line}"
-    return [f"# {_comment(line)}", *how.splitlines(), *(f"#     {_comment(text)}" for text in code)]
+        result.guessed["loss.name"] = f"{file}:loss, a new file, for {line}"
+        return f"{file}:loss", [f"# guessed: {file} is a new file, for {_comment(line)}"]
+    file = file or _LOSSES[0]
+    result.missing["loss.name"] = f"write {file}, as the run file shows, for {line}"
+    shown = [f"# {_comment(line)}", *how.format(file=file).splitlines()]
+    return f"{file}:loss", [*shown, *(f"#     {_comment(text)}" for text in code)]
 
 
 @contextmanager
@@ -291,13 +305,13 @@ def _naming_loaders(files: Sequence[Path]) -> Iterator[None]:
 
 def _data_of_script(
     result: Draft, data: str, folder: Path, files: Sequence[Path], stored: Any
-) -> list[str]:
-    """Return the lines for the data set FILE.py:NAME of a script, or of a package."""
+) -> tuple[list[str], Path, str]:
+    """Return the lines for the data set FILE.py:NAME of a script or a package, file and name."""
     place, _, name = data.rpartition(":")
     if not place.endswith(".py"):
-        return [f"path = {quoted(data)}"]
-    reference, why = reference_of(Path(place), name, files)
-    reference = _anchored(reference, folder)
+        return [f"path = {quoted(data)}"], Path(), ""
+    found, why = reference_of(Path(place), name, files)
+    reference = _anchored(found, folder)
     if why:
         result.guessed["dataset.path"] = f"{reference}: {why}"
     lines = [*([f"# guessed: {_comment(why)}"] * bool(why)), f"path = {quoted(reference)}"]
@@ -313,7 +327,29 @@ def _data_of_script(
         lines += [f"# {key} =  # {_NO_VALUE}" for key in unknown]
         lines.append(f"kwargs = {_value(given)}")
     result.missing |= {f"dataset.kwargs.{key}": "fill it in" for key in unknown}
-    return lines
+    return lines, Path(place), found.rpartition(":")[2]
+
+
+def _command_line(
+    result: Draft,
+    code: Iterable[tuple[Path, str]],
+    files: Sequence[Path],
+    given: Mapping[str, Any],
+    checkpoint: Path,
+) -> str:
+    """Return the line `argv` for the scripts of a model and of data, FILE.py:NAME each."""
+    lines = (command_line(file, name, files, given, checkpoint) for file, name in code)
+    found = next((line for line in lines if line is not None), None)
+    if found is None:
+        return _ARGV
+    if found.stored is None:
+        result.missing["model.argv"] = (
+            f"the arguments of the training, if {found.file.name} had any"
+        )
+        return f"argv = []  # fill in: {found.file.name} parses arguments when imported"
+    why = f"stored in {found.source}"
+    result.guessed["model.argv"] = f"{_value(found.stored)}: {why}"
+    return f"argv = {_value(found.stored)}  # guessed: {why}"
 
 
 def _given(spec: RunSpec, section: str) -> dict[str, Any]:
@@ -354,7 +390,7 @@ class _Model:
     arguments: list[str]  # the lines of [model.kwargs]
     inputs: Sequence[str] = ()  # the names of the parameters of forward, if they are known
     file: Path | None = None
-    argv: str = _ARGV
+    name: str = ""  # the name of the model in the file
     loss: str = ""  # the loss of a class of transformers, with the class
     random: bool = False  # whether its forward draws random numbers
     alone: bool = False  # whether it is built for batches of one sample
@@ -375,6 +411,9 @@ def _model(
     """
     if model is not None:
         file, _, name = (function_of(model) or "").rpartition(":")
+        if file.endswith(".py") and Path(file).exists():
+            model, _ = reference_of(Path(file), name, files, "model")
+            name = model.rpartition(":")[2]
         given = Path(file).resolve()  # its layers and its arguments may be in other scripts
         rest = [other for other in files if other.resolve() != given]
         known = find_models([given, *rest], stored.shapes, stored.content) if file else []
@@ -382,7 +421,8 @@ def _model(
         lines = [f"factory = {quoted(_anchored(model, folder))}"]
         inputs = own.inputs if own else _forward(stored.content)
         arguments, place = _arguments(result, own, folder), Path(file) if file else None
-        return _Model(lines, arguments, inputs, place, random=own is not None and own.random)
+        random = own is not None and own.random
+        return _Model(lines, arguments, inputs, place, name, random=random)
     held = _description(checkpoint)
     if len(stored_modules(stored.content)) == 1:
         held = "pickled model"
@@ -403,7 +443,7 @@ def _model(
         ]
         likely = [*trained, *likely]
     if likely and likely[0].unknown and held is None:
-        built = find_built(files, likely[0], stored.content)
+        built = find_built(files, likely[0])
         likely = likely if built is None else [built, *likely]
     if held is not None:
         value, why = FROM_CHECKPOINT, f"the checkpoint's {held} describes the model"
@@ -426,17 +466,11 @@ def _model(
     if held is not None or not likely:
         loss = _loss_of_class(_architecture(checkpoint))
         return _Model(lines, [], _forward(stored.content), loss=loss)
-    best, argv = likely[0], _ARGV
-    if best.argv is not None:
-        argv = f"argv = {_value(best.argv)}  # guessed: stored in the checkpoint"
-        result.guessed["model.argv"] = f"{_value(best.argv)}: stored in the checkpoint"
-    elif best.of_arguments:
-        result.missing["model.argv"] = f"the arguments of the training, if {best.file.name} had any"
-        argv = f"argv = []  # fill in: {best.file.name} parses arguments when imported"
+    best = likely[0]
     loss = "" if "num_labels" in best.arguments else _loss_of_class(best.name.partition(".")[0])
     arguments = _arguments(result, best, folder)
     alone = any(argument.why == ONE_SAMPLE for argument in best.arguments.values())
-    return _Model(lines, arguments, best.inputs, best.file, argv, loss, best.random, alone)
+    return _Model(lines, arguments, best.inputs, best.file, best.name, loss, best.random, alone)
 
 
 def _architecture(checkpoint: Path) -> str:

@@ -580,7 +580,8 @@ def test_a_script_that_trains_on_import_does_not_train_and_keeps_its_checkpoint(
     assert 'name = "cross_entropy:label_smoothing=0.1"' in text
     done = gradscope("check", "--config", "run.toml")
     assert done.code == 3 and 'argv = ["ARGUMENT", "VALUE"]' in done.err, done.err
-    Path("run.toml").write_text(text.replace("# argv =", "argv ="))
+    assert "argv = []  # fill in: train.py parses arguments" in text  # one is required
+    Path("run.toml").write_text(text.replace("argv = []", 'argv = ["--width", "64"]'))
     done = gradscope("compute", "--config", "run.toml", "-o", "o.h5", "--json")
     assert done.code == 0, done.err
     assert "train.py trains when it is imported" in done.out and "classes" in done.out
@@ -867,12 +868,15 @@ def test_a_loss_of_the_script_itself(
         return
     code = Path("loss.py").read_text()
     assert code.startswith(f"# train.py: loss = {line}\n") and shown in code
-    Path("loss.py").write_text("# my own\n")  # an existing file is kept, and the code is shown
+    Path("loss.py").write_text("# my own\n")  # an existing file is kept
     again = gradscope("init", "w.pt", "d.pt", "--json", "--overwrite")
-    assert (
-        json.loads(again.out)["missing"] == ["loss.name"] and shown in Path("run.toml").read_text()
-    )
+    assert json.loads(again.out)["files"] == ["sample_loss.py"]
+    again = gradscope("init", "w.pt", "d.pt", "--json", "--overwrite")  # the code is shown
+    assert json.loads(again.out)["missing"] == ["loss.name"]
+    assert shown in Path("run.toml").read_text()
     assert Path("loss.py").read_text() == "# my own\n"
+    assert Path("sample_loss.py").read_text() == code
+    Path("run.toml").write_text(text)
     Path("loss.py").write_text(code)
     done = gradscope("compute", "--config", "run.toml", "-o", "o.h5")
     assert done.code == 0, done.err

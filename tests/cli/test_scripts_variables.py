@@ -478,3 +478,81 @@ def test_random_numbers_of_a_script_are_the_same_in_each_run(gradscope: Gradscop
     with seeded(3):
         assert (torch.rand(1), random.random()) != (torch.rand(1), random.random())
     assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
+
+
+LISTED = """
+import argparse, json, os
+import torch
+from torch import nn
+
+def options():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("data")
+    parser.add_argument("--width", type=int, default=5)
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1])
+    return parser.parse_args()
+
+if __name__ == "__main__":
+    args = options()
+    parts = [nn.Linear(4, args.width), nn.Tanh()]
+    parts.append(nn.Linear(args.width, 3))
+    model = nn.Sequential(*parts)
+    rows = [(args.scale * torch.arange(4.0) / (k + 1), k % 3) for k in range(6)]
+    os.makedirs("logs", exist_ok=True)
+    with open("logs/args.json", "w") as file:
+        json.dump(vars(args), file)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in rows:
+        loss = nn.functional.cross_entropy(model(x[None]), torch.tensor([y]))
+        loss.backward()
+"""
+
+
+@CWD
+@pytest.mark.parametrize("options", [[], ["--model", "listed.py:model"]])
+def test_a_model_of_lists_with_its_arguments_in_a_file(
+    gradscope: Gradscope, options: list[str]
+) -> None:
+    Path("listed.py").write_text(LISTED)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    Path("w").mkdir()
+    torch.save(model.state_dict(), "w/model.pt")
+    Path("logs").mkdir()
+    Path("logs/args.json").write_text('{"data": "d", "width": 6, "scale": 2.0, "sizes": [3, 4]}')
+    found = drafted(gradscope, "w/model.pt", "listed.py:rows", *options)
+    assert found["model"]["factory"] == "listed.py:__main__.model"
+    argv = ["d", "--width", "6", "--scale", "2.0", "--sizes", "3", "4"]
+    assert found["model"]["argv"] == argv
+    assert "stored in args.json" in Path("run.toml").read_text()
+    x = torch.stack([2 * torch.arange(4.0) / (k + 1) for k in range(6)]).double()
+    expected = looped(
+        model.double(),
+        lambda model, x, y: nn.functional.cross_entropy(model(x), y),
+        x,
+        torch.arange(6) % 3,
+    )
+    assert norms(gradscope) == pytest.approx(expected, rel=1e-5)
+    done = gradscope("init", "w/model.pt", "listed.py:rows", "--model", "listed.py:no", "-o", "n")
+    assert done.code == 3 and "no variable 'no' of a function" in done.err
+
+
+@CWD
+def test_a_module_that_only_an_annotation_names(gradscope: Gradscope) -> None:
+    Path("net.py").write_text(
+        "from torch import nn\nclass Body(nn.Module):\n    def __init__(self, width, depth=1):\n"
+        "        super().__init__()\n"
+        "        self.layers = nn.ModuleList([nn.Linear(3, width) for _ in range(depth)])\n"
+        "    def forward(self, x): return sum(layer(x) for layer in self.layers)\n"
+        "class Net(nn.Module):\n    def __init__(self, body: Body, out):\n"
+        "        super().__init__()\n        self.inner, self.last = body, nn.Linear(5, out)\n"
+        "    def forward(self, x): return self.last(self.inner(x))\n"
+    )
+    from net import Body, Net
+
+    torch.save(Net(Body(5, 2), 2).state_dict(), "net.pt")
+    torch.save((torch.randn(4, 3), torch.randn(4, 2)), "data.pt")
+    found = drafted(gradscope, "net.pt", "data.pt")
+    body = {"factory": "net.py:Body", "width": 5, "depth": 2}
+    assert found["model"]["kwargs"] == {"out": 2, "body": body} and len(norms(gradscope)) == 4

@@ -16,8 +16,10 @@ _MAKERS = {"DataLoader", "TensorDataset", "ImageFolder", "Subset", "random_split
 _SHOWN = 4  # the most references to list in a message
 
 
-def reference_of(file: Path, name: str, files: Iterable[Path]) -> tuple[str, str]:
-    """Return FILE.py:NAME for data that a script makes, and "" or the reason for another name.
+def reference_of(
+    file: Path, name: str, files: Iterable[Path], kind: str = "data"
+) -> tuple[str, str]:
+    """Return FILE.py:NAME for an object of a script, and "" or the reason for another name.
 
     A variable of a function is FUNCTION.NAME. Then only the lines for the variable are run.
 
@@ -25,6 +27,7 @@ def reference_of(file: Path, name: str, files: Iterable[Path]) -> tuple[str, str
         file: The script.
         name: The name that the user gave.
         files: The scripts near the data, for the message.
+        kind: What the object is, "data" or "model".
 
     Raises:
         DatasetError: The script does not make data with this name.
@@ -35,7 +38,7 @@ def reference_of(file: Path, name: str, files: Iterable[Path]) -> tuple[str, str
     for place in Variables(script.tree, file).places(name):
         of = 'the block if __name__ == "__main__"' if place == MAIN else f"{place}()"
         return f"{file}:{place}.{name}", f"a variable of {of}, of which only its lines are run"
-    known = loaders([file, *files])
+    known = loaders([file, *files]) if kind == "data" else []
     raise DatasetError(
         f"there is no {name!r} at the top level of the script, and no variable {name!r} of a "
         "function that can be computed without training",

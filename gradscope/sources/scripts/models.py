@@ -31,12 +31,10 @@ from gradscope.sources.scripts.syntax import (
     is_plain,
     key_of,
     last_name,
-    option_of,
     parameters_of,
     returned_call,
     unmoved,
 )
-from gradscope.sources.training import PARSERS, parses_arguments
 from gradscope.sources.variables import MAIN, Variables
 
 _PREFIX = re.compile(r"(?:module\.|_orig_mod\.)+")  # DataParallel and torch.compile add these
@@ -66,9 +64,7 @@ class FoundModel:
     unknown: Sequence[str]  # names of arguments that must be given
     package: str = ""  # the installed module that defines it, if the file does not
     inputs: Sequence[str] = ()  # the names of the parameters of its forward
-    of_arguments: bool = False  # whether command-line arguments may decide what it is
     random: bool = False  # whether its forward draws random numbers in eval mode too
-    argv: Sequence[str] | None = None  # the command-line arguments, if the checkpoint stores them
 
     @property
     def reference(self) -> str:
@@ -142,10 +138,7 @@ def find_trained(
         for name, made in script.trained:
             why = f"{script.file.name} makes an optimizer for it"
             if made in script.tree.body:
-                parses = parses_arguments(script.tree)
-                found.append(
-                    FoundModel(script.file, name, False, 1.0, why, {}, [], of_arguments=parses)
-                )
+                found.append(FoundModel(script.file, name, False, 1.0, why, {}, []))
                 continue
             sources = Sources(script, scripts)
             own = last_name(getattr(made.value, "func", made.value))
@@ -170,24 +163,26 @@ def find_trained(
                 found.append(
                     FoundModel(script.file, last, False, 1.0, why, known, unknown, package=package)
                 )
+            else:
+                places = Variables(script.tree, script.file).places(name)
+                found += [
+                    FoundModel(script.file, f"{place}.{name}", False, 1.0, why, {}, [])
+                    for place in places
+                ]
     return list({model.reference: model for model in reversed(found)}.values())[::-1]
 
 
-def find_built(files: Iterable[Path], model: FoundModel, stored: Any = None) -> FoundModel | None:
+def find_built(files: Iterable[Path], model: FoundModel) -> FoundModel | None:
     """Return the variable of a script's function that has a model of the class `model`, or None.
 
     Args:
         files: Python files. They are parsed, not run.
         model: A class with arguments that are not known.
-        stored: The whole checkpoint. The arguments of the script may be in it.
     """
     for script in (found for file in files if (found := Script.read(file)) is not None):
         variables = Variables(script.tree, script.file)
         for name in variables.made_by({model.name}):
             place, _, own = name.partition(".")
-            nodes = [n for line in variables.statements(place, own) or () for n in ast.walk(line)]
-            calls = {last_name(n.func) for n in nodes if isinstance(n, ast.Call)}
-            parses = not calls.isdisjoint(PARSERS) or parses_arguments(script.tree)
             of = "the block of __main__" if place == MAIN else f"{place}()"
             why = f"{of} builds it; only the lines for {own} are run"
             return replace(
@@ -198,31 +193,8 @@ def find_built(files: Iterable[Path], model: FoundModel, stored: Any = None) -> 
                 why=why,
                 arguments={},
                 unknown=[],
-                of_arguments=parses,
-                argv=_argv(script, stored_arguments(stored)) if parses else None,
             )
     return None
-
-
-def _argv(script: Script, given: Mapping[str, Any]) -> list[str] | None:
-    """Return the command line that sets a script's options to stored values, or None.
-
-    It is None if no option is stored, or if a required option is missing.
-    """
-    found: list[str] = []
-    known = False
-    for call in script.calls.get("add_argument", ()):
-        flag, name, default, required = option_of(call)
-        known |= name in given
-        value = given.get(name, default)
-        if required and name not in given:
-            return None
-        if name not in given or value == default:
-            continue
-        values = [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
-        values = [] if isinstance(value, bool) else values
-        found += [*([flag] if flag else []), *values]
-    return found if known else None
 
 
 def _outputs(shapes: Shapes) -> int:

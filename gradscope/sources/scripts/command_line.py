@@ -1,0 +1,109 @@
+"""Command lines of training scripts, from arguments that checkpoints store. No script is run."""
+
+import ast
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradscope.sources.scripts.syntax import Script, last_name, option_of
+from gradscope.sources.training import PARSERS, parses_arguments
+from gradscope.sources.variables import Variables
+
+_NAMES = {"args", "arguments", "config", "hparams", "params", "opt", "options", "settings"}
+_SHARE = 0.5  # the least share of a parser's options that a file of arguments has
+_LARGE = 2**16  # bytes; a larger file holds no arguments
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The command-line arguments that a script parses when a run imports it."""
+
+    file: Path  # the script
+    stored: Sequence[str] | None  # the arguments that the checkpoint stores, or None
+    source: str  # where they are stored
+
+
+def command_line(
+    file: Path, name: str, files: Iterable[Path], given: Mapping[str, Any], checkpoint: Path
+) -> CommandLine | None:
+    """Return the arguments that FILE.py:NAME parses, or None if it parses none.
+
+    A class or function of the file depends on them only if one of them is required.
+
+    Args:
+        file: The script.
+        name: A name at its top level, or FUNCTION.NAME for a variable of a function.
+        files: Other scripts. A function in them may parse the arguments.
+        given: The arguments in the checkpoint.
+        checkpoint: The file of the checkpoint. A JSON file near it may have the arguments.
+    """
+    script = Script.read(file)
+    if script is None:
+        return None
+    others = [found for each in files if (found := Script.read(each)) is not None]
+    near = [script, *(other for other in others if other is not script and script.imports(other))]
+    parsing = {
+        function.name
+        for each in near
+        for function in each.functions.values()
+        if not PARSERS.isdisjoint(_called(function))
+    }
+    place, _, variable = name.rpartition(".")
+    lines = Variables(script.tree, file).statements(place, variable) if place else None
+    called = {each for line in lines or () for each in _called(line)}
+    parses = not called.isdisjoint(PARSERS | parsing) or parses_arguments(script.tree)
+    options = [option_of(call) for each in near for call in each.calls.get("add_argument", ())]
+    defined = not place and name in {*script.classes, *script.functions}
+    if not parses or (defined and not any(required for *_, required in options)):
+        return None
+    known = {name for _, name, *_ in options}
+    beside = {} if known & given.keys() else _beside(checkpoint, known)
+    source = beside.get("", "the checkpoint")
+    return CommandLine(file, _written(options, beside or given), source)
+
+
+def _called(node: ast.AST) -> set[str]:
+    return {last_name(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)}
+
+
+def _written(
+    options: Sequence[tuple[str, str, Any, bool]], given: Mapping[str, Any]
+) -> list[str] | None:
+    """Return the command line that sets options to values, or None if the values are not known."""
+    found: list[str] = []
+    if given.keys().isdisjoint(name for _, name, *_ in options):
+        return None
+    for flag, name, default, required in options:
+        value = given.get(name)
+        if name not in given or value is None:
+            if required:
+                return None
+            continue
+        if value == default:
+            continue
+        values = [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
+        found += [*([flag] if flag else []), *([] if isinstance(value, bool) else values)]
+    return found
+
+
+def _beside(checkpoint: Path, names: set[str]) -> dict[str, Any]:
+    """Return the arguments in a JSON file near a checkpoint; the key "" has the file's name.
+
+    An example is logs/args.json, which a script writes with json.dump(vars(args), file).
+    """
+    here = Path.cwd()
+    places = [checkpoint.absolute().parent, checkpoint.absolute().parent.parent, here]
+    with suppress(OSError):
+        places += [each for each in sorted(here.iterdir()) if each.is_dir()]
+    for place in places:
+        for stem in sorted(_NAMES):
+            with suppress(OSError, ValueError):
+                file = place / f"{stem}.json"
+                if file.stat().st_size <= _LARGE:
+                    found = json.loads(file.read_bytes())
+                    if isinstance(found, dict) and len(names & found.keys()) > _SHARE * len(names):
+                        return {**found, "": file.name}
+    return {}
