@@ -111,11 +111,12 @@ def load_value(reference: str, kind: str, is_usable: Callable[[Any], bool]) -> A
     if found is None:
         remedy = suggestion(name, known) if known else "The file defines no function."
         raise ModelError(f"there is no {name!r} in it", where=where, remedy=remedy)
-    raise ModelError(
-        f"{name!r} is {article(type(found).__name__)}, not a function",
-        where=where,
-        remedy=f"Name a function; it has: {', '.join(known) or 'none'}.",
-    )
+    parts = [key for key, value in getattr(found, "__dict__", {}).items() if is_usable(value)]
+    remedy = f"Name a function; it has: {', '.join(known) or 'none'}."
+    if parts:
+        remedy = f"Name a part of it: {', '.join(f'{reference}.{part}' for part in parts)}."
+    what = f"{name!r} is {article(type(found).__name__)}, not a function"
+    raise ModelError(what, where=where, remedy=remedy)
 
 
 def _variable(reference: str, module: ModuleType, kind: str) -> object:

@@ -181,8 +181,8 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     drafted = _model(result, model, checkpoint, folder, files, stored)
     given = stored_arguments(stored.content)
     called = losses_called(near, drafted.file, given) or losses_called(files, drafted.file, given)
-    each, line = ([], "") if loss else loss_method(files, drafted.file)
-    lines, own = ([], "") if loss or each else own_loss(files, drafted.file)
+    each, line = ([], "") if loss else loss_method(files, drafted.file, given)
+    lines, own = ([], "") if loss or each else own_loss(files, drafted.file, given)
     if not (loss or each or own):
         lines, own = loss_expression(files, drafted.file, given)
     found, why = "mse", "an example"
@@ -235,7 +235,7 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
         found, loss_lines = _own_loss(result, code, own, _OWN + how, folder)
     else:
         summed = near if losses_called(near, drafted.file, given) else files
-        if loss is None and called and loss_is_summed(summed, drafted.file):
+        if loss is None and called and loss_is_summed(summed, drafted.file, given):
             why = "AN EXAMPLE: a nearby script adds several losses; write a function, "
             why += "FILE.py:FUNCTION"
             result.missing["loss.name"] = _REPLACE

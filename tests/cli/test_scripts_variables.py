@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from gradscope.config import DatasetSpec
 from gradscope.errors import ModelError
 from gradscope.model.randomness import seeded
 from gradscope.sources.code import give_arguments, load_value
+from gradscope.sources.data import open_dataset
 from gradscope.sources.variables import Variables
 from tests.cli.conftest import Gradscope
 from tests.cli.test_scripts_parts import CWD, drafted, in_folder, looped, norms
@@ -406,6 +408,61 @@ def test_a_loss_is_guessed_only_if_it_is_the_scripts(
     else:
         assert found["loss"]["name"] == "loss.py:loss"
         assert f"torch.stack([{expected} for o, t in" in Path("loss.py").read_text()
+
+
+CHOSEN = """
+import argparse
+from torch import nn
+parser = argparse.ArgumentParser()
+parser.add_argument("--l1", type=bool, default=True)
+parser.add_argument("--kind", default="plain")
+args = parser.parse_args()
+if args.l1:
+    criterion = nn.L1Loss(reduction="sum")
+else:
+    criterion = nn.MSELoss(reduction="sum")
+if not args.kind == "plain":
+    criterion = nn.HuberLoss()
+class Series:
+    def __init__(self):
+        self.scale, self.train = 2.0, (1.0 * torch.ones(5, 4), torch.zeros(5, 3))
+        self.rows = [torch.ones(4, 2, 3), torch.zeros(4, 3)]
+def train(model, series):
+    for x, y in [series.train]:
+        loss = criterion(model(x), y)
+        loss.backward()
+""".replace("import argparse", "import argparse, torch")
+
+
+@CWD
+def test_a_loss_that_an_option_chooses(gradscope: Gradscope) -> None:
+    """The stored arguments decide, or else the defaults of the options."""
+    Path("train.py").write_text(CHOSEN)
+    torch.save((torch.randn(6, 4), torch.randn(6, 3)), "data.pt")
+    options = ["--model", "torch.nn:Linear", "--overwrite"]
+    for stored, expected in (
+        ({}, "l1"), ({"l1": False}, "mse"), ({"l1": False, "kind": "robust"}, "huber"),
+    ):  # fmt: skip
+        torch.save({"w": nn.Linear(4, 3).state_dict(), "args": stored}, "net.pt")
+        assert drafted(gradscope, "net.pt", "data.pt", *options)["loss"]["name"] == expected
+
+
+@CWD
+def test_arrays_of_all_samples_as_data(gradscope: Gradscope) -> None:
+    Path("series.py").write_text(CHOSEN + "\nseries = Series()\n")
+    torch.save(nn.Linear(4, 3).state_dict(), "net.pt")
+    text = (
+        'version = 1\n[model]\nfactory = "torch.nn:Linear"\n[model.kwargs]\nin_features = 4\n'
+        'out_features = 3\n[checkpoint]\npath = "net.pt"\n[dataset]\npath = "series.py:series"\n'
+        '[loss]\nname = "mse"\n'
+    )
+    Path("run.toml").write_text(text)
+    done = gradscope("check", "--config", "run.toml")
+    assert done.code == 3 and "series.py:series.train, " in done.err
+    Path("run.toml").write_text(text.replace("series.py:series", "series.py:series.train"))
+    assert len(norms(gradscope)) == 5
+    found = open_dataset(DatasetSpec(path="series.py:series.rows"))
+    assert found.batch([1, 2]).inputs.shape == (2, 2, 3) and len(found) == 4
 
 
 @CWD

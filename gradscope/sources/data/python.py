@@ -14,7 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+)
 
 from gradscope.config import DatasetSpec
 from gradscope.core.batch import map_tensors, strided, tensors
@@ -268,6 +274,8 @@ def _is_data(found: Any) -> bool:
 
 def _parts(made: Any) -> tuple[Any, Collate, tuple[str, ...]]:
     """Split the result of a factory into samples, collate function and notes."""
+    if _are_columns(made):
+        return TensorDataset(*map(torch.as_tensor, made)), default_collate, ()
     if isinstance(made, tuple | list) and any(isinstance(v, DataLoader | Dataset) for v in made):
         kind = DataLoader if any(isinstance(v, DataLoader) for v in made) else Dataset
         first = next(k for k, value in enumerate(made) if isinstance(value, kind))
@@ -285,6 +293,16 @@ def _parts(made: Any) -> tuple[Any, Collate, tuple[str, ...]]:
         raise DatasetError(f"the function returned {type(made).__name__}", remedy=remedy)
     own = getattr(made, "collate_fn", None)
     return made, own if callable(own) else default_collate, ()
+
+
+def _are_columns(made: Any) -> bool:
+    """Whether a pair or a longer tuple has arrays of all samples: (inputs, targets)."""
+    if not isinstance(made, tuple | list) or not all(hasattr(v, "shape") for v in made):
+        return False
+    shapes = [tuple(value.shape) for value in made]
+    lengths = {shape[:1] for shape in shapes}
+    several = isinstance(made, tuple) or len(made) == 2 or len(set(shapes)) > 1
+    return len(made) > 1 and several and len(lengths) == 1 and lengths != {()}
 
 
 def _selected(names: Sequence[str]) -> dict[str, Any]:

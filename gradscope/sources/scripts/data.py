@@ -9,7 +9,6 @@ from gradscope.core.texts import listed
 from gradscope.errors import DatasetError
 from gradscope.sources.scripts.losses import keeps_numbers
 from gradscope.sources.scripts.syntax import Script, last_name
-from gradscope.sources.training import is_main_block
 from gradscope.sources.variables import MAIN, Variables
 
 _MAKERS = {"DataLoader", "TensorDataset", "ImageFolder", "Subset", "random_split", "load_dataset"}
@@ -33,7 +32,7 @@ def reference_of(
         DatasetError: The script does not make data with this name.
     """
     script = Script.read(file)
-    if script is None or "." in name or {"*", name} & _names(script):
+    if script is None or "." in name or {"*", name} & {*script.top, *script.imported}:
         return f"{file}:{name}", ""
     for place in Variables(script.tree, file).places(name):
         of = 'the block if __name__ == "__main__"' if place == MAIN else f"{place}()"
@@ -98,19 +97,6 @@ def transforms_of(files: Iterable[Path]) -> set[str]:
     found = {"ToTensor", "Normalize", "Resize", "CenterCrop", "RandomCrop", "RandomResizedCrop"}
     scripts = [script for file in files if (script := Script.read(file)) is not None]
     return found & {name for script in scripts for name in script.calls}
-
-
-def _names(script: Script) -> set[str]:
-    """Return the names that the top level of a script assigns, defines or imports."""
-    stored: set[str] = {*script.classes, *script.functions, *script.imported}
-    for node in script.tree.body:
-        if not (isinstance(node, ast.FunctionDef | ast.ClassDef) or is_main_block(node)):
-            stored |= {
-                n.id
-                for n in ast.walk(node)
-                if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-            }
-    return stored
 
 
 def _is_dataset(script: Script, name: str) -> bool:

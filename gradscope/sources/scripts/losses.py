@@ -18,11 +18,13 @@ from gradscope.sources.scripts.syntax import (
     dotted_name,
     key_of,
     last_name,
+    read_scripts,
     unmoved,
 )
 from gradscope.sources.variables import MOVED
 
 _LOSS_OPTIONS = {"ignore_index", "label_smoothing", "delta", "margin"}
+_TRAINED = 100  # how much more a loss counts if backward() is called of it
 _REDUCING = {"reduction", "size_average", "reduce"}  # options that do not change a sample's loss
 # methods and functions that keep the numbers of their first argument
 _KEEPING = MOVED | {"cpu", "long", "half", "view", "reshape", "squeeze", "unsqueeze", "flatten"}
@@ -57,8 +59,9 @@ def losses_called(
         model: The file of the model.
         given: The arguments that the checkpoint stores: label_smoothing=args.smoothing.
     """
-    training, others = _training(files, model)
+    training, others = _training(files, model, given)
     counts = _losses(training, given or {}) or _losses(others, given or {})
+    counts = Counter({k: n for k, n in counts.items() if n >= _TRAINED}) or counts
     return sorted(counts, key=lambda name: (-counts[name], ":" not in name, name))
 
 
@@ -71,8 +74,8 @@ def loss_expression(
     targets. The code is a function of (outputs, targets), or [] if there is no such loss.
     """
     files = list(files)
-    scripts = [script for file in files if (script := Script.read(file)) is not None]
-    for script in _training(files, model)[0]:
+    scripts = read_scripts(files, given)
+    for script in _training(files, model, given)[0]:
         sources = Sources(script, scripts)
         for name, value in script.losses:
             calls = [n for n in ast.walk(value) if isinstance(n, ast.Call) and _built(n, script)]
@@ -89,7 +92,11 @@ def loss_expression(
             line = f"{script.file.name}: {name} = {ast.unparse(value)}"
             made = _one_sample(value, call, outputs, targets, script)
             head = ["import torch", "from torch import nn", "from torch.nn import functional as F"]
-            return [*head, "def loss(outputs, targets):", f"    return torch.stack([{made}"], line
+            body = ["def loss(outputs, targets):", f"    return torch.stack([{made}"]
+            used = {n.id for n in ast.walk(ast.parse("\n".join(body))) if isinstance(n, ast.Name)}
+            if mine := sorted(used & script.top):
+                head.append(f"from {script.file.stem} import {', '.join(mine)}")
+            return [*head, *body], line
     return [], ""
 
 
@@ -229,7 +236,9 @@ def keeps_numbers(node: ast.expr, changing: Collection[str] | None = None) -> bo
     return not isinstance(node, ast.BinOp | ast.UnaryOp | ast.Compare | ast.IfExp)
 
 
-def loss_method(files: Iterable[Path], model: Path | None) -> tuple[list[str], str]:
+def loss_method(
+    files: Iterable[Path], model: Path | None, given: Mapping[str, Any] | None = None
+) -> tuple[list[str], str]:
     """Return code for a loss that a method of the model computes, and the script's line.
 
     The code is the body of a function of (model, inputs, targets). Its last line is
@@ -238,9 +247,9 @@ def loss_method(files: Iterable[Path], model: Path | None) -> tuple[list[str], s
     loss, the code is [].
     """
     files = list(files)
-    scripts = [script for file in files if (script := Script.read(file)) is not None]
+    scripts = read_scripts(files, given)
     torch_losses = {name for script in scripts for name in script.torch_losses}
-    for script in _training(files, model)[0]:
+    for script in _training(files, model, given)[0]:
         for name, value in script.losses:
             line, value = ast.unparse(value), _with_outputs(value, script)
             called = [inner for inner in ast.walk(value) if isinstance(inner, ast.Call)]
@@ -257,14 +266,14 @@ def loss_method(files: Iterable[Path], model: Path | None) -> tuple[list[str], s
             torchs = not LOSSES.keys().isdisjoint(last_name(each.func) for each in called)
             if methods and (not torchs or _is_method(methods[0].func, script, scripts)):
                 place = f"{script.file.name}: {name} = {line}"
-                given = ["x[None]", "y[None]"][: len(methods[0].args)]
+                passed = ["x[None]", "y[None]"][: len(methods[0].args)]
                 reduced = None if forward is None else _reduced_by(forward, torch_losses)
                 if reduced:
-                    both = ", ".join(["inputs", "targets"][: len(given)])
+                    both = ", ".join(["inputs", "targets"][: len(passed)])
                     whole = f"return model({both}).flatten(1).mean(1)"
                     return [f'model.{reduced}.reduction = "none"', whole], place
                 own = "model" if forward is not None else f"model.{last_name(methods[0].func)}"
-                own += f"({', '.join(given)})"
+                own += f"({', '.join(passed)})"
                 each = ast.unparse(value).replace(ast.unparse(methods[0]), own)
                 of = "x, y in zip(inputs, targets)" if "y[None]" in each else "x in inputs"
                 return [f"return torch.stack([{each} for {of}])"], place
@@ -327,7 +336,9 @@ def _with_outputs(loss: ast.expr, script: Script) -> ast.expr:
     return found
 
 
-def own_loss(files: Iterable[Path], model: Path | None) -> tuple[list[str], str]:
+def own_loss(
+    files: Iterable[Path], model: Path | None, given: Mapping[str, Any] | None = None
+) -> tuple[list[str], str]:
     """Return code for a loss that is a script's own function or class, and the script's line.
 
     The code is a function of (outputs, targets), or () if it cannot be written. If the loss takes
@@ -335,9 +346,9 @@ def own_loss(files: Iterable[Path], model: Path | None) -> tuple[list[str], str]
     function that returns a loss of torch is not an own loss.
     """
     files = list(files)
-    scripts = [script for file in files if (script := Script.read(file)) is not None]
+    scripts = read_scripts(files, given)
     places = {name: s for s in reversed(scripts) for name in (*s.functions, *s.classes)}
-    for script in _training(files, model)[0]:
+    for script in _training(files, model, given)[0]:
         made = script.values
         for name, value in script.losses:
             for call in _terms(value):
@@ -421,21 +432,25 @@ def _returns_torch_loss(node: ast.FunctionDef | ast.ClassDef) -> bool:
     return False
 
 
-def _training(files: Iterable[Path], model: Path | None) -> tuple[list[Script], list[Script]]:
+def _training(
+    files: Iterable[Path], model: Path | None, given: Mapping[str, Any] | None = None
+) -> tuple[list[Script], list[Script]]:
     """Return the scripts that train, and the scripts that do not.
 
     If scripts train the model of the file `model`, scripts that train other models are left out.
     """
-    scripts = [script for file in files if (script := Script.read(file)) is not None]
+    scripts = read_scripts(files, given)
     training = [script for script in scripts if script.trains]
     of = [script for script in scripts if script.file == model]
     own = [s for s in training if s.file == model or any(map(s.imports, of))]
     return own or training, [script for script in scripts if script not in training]
 
 
-def loss_is_summed(files: Iterable[Path], model: Path | None) -> bool:
+def loss_is_summed(
+    files: Iterable[Path], model: Path | None, given: Mapping[str, Any] | None = None
+) -> bool:
     """Whether a script that trains the model calls backward() of a sum of several terms."""
-    return any(script.sums for script in _training(files, model)[0])
+    return any(script.sums for script in _training(files, model, given)[0])
 
 
 def _losses(scripts: Sequence[Script], given: Mapping[str, Any]) -> Counter[str]:
@@ -445,6 +460,11 @@ def _losses(scripts: Sequence[Script], given: Mapping[str, Any]) -> Counter[str]
         for called in script.calls.keys() & LOSSES.keys():
             for call in script.calls[called]:
                 found[LOSSES[called] + (_options_of(call, script, sources, given) or "")] += 1
+        trained = (n for _, value in script.losses for n in ast.walk(value))
+        for call in (n for n in trained if isinstance(n, ast.Call)):
+            if (built := _built(call, script)) is not None:
+                options = _options_of(call, script, sources, given) or ""
+                found[LOSSES[last_name(built.func)] + options] += _TRAINED
         for value in script.values.values():  # loss_fn = F.cross_entropy, or partial(...)
             of = value.args[0] if isinstance(value, ast.Call) and value.args else value
             partial = isinstance(value, ast.Call) and last_name(value.func) == "partial"

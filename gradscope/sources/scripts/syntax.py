@@ -2,16 +2,17 @@
 
 import ast
 from collections import ChainMap, Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from gradscope.sources.training import trains
+from gradscope.sources.training import is_main_block, trains
 from gradscope.sources.variables import MOVED
 
 Shape = tuple[int, ...]
@@ -121,6 +122,16 @@ class Script:
         for node in self.nodes:
             if isinstance(node, ast.Call):
                 found.setdefault(last_name(node.func), []).append(node)
+        return found
+
+    @cached_property
+    def top(self) -> set[str]:
+        """The names that the top level assigns or defines."""
+        found = {*self.classes, *self.functions}
+        for node in self.tree.body:
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef) and not is_main_block(node):
+                names = (n for n in ast.walk(node) if isinstance(n, ast.Name))
+                found |= {n.id for n in names if isinstance(n.ctx, ast.Store)}
         return found
 
     @cached_property
@@ -274,6 +285,76 @@ class Script:
 @lru_cache(maxsize=512)
 def _parsed(file: Path, _inode: int, _changed: int) -> Script:
     return Script(file, ast.parse(file.read_bytes()))
+
+
+def read_scripts(files: Iterable[Path], given: Mapping[str, Any] | None = None) -> list[Script]:
+    """Return the scripts in files, without the branches that stored arguments do not take.
+
+    An example is `if args.l1: criterion = nn.L1Loss()` with l1=False in `given`, or as the default
+    of the option --l1.
+    """
+    found = [script for file in files if (script := Script.read(file)) is not None]
+    known = {
+        name: default
+        for script in found
+        for call in script.calls.get("add_argument", ())
+        for _, name, default, _ in [option_of(call)]
+        if default is not None
+    } | dict(given or {})
+    if not known:
+        return found
+    taken = [(script, _Taken(known)) for script in found]
+    trees = [(script, branches.visit(script.tree), branches) for script, branches in taken]
+    return [
+        replace(script, tree=tree) if branches.changed else script
+        for script, tree, branches in trees
+    ]
+
+
+class _Taken(ast.NodeTransformer):
+    """Replaces `if` statements with a known condition by the branch that is taken."""
+
+    def __init__(self, known: Mapping[str, Any]) -> None:
+        self.known, self.changed = known, False
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        """Copy a node before it is changed: parsed scripts are shared."""
+        if not any(isinstance(inner, ast.If) for inner in ast.walk(node)):
+            return node
+        own = copy(node)
+        for name, value in ast.iter_fields(node):
+            if isinstance(value, list):
+                setattr(own, name, list(value))
+        return super().generic_visit(own)
+
+    def visit_If(self, node: ast.If) -> Any:
+        """Return the statements of the branch, or the whole statement."""
+        value = self._value(node.test)
+        if value is None:
+            return self.generic_visit(node)
+        self.changed = True
+        branch = node.body if value else node.orelse
+        found = [self.visit(line) for line in branch] or [ast.copy_location(ast.Pass(), node)]
+        return [line for each in found for line in (each if isinstance(each, list) else [each])]
+
+    def _value(self, test: ast.expr) -> bool | None:
+        """Return whether a condition of options holds, or None if it is not known."""
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            inner = self._value(test.operand)
+            return None if inner is None else not inner
+        if isinstance(test, ast.Compare) and len(test.ops) == 1:
+            name, other = last_name(test.left), test.comparators[0]
+            equal = isinstance(test.ops[0], ast.Eq | ast.NotEq) and isinstance(other, ast.Constant)
+            if not equal or not self._is_option(test.left):
+                return None
+            same = self.known[name] == other.value  # type: ignore[attr-defined]
+            return bool(same == isinstance(test.ops[0], ast.Eq))
+        return bool(self.known[last_name(test)]) if self._is_option(test) else None
+
+    def _is_option(self, node: ast.expr) -> bool:
+        """Whether an expression is args.NAME with a known value."""
+        named = isinstance(node, ast.Attribute) and last_name(node.value) != "self"
+        return named and last_name(node) in self.known
 
 
 class Sources:
