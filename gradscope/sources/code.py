@@ -105,7 +105,7 @@ def load_value(reference: str, kind: str, is_usable: Callable[[Any], bool]) -> A
         found = _variable(reference, module, kind)
     if found is not None and is_usable(found):
         return found
-    public = {k: v for k, v in vars(module).items() if callable(v) and not k.startswith("_")}
+    public = {k: v for k, v in vars(module).items() if is_usable(v) and not k.startswith("_")}
     own = [k for k, v in public.items() if getattr(v, "__module__", None) == module.__name__]
     known = own or list(public)
     if found is None:

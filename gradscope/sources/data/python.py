@@ -85,13 +85,14 @@ class PythonSamples:
             _require_arguments(made, spec, self._where)
             with user_file(self._where), loading(factory, "data set"):
                 made = made(**{key: as_config(value) for key, value in spec.kwargs.items()})
-                if hasattr(made, "train_dataloader") and hasattr(made, "setup"):
-                    made.setup("fit")  # a LightningDataModule
-                    made = made.train_dataloader()
         elif spec.kwargs:
             kind = article(type(made).__name__)
             what = f"[dataset.kwargs] applies to a function, but this is {kind}"
             raise DatasetError(what, where=self._where, remedy="Remove [dataset.kwargs].")
+        if _is_data_module(made):
+            with user_file(self._where), loading(factory, "data set"):
+                made.setup("fit")
+                made = made.train_dataloader()
         with located(self._where):
             self._data, self._collate, self.notes = _parts(made)
             self._iterable = isinstance(self._data, IterableDataset)
@@ -264,9 +265,15 @@ class PythonSamples:
         return n
 
 
+def _is_data_module(found: Any) -> bool:
+    """Whether an object is a LightningDataModule, which is not a class."""
+    parts = hasattr(found, "train_dataloader") and hasattr(found, "setup")
+    return parts and not isinstance(found, type)
+
+
 def _is_data(found: Any) -> bool:
     """Whether an object of a script is a data set, not a function that returns a data set."""
-    if isinstance(found, DataLoader | Dataset):
+    if isinstance(found, DataLoader | Dataset) or _is_data_module(found):
         return True
     plain = not callable(found) and not isinstance(found, str | bytes | Mapping)
     return plain and hasattr(found, "__getitem__")

@@ -44,6 +44,7 @@ _ARGUMENTS = (
     "args", "opt", "options", "params", "settings",
 )  # fmt: skip
 _CLASSES = {"num_classes", "num_labels", "n_classes", "classes"}
+_LOADING = {"pin_memory", "num_workers", "workers", "verbose", "download"}  # change no number
 _BATCH = {"batch_size", "batchsize", "bsz", "n_batch", "batch_sz"}
 ONE_SAMPLE = "the model is called with one sample at a time"
 _LOADER = ".from_pretrained"
@@ -339,7 +340,7 @@ def _passed(sources: Sources, model: ModelClass) -> set[str]:
     """Return the arguments that each call of a model's class passes."""
     calls = sources.calls(model.name)
     names = [set(bound_arguments(call, list(model.parameters))) for call in calls]
-    return set.intersection(*names) if names else set()
+    return set.intersection(*names) - _LOADING if names else set()
 
 
 def _is_like(value: Any, default: ast.expr | None) -> bool:

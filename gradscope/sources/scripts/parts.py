@@ -145,7 +145,8 @@ class ModelClass:
         line, arguments = self._lines
         if arguments is None or arguments.kwarg is None:
             return []
-        nodes = [n for node in line for n in ast.walk(node) if isinstance(n, ast.Subscript)]
+        makers = [m for node in line for m in node.body if getattr(m, "name", "") == "__init__"]
+        nodes = [n for maker in makers for n in ast.walk(maker) if isinstance(n, ast.Subscript)]
         return [
             key for n in nodes if last_name(n.value) == arguments.kwarg.arg and (key := key_of(n))
         ]
