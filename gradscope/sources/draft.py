@@ -85,6 +85,7 @@ _GENERAL = ("cross_entropy", "token_cross_entropy", "mse", "bce_with_logits")
 _REAL = {"mse", "l1", "huber", "bce", "bce_with_logits"}  # losses with floating-point targets
 # the least fit of a model, the largest difference of fits to show, and how many models to show
 _LIKELY, _DOUBT, _OTHERS = 0.5, 0.1, 3
+_TIE = 0.005  # models with such a difference of fits explain a checkpoint equally well
 _DEPTH, _FOLDERS, _FILES = 3, 300, 200  # limits of the search for scripts
 _SKIPPED = re.compile(r"[._]|site-packages$|node_modules$|tests?$")  # folders without a model
 _FACTORIES = ("build", "build_model", "make_model", "create_model", "get_model", "model", "net")
@@ -434,7 +435,8 @@ def _model(
         for name in _functions(file)
         if name in _FACTORIES
     ]
-    if likely[0].unknown if likely else not usual:
+    tied = {each.file for each in likely if likely[0].fit - each.fit < _TIE}  # different classes
+    if likely[0].unknown or len(tied) > 1 if likely else not usual:
         examined = {(each.file, each.name) for each in found}  # others explain no tensor
         trained = [
             each

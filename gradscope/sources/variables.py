@@ -46,7 +46,8 @@ class Variables:
 
     def places(self, name: str) -> list[str]:
         """Return the functions that compute a variable without training."""
-        return [place for place in self._bodies if self.statements(place, name) is not None]
+        own = [place for place, body in self._bodies.items() if name in _bound_in(body)]
+        return [place for place in own if self.statements(place, name) is not None]
 
     def made_by(self, called: Collection[str], named: str = "(?!)") -> list[str]:
         """Return FUNCTION.NAME for variables to which calls of some names are assigned.

@@ -613,3 +613,59 @@ def test_a_module_that_only_an_annotation_names(gradscope: Gradscope) -> None:
     found = drafted(gradscope, "net.pt", "data.pt")
     body = {"factory": "net.py:Body", "width": 5, "depth": 2}
     assert found["model"]["kwargs"] == {"out": 2, "body": body} and len(norms(gradscope)) == 4
+
+
+@CWD
+@pytest.mark.parametrize(
+    "made",
+    [
+        "model = Net(kind=opt.model)",
+        "inner = Net(kind=inner.model)\nmodel = Net(kind=inner)",
+        "model = Net(Other(Net(Other(1))))",
+    ],
+)
+def test_models_that_name_themselves(gradscope: Gradscope, made: str) -> None:
+    Path("net.py").write_text(
+        "from torch import nn\nclass Net(nn.Module):\n    def __init__(self, kind='sine'):\n"
+        "        super().__init__()\n        self.kind, self.body = kind, nn.Linear(3, 2)\n"
+        "    def forward(self, x): return self.body(x)\n"
+        "class Other(nn.Module):\n    def __init__(self, net: Net):\n        super().__init__()\n"
+        f"def main(opt):\n    inner = None\n    {made.replace(chr(10), chr(10) + '    ')}\n"
+        "    model.parameters()\n"
+    )
+    torch.save({"body.weight": torch.ones(2, 3), "body.bias": torch.ones(2)}, "net.pt")
+    torch.save((torch.randn(4, 3), torch.randn(4, 2)), "data.pt")
+    assert drafted(gradscope, "net.pt", "data.pt")["model"]["factory"].startswith("net.py:")
+
+
+@CWD
+def test_a_model_that_is_passed_to_a_module_of_lightning(gradscope: Gradscope) -> None:
+    """Of classes with the same parts, the script's variable says which; its loss has a method."""
+    net = (
+        "from torch import nn\nclass {name}(nn.Module):\n    def __init__(self, width):\n"
+        "        super().__init__()\n        self.body = nn.Linear(3, width)\n"
+        "    def forward(self, x): return {sign}self.body(x)\n"
+        "    def cost(self, *results, scale): return {{'loss': scale * results[0]}}\n"
+    )
+    Path("first.py").write_text(net.format(name="First", sign=""))
+    Path("second.py").write_text(net.format(name="Second", sign="-"))
+    Path("wrap.py").write_text(
+        "from torch import nn\nclass Experiment(nn.Module):\n    def __init__(self, model):\n"
+        "        super().__init__()\n        self.model = model\n"
+        "    def training_step(self, batch, index):\n        results = self.model(batch[0])\n"
+        "        found = self.model.cost(*results, scale=2)\n        return found['loss']\n"
+        "    def configure_optimizers(self): return self.model.parameters()\n"
+    )
+    Path("run.py").write_text(
+        "from first import First\nfrom second import Second\nfrom wrap import Experiment\n"
+        "kinds = {'a': First, 'b': Second}\nmodel = kinds['b'](width=2)\n"
+        "experiment = Experiment(model)\n"
+    )
+    torch.save({"model.body.weight": torch.ones(2, 3), "model.body.bias": torch.ones(2)}, "net.pt")
+    torch.save((torch.randn(4, 3), torch.randn(4, 2)), "data.pt")
+    found = drafted(gradscope, "net.pt", "data.pt")
+    assert found["model"]["factory"] == "run.py:model" and "loss.py" in found["loss"]["name"]
+    text = Path("run.toml").read_text()
+    assert "# wrap.py: found = self.model.cost(*results, scale=2)" in text
+    Path("run.toml").write_text(text.replace('name = "loss.py:loss"', 'name = "mse"'))
+    assert len(norms(gradscope)) == 4

@@ -266,6 +266,8 @@ def loss_method(
             torchs = not LOSSES.keys().isdisjoint(last_name(each.func) for each in called)
             if methods and (not torchs or _is_method(methods[0].func, script, scripts)):
                 place = f"{script.file.name}: {name} = {line}"
+                if any(isinstance(node, ast.Starred) for node in methods[0].args):
+                    return ["return ..."], place
                 passed = ["x[None]", "y[None]"][: len(methods[0].args)]
                 reduced = None if forward is None else _reduced_by(forward, torch_losses)
                 if reduced:

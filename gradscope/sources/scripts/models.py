@@ -44,6 +44,7 @@ _ARGUMENTS = (
     "args", "opt", "options", "params", "settings",
 )  # fmt: skip
 _CLASSES = {"num_classes", "num_labels", "n_classes", "classes"}
+_NESTED = 5  # the most levels of modules that are arguments
 _LOADING = {"pin_memory", "num_workers", "workers", "verbose", "download"}  # change no number
 _BATCH = {"batch_size", "batchsize", "bsz", "n_batch", "batch_sz"}
 ONE_SAMPLE = "the model is called with one sample at a time"
@@ -136,18 +137,20 @@ def find_trained(
         given |= {k: v for k, v in stored.items() if isinstance(k, str) and isinstance(v, str)}
     found = []
     for script in scripts:
-        for name, made in script.trained:
+        for name, made in [*script.trained, *_wrapped(script, scripts)]:
             why = f"{script.file.name} makes an optimizer for it"
+            if (name, made) not in script.trained:
+                why = f"{script.file.name} passes it to a module of Lightning"
             if made in script.tree.body:
                 found.append(FoundModel(script.file, name, False, 1.0, why, {}, []))
                 continue
-            sources = Sources(script, scripts)
-            own = last_name(getattr(made.value, "func", made.value))
-            dotted = called_name(made.value, script, sources, given)
+            sources, value = Sources(script, scripts), unmoved(made.value)
+            own = last_name(getattr(value, "func", value))
+            dotted = called_name(value, script, sources, given)
             package, last = _split(dotted)
             if sources.is_module(own):
                 model = _with_modules(sources, own)
-                known, unknown = _given(made.value, list(model.parameters), sources, given)
+                known, unknown = _given(value, list(model.parameters), sources, given)
                 for name in model.given.keys() & {*unknown}:
                     inner, missing = _nested(sources, name, model, {}, given)
                     unknown = [*(each for each in unknown if each != name), *missing]
@@ -156,7 +159,7 @@ def find_trained(
                 found.append(replace(made_by, inputs=model.inputs(), random=model.random))
             elif package and package.partition(".")[0] not in {*local, "self", "torch"}:
                 names = ["pretrained_model_name_or_path"] if last.endswith(_LOADER) else []
-                known, unknown = _given(made.value, names, sources, given)
+                known, unknown = _given(value, names, sources, given)
                 classes = _outputs(shapes or {})
                 for name in _CLASSES & {*unknown} if classes else ():
                     known[name] = Argument(classes, "the size of the last layer")
@@ -171,6 +174,25 @@ def find_trained(
                     for place in places
                 ]
     return list({model.reference: model for model in reversed(found)}.values())[::-1]
+
+
+def _wrapped(script: Script, scripts: Sequence[Script]) -> list[tuple[str, ast.Assign]]:
+    """Return the variables that a script passes to a class with `training_step`."""
+    wrappers = {
+        name
+        for each in scripts
+        for name, node in each.classes.items()
+        if "training_step" in {getattr(method, "name", "") for method in node.body}
+    }
+    calls = (call for name in wrappers for call in script.calls.get(name, ()))
+    passed = {last_name(node) for call in calls for node in call.args}
+    return [
+        (target.id, node)
+        for node in script.nodes
+        if isinstance(node, ast.Assign) and isinstance(unmoved(node.value), ast.Call)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id in passed
+    ]
 
 
 def find_built(files: Iterable[Path], model: FoundModel) -> FoundModel | None:
@@ -447,8 +469,10 @@ def _with_modules(sources: Sources, name: str) -> ModelClass:
     for call in sources.calls(name):
         local = sources.local(call)
         for argument, node in bound_arguments(call, list(plain.parameters)).items():
-            made = unmoved(local.get(last_name(node)) or sources.values.get(last_name(node), node))
-            if isinstance(made, ast.Call) and sources.is_module(last_name(made.func)):
+            own = node.id if isinstance(node, ast.Name) else ""  # not opt.model
+            made = unmoved(local.get(own) or sources.values.get(own, node))
+            kind = last_name(made.func) if isinstance(made, ast.Call) else ""
+            if isinstance(made, ast.Call) and kind != name and sources.is_module(kind):
                 found.setdefault(argument, made)
     for argument, annotation in plain.annotations.items():  # def __init__(self, bert: BERT)
         if argument not in found and sources.is_module(annotation):
@@ -463,7 +487,10 @@ def _nested(
 
     Both have the argument's name before them: NAME.factory.
     """
+    if model.depth > _NESTED:  # classes that take each other
+        return {}, [name]
     own = _with_modules(sources, last_name(model.given[name].func))  # type: ignore[attr-defined]
+    own = replace(own, depth=model.depth + 1)
     known, unknown = _arguments(sources, own, shapes_below(shapes, model.attribute_of(name)), given)
     reference = f"{sources.file(own.name)}:{own.name}"
     factory = Argument(reference, f"the script passes {own.name}(...)", names_code=True)

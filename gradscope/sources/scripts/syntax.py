@@ -222,8 +222,8 @@ class Script:
             if isinstance(node, ast.Assign)
             and isinstance(node.targets[0], ast.Name)
             and node.targets[0].id in self.owners
-            and isinstance(node.value, ast.Call)
-            and last_name(node.value.func) not in MOVED
+            and isinstance(made := unmoved(node.value), ast.Call)
+            and last_name(made.func) not in MOVED
         ]
 
     @cached_property
@@ -233,13 +233,21 @@ class Script:
 
     @cached_property
     def losses(self) -> list[tuple[str, ast.expr]]:
-        """The variables with a call of `backward()`, and the values assigned to them."""
+        """The variables with a call of `backward()`, and the values assigned to them.
+
+        What `training_step` of Lightning returns is also a loss.
+        """
         names = {
             last_name(node.func.value)
             for node in self.calls.get("backward", ())
             if isinstance(node.func, ast.Attribute)
         }
-        found = []
+        found: list[tuple[str, ast.expr]] = []
+        for value in self._returned:
+            if isinstance(value, ast.Name):
+                names.add(value.id)
+            elif isinstance(value, ast.Call | ast.BinOp):
+                found.append(("loss", value))
         for node in self.nodes:
             if isinstance(node, ast.Assign):
                 target = node.targets[0]  # loss, correct = compute(outputs, targets)
@@ -248,6 +256,20 @@ class Script:
                     part = node.value  # loss = raw_loss
                     part = self.values.get(part.id, part) if isinstance(part, ast.Name) else part
                     found.append((name, part))
+        return found
+
+    @cached_property
+    def _returned(self) -> list[ast.expr]:
+        """What `training_step` returns: LOSS, or LOSS of {"loss": LOSS} and LOSS["loss"]."""
+        steps = (n for n in self.nodes if getattr(n, "name", "") == "training_step")
+        lines = (n for step in steps for n in ast.walk(step))
+        found = []
+        for value in (n.value for n in lines if isinstance(n, ast.Return) and n.value is not None):
+            if isinstance(value, ast.Dict):
+                pairs = zip(value.keys, value.values, strict=True)
+                found += [v for k, v in pairs if getattr(k, "value", None) == "loss"]
+            else:
+                found.append(value.value if isinstance(value, ast.Subscript) else value)
         return found
 
     @cached_property
