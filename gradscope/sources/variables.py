@@ -95,8 +95,10 @@ class Variables:
         calls = [
             (place, call)
             for place, other in self._bodies.items()
-            for call in (n for line in other for n in ast.walk(line))
-            if isinstance(call, ast.Call) and _name(call.func) == function != place
+            for node in (n for line in other for n in ast.walk(line))
+            if isinstance(node, ast.Call)
+            and place != function
+            and (call := _call_of(node, function)) is not None
         ]
         for place, call in calls if wanted else ():
             given = _given(call, arguments, wanted)
@@ -135,6 +137,20 @@ class Variables:
                 found.insert(0, line)
                 needed |= {n.id for n in ast.walk(line) if isinstance(n, ast.Name)}
         return found, needed
+
+
+def _call_of(node: ast.Call, function: str) -> ast.Call | None:
+    """Return a call of a function: f(x), launch(f, args=(x,)) or spawn(f, args=(x,)); or None.
+
+    torch.multiprocessing.spawn passes the number of the process first.
+    """
+    if _name(node.func) == function:
+        return node
+    passed = next((k.value for k in node.keywords if k.arg == "args"), None)
+    if function not in map(_name, node.args) or not isinstance(passed, ast.Tuple):
+        return None
+    first = [ast.Constant(0)] if _last_name_of_call(node) == "spawn" else []
+    return ast.Call(ast.Name(function), [*first, *passed.elts], [])
 
 
 def _assignment(name: str, value: ast.expr) -> ast.stmt:

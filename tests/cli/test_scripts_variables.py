@@ -669,3 +669,23 @@ def test_a_model_that_is_passed_to_a_module_of_lightning(gradscope: Gradscope) -
     assert "# wrap.py: found = self.model.cost(*results, scale=2)" in text
     Path("run.toml").write_text(text.replace('name = "loss.py:loss"', 'name = "mse"'))
     assert len(norms(gradscope)) == 4
+
+
+@CWD
+@pytest.mark.parametrize("call", ["launch(main, 2, args=(args,))", "mp.spawn(run, args=(args,))"])
+def test_main_is_passed_to_a_function_that_calls_it(gradscope: Gradscope, call: str) -> None:
+    """Another file moves its argument: this ends no search."""
+    Path("net.py").write_text(
+        "from torch import nn\nclass Net(nn.Linear): pass\n"
+        "def ready(x):\n    x = x.cuda()\n    return x\n"
+        "def build():\n    net = Net(3, 2)\n    net = net.to('cuda')\n    return net.eval()\n"
+        "def main(args):\n    rows = [(args, 1)] * 3\n    return rows\n"
+        "def run(rank, args):\n    rows = [(args + rank, 1)] * 3\n    return rows\n"
+        f"if __name__ == '__main__':\n    args = 2.0\n    {call}\n"
+    )
+    torch.save(nn.Linear(3, 2).state_dict(), "net.pt")
+    name = call.partition("(")[2].partition(",")[0]
+    found = drafted(gradscope, "net.pt", f"net.py:{name}.rows", "--loss", "mse")
+    assert found["model"]["factory"] == "net.py:build"
+    rows = load_value(f"net.py:{name}.rows", "data set", lambda value: True)
+    assert rows == [(2.0, 1)] * 3

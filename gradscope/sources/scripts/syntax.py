@@ -489,20 +489,16 @@ def returned_call(function: ast.FunctionDef) -> ast.Call | None:
     """Return the call whose result a function returns, or None if there is no such call."""
     made: dict[str, ast.Call] = {}
     for node in ast.walk(function):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            for target in node.targets:
-                if isinstance(target, ast.Name):
-                    made.setdefault(target.id, node.value)
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            value = unmoved(node.value)  # type: ignore[attr-defined]
+            if isinstance(target, ast.Name) and isinstance(value, ast.Call):
+                made.setdefault(target.id, value)  # not x = x.cuda()
     for node in ast.walk(function):
-        if isinstance(node, ast.Return):
-            value = node.value
-            if isinstance(value, ast.Name):
-                value = made.get(value.id)
-            while isinstance(value, ast.Call) and last_name(value.func) in MOVED:
-                value = value.func.value if isinstance(value.func, ast.Attribute) else None
-                value = made.get(value.id) if isinstance(value, ast.Name) else value
-            if isinstance(value, ast.Call):
-                return value
+        if isinstance(node, ast.Return) and node.value is not None:
+            value = unmoved(node.value)
+            found = made.get(value.id) if isinstance(value, ast.Name) else value
+            if isinstance(found, ast.Call):
+                return found
     return None
 
 
