@@ -51,7 +51,7 @@ from gradscope.sources.scripts.models import (
     find_trained,
     stored_arguments,
 )
-from gradscope.sources.scripts.syntax import Script
+from gradscope.sources.scripts.syntax import DEFAULT, Script
 from gradscope.sources.weights import read
 from gradscope.sources.weights.fit import state_dict_under, state_dicts, stored_modules
 from gradscope.sources.weights.hugging_face import CONFIG
@@ -444,9 +444,12 @@ def _model(
             if not each.is_class or (not likely and (each.file, each.name) in examined)
         ]
         likely = [*trained, *likely]
-    if likely and likely[0].unknown and held is None:
-        built = find_built(files, likely[0])
-        likely = likely if built is None else [built, *likely]
+    if likely and held is None and (built := find_built(files, likely[0])) is not None:
+        options = command_line(built.file, built.name, files, {}, checkpoint)
+        # the training may have set other options than the defaults
+        assumed = any(each.why == DEFAULT for each in likely[0].arguments.values())
+        if likely[0].unknown or (assumed and options is not None):
+            likely = [built, *likely]
     if held is not None:
         value, why = FROM_CHECKPOINT, f"the checkpoint's {held} describes the model"
     elif likely:

@@ -1,7 +1,9 @@
 """Scripts that build their data and their model in functions, and scripts that train on import."""
 
 import argparse
+import json
 import random
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +137,19 @@ def test_a_model_whose_arguments_only_main_knows(gradscope: Gradscope) -> None:
     loss = nn.CrossEntropyLoss(label_smoothing=0.2)
     expected = looped(model.double(), lambda model, x, y: loss(model(x), y), x.double(), y)
     assert norms(gradscope) == pytest.approx(expected, rel=1e-5)
+
+
+@CWD
+def test_arguments_that_only_the_defaults_of_options_give(gradscope: Gradscope) -> None:
+    """The training may have had others: the variable of main takes them from argv."""
+    script = MAIN.replace("nn.Linear(inputs, hidden)", "nn.Linear(inputs, 2 * hidden // 2)")
+    store()
+    Path("main.py").write_text(script)
+    torch.save(torch.load("net.pt")["state"], "net.pt")
+    done = gradscope("init", "net.pt", "main.py:testset", "--json")
+    assert json.loads(done.out)["missing"] == ["model.argv"]
+    found = tomllib.loads(Path("run.toml").read_text())["model"]
+    assert found == {"factory": "main.py:main.model", "mode": "eval", "argv": [], "kwargs": {}}
 
 
 @CWD

@@ -17,6 +17,7 @@ from gradscope.sources.variables import MOVED
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
+DEFAULT = "the script's default; no tensor confirms it"
 Size = int | str | list[int]  # or a flag, or a choice
 # an expression, its value (a list for [Layer(k) for k in EXPRESSION]), the source's name
 Equation = tuple[ast.expr, Size, str]
@@ -422,7 +423,7 @@ class Sources:
         name = last_name(node) or key_of(node)  # width, args.width and config["width"]
         value = self.constants.get(name)
         named = name and is_plain(value)
-        return Argument(value, "the script's default; no tensor confirms it") if named else None
+        return Argument(value, DEFAULT) if named else None
 
     def fields(self, names: set[str]) -> dict[str, Argument]:
         """Return the defaults of the class with the most annotated fields among `names`."""
