@@ -43,19 +43,20 @@ from gradscope.process.shortage import is_machine_error
 
 T = TypeVar("T")
 
-_COUPLED_REMEDY = (
+_TWO_MEANINGS = (
     'The gradient of "sample i" then has two meanings: (a) ∂Lᵢ/∂θ through the shared statistics, '
     "or (b) the share of sample i in the gradient of the total loss.\n"
-    'For (a) use coupling="own-loss". To remove the coupling, use mode eval or '
+    'For (a) use coupling="own-loss". '
+)
+_COUPLED_REMEDY = (
+    f"{_TWO_MEANINGS}To remove the coupling, use mode eval or "
     'coupling="frozen": normalisation layers then use their running statistics. GroupNorm and '
     "LayerNorm never couple samples."
 )
-
 _EVAL_REMEDY = (
-    "The model is in eval mode, so its code computes something from the whole batch, as an "
-    "adaptive solver that chooses one step size for all samples. For gradients of single samples, "
-    "use "
-    'batches of one sample: batch_size=1. For ∂Lᵢ/∂θ in this batch, use coupling="own-loss".'
+    f"{_TWO_MEANINGS}The model is in eval mode, so its code computes something from the whole "
+    "batch, as an adaptive solver that chooses one step size for all samples. For gradients of "
+    "single samples, use batches of one sample: batch_size=1."
 )
 
 _OWN_TOKENS = (  # tokens have no own-loss gradients
