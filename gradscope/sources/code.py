@@ -132,11 +132,17 @@ def _variable(reference: str, module: ModuleType, kind: str) -> object:
     path = Path(place).absolute()
     if key not in vars(module):
         tree = ast.parse(path.read_bytes(), str(path))
-        found = Variables(tree, path).statements(function, variable)
+        variables = Variables(tree, path)
+        found = variables.statements(function, variable)
         if found is None:
             return None
         lines = sorted({line.lineno for line in found if hasattr(line, "lineno")})
-        body = [*found, ast.Return(ast.Name(variable, ast.Load()))]
+        shared = variables.globals_of(found)
+        body = [
+            *([ast.Global(shared)] if shared else []),
+            *found,
+            ast.Return(ast.Name(variable, ast.Load())),
+        ]
         made = ast.FunctionDef(key, ast.arguments([], [], None, [], [], None, []), body, [])
         whole = ast.fix_missing_locations(ast.Module([made], []))
         with user_file(f"{kind} {reference}"), loading(f"{place}:{name}", kind):

@@ -85,7 +85,7 @@ class Variables:
         body = self._bodies.get(function)
         if body is None or depth == 0:
             return None
-        found, needed = self._needed(body, names, _bound_in(body))
+        found, needed = self._needed(body, names, _bound_in(body), is_main=function == MAIN)
         node = next((n for n in self.tree.body if getattr(n, "name", "") == function), None)
         if not isinstance(node, ast.FunctionDef):
             return found
@@ -114,7 +114,7 @@ class Variables:
         return [*(_assignment(k, v) for k, v in defaults.items()), *found]
 
     def _needed(
-        self, body: Sequence[ast.stmt], names: set[str], own: set[str]
+        self, body: Sequence[ast.stmt], names: set[str], own: set[str], *, is_main: bool = False
     ) -> tuple[list[ast.stmt], set[str]]:
         """Return the statements on which variables depend, and all names that they read.
 
@@ -123,6 +123,7 @@ class Variables:
             names: The variables.
             own: The names that the function assigns. A method called on another name, such as a
                 module's function, changes no variable.
+            is_main: Whether the names are global, so that functions and classes read them.
         """
         ends = [k for k, line in enumerate(body) if not names.isdisjoint(_bound(line))]
         needed, found = set(names), list[ast.stmt]()
@@ -136,7 +137,24 @@ class Variables:
             if kept or not needed.isdisjoint({*_bound(line), *_changed(line, own)}):
                 found.insert(0, line)
                 needed |= {n.id for n in ast.walk(line) if isinstance(n, ast.Name)}
+                needed |= self._read_by(needed) & own if is_main else set()
         return found, needed
+
+    def _read_by(self, names: set[str]) -> set[str]:
+        """Return the names that functions and classes of the script read, also indirectly."""
+        found, waiting = set[str](), [*names]
+        nodes = {getattr(node, "name", ""): node for node in self.tree.body}
+        while waiting:
+            node = nodes.pop(waiting.pop(), None)
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                read = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} - found
+                found |= read
+                waiting += read
+        return found
+
+    def globals_of(self, statements: Sequence[ast.stmt]) -> list[str]:
+        """Return the names that statements assign and that are global in the script."""
+        return sorted(_bound_in(statements) & _bound_in(self._bodies.get(MAIN, ())))
 
 
 def _call_of(node: ast.Call, function: str) -> ast.Call | None:

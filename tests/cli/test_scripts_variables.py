@@ -704,3 +704,34 @@ def test_main_is_passed_to_a_function_that_calls_it(gradscope: Gradscope, call: 
     assert found["model"]["factory"] == "net.py:build"
     rows = load_value(f"net.py:{name}.rows", "data set", lambda value: True)
     assert rows == [(2.0, 1)] * 3
+
+
+@CWD
+def test_variables_of_the_main_block_are_global(gradscope: Gradscope) -> None:
+    """The model's class reads them."""
+    Path("text.py").write_text(
+        "import torch\nfrom torch import nn\nclass Net(nn.Module):\n    def __init__(self):\n"
+        "        super().__init__()\n        self.embed = nn.Embedding(words, width())\n"
+        "        self.out = nn.Linear(width(), classes)\n"
+        "    def forward(self, x): return self.out(self.embed(x).sum(1) / length)\n"
+        "def width(): return size * 2\n"
+        "if __name__ == '__main__':\n    words, size, classes = 7, 2, 3\n    length = 5\n"
+        "    unused = open('missing')\n    model = Net()\n    rows = [torch.arange(5) % words]\n"
+        "    inputs, targets = torch.stack(rows * 4), torch.arange(4) % 3\n"
+        "    data = list(zip(inputs, targets))\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "    for _ in range(2):\n        loss = nn.CrossEntropyLoss()(model(inputs), targets)\n"
+        "        loss.backward()\n"
+    )
+    net = nn.ModuleDict({"embed": nn.Embedding(7, 4), "out": nn.Linear(4, 3)})
+    torch.save(net.state_dict(), "net.pt")
+    options = ["--model", "text.py:model"]
+    found = drafted(gradscope, "net.pt", "text.py:data", *options)
+    assert found["model"]["factory"] == "text.py:__main__.model"
+    net, x = net.double(), torch.arange(5)[None] % 7
+
+    def loss(model: Any, x: Any, y: Any) -> Any:
+        return nn.functional.cross_entropy(model["out"](model["embed"](x).sum(1) / 5), y)
+
+    expected = looped(net, loss, x.expand(4, 5), torch.arange(4) % 3)
+    assert norms(gradscope) == pytest.approx(expected, rel=1e-5)

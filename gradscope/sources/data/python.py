@@ -306,6 +306,8 @@ def _are_columns(made: Any) -> bool:
     """Whether a pair or a longer tuple has arrays of all samples: (inputs, targets)."""
     if not isinstance(made, tuple | list) or not all(hasattr(v, "shape") for v in made):
         return False
+    if any(isinstance(v, Tensor) and v.layout != torch.strided for v in made):
+        return False  # parts of a graph
     shapes = [tuple(value.shape) for value in made]
     lengths = {shape[:1] for shape in shapes}
     several = isinstance(made, tuple) or len(made) == 2 or len(set(shapes)) > 1

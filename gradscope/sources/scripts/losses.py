@@ -394,7 +394,8 @@ def reconstruction(files: Iterable[Path], model: Path | None) -> str:
         passed: dict[str, str] = {}  # {output of the model: its input}
         for node in script.nodes:
             call = node.value if isinstance(node, ast.Assign) else None
-            if isinstance(call, ast.Call) and last_name(call.func) in script.owners and call.args:
+            of_model = isinstance(call, ast.Call) and last_name(call.func) in script.owners
+            if of_model and isinstance(call, ast.Call) and len(call.args) == 1:
                 target = node.targets[0]  # type: ignore[attr-defined]
                 first = target.elts[0] if isinstance(target, ast.Tuple) else target
                 passed[last_name(first)] = last_name(call.args[0])

@@ -202,7 +202,8 @@ def find_built(files: Iterable[Path], model: FoundModel) -> FoundModel | None:
         files: Python files. They are parsed, not run.
         model: A class with arguments that are not known.
     """
-    for script in (found for file in files if (found := Script.read(file)) is not None):
+    scripts = [script for file in files if (script := Script.read(file)) is not None]
+    for script in sorted(scripts, key=lambda each: not each.losses):  # first those that train
         variables = Variables(script.tree, script.file)
         for name in variables.made_by({model.name}):
             place, _, own = name.partition(".")
@@ -341,7 +342,7 @@ def _arguments(
         if of_shapes is not None and not _is_like(of_shapes.value, default):
             of_shapes = None
         value = _stored(given, name) or of_shapes or called.get(name)
-        if name == "device" and (value is not None or default is None):
+        if name == "device" and (value is not None or default is None or name in passed):
             value = Argument("cpu", "the default device of a run")
         if value is None and name in model.keywords:
             value = sources.constant(ast.Name(name))
