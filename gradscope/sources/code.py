@@ -67,6 +67,7 @@ _ARGUMENTS = (  # of a script that parses them when it is imported
     "Write the arguments of the training under [model] in the run file: "
     'argv = ["ARGUMENT", "VALUE"]. '
 )
+_TRAINING = (b"backward", b"train", b".fit(", b".run(")  # one is in each script that trains
 _SLOW = 3.0  # least seconds in one line of a script for a note
 _POLL = 0.1  # seconds between two checks of the running line
 
@@ -461,7 +462,10 @@ class _WithoutTraining(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType | None:
         """Return the code of the module; code that trains is not cached."""
         path = Path(self.get_filename(fullname))
-        tree, line = without_training(ast.parse(path.read_bytes(), str(path)), path)
+        content = path.read_bytes()
+        if not any(word in content for word in _TRAINING):  # the analysis reads many files
+            return super().get_code(fullname)
+        tree, line = without_training(ast.parse(content, str(path)), path)
         if line is None:
             return super().get_code(fullname)
         for notes in _importing[-1:]:

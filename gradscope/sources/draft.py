@@ -179,7 +179,8 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     near, below = _scripts((checkpoint.absolute().parent, data.absolute().parent, Path.cwd()))
     near += _imported(near)
     files = [*near, *(file for file in below if file not in near)]
-    drafted = _model(result, model, checkpoint, folder, files, stored)
+    made_by = Path(str(data).rpartition(":")[0])  # the script of FILE.py:NAME
+    drafted = _model(result, model, checkpoint, folder, files, stored, made_by)
     given = stored_arguments(stored.content)
     called = losses_called(near, drafted.file, given) or losses_called(files, drafted.file, given)
     each, line = ([], "") if loss else loss_method(files, drafted.file, given)
@@ -404,8 +405,11 @@ def _model(
     folder: Path,
     files: Sequence[Path],
     stored: _Stored,
+    data: Path,
 ) -> _Model:
     """Return the lines for the factory and its arguments, and what is known about the model.
+
+    Of classes that fit equally well, a class in the script `data` is preferred.
 
     The factory is the given factory; the model that config.json describes; a class or function with
     parts named like the checkpoint's tensors; or a function with a common name.
@@ -435,13 +439,16 @@ def _model(
         for name in _functions(file)
         if name in _FACTORIES
     ]
+    likely.sort(key=lambda each: (-round(each.fit, 2), each.file.resolve() != data.resolve()))
     tied = {each.file for each in likely if likely[0].fit - each.fit < _TIE}  # different classes
-    if likely[0].unknown or len(tied) > 1 if likely else not usual:
+    tie = len(tied) > 1 and data.resolve() not in map(Path.resolve, tied)
+    if likely[0].unknown or tie if likely else not usual:
         examined = {(each.file, each.name) for each in found}  # others explain no tensor
         trained = [
             each
             for each in find_trained(files, stored.content, stored.shapes)
-            if not each.is_class or (not likely and (each.file, each.name) in examined)
+            if ((each.file, each.name) in examined and not likely)
+            or (not each.is_class and (not likely or _builds(each.file, likely)))
         ]
         likely = [*trained, *likely]
     if likely and held is None and (built := find_built(files, likely[0])) is not None:
@@ -476,6 +483,13 @@ def _model(
     arguments = _arguments(result, best, folder)
     alone = any(argument.why == ONE_SAMPLE for argument in best.arguments.values())
     return _Model(lines, arguments, best.inputs, best.file, best.name, loss, best.random, alone)
+
+
+def _builds(file: Path, models: Sequence[FoundModel]) -> bool:
+    """Whether a script has or imports the class of one of several models."""
+    script = Script.read(file)
+    others = [found for each in models if (found := Script.read(each.file)) is not None]
+    return script is not None and any(script is o or script.imports(o) for o in others)
 
 
 def _architecture(checkpoint: Path) -> str:

@@ -87,17 +87,43 @@ def loss_expression(
             options = _options_of(call, script, sources, given)
             outputs, targets = (_followed(node, local) for node in call.args[:2])
             same = keeps_numbers(outputs, _CHANGING) and keeps_numbers(targets)
-            if whole and same and options is not None:
+            entry = _entry(_base(outputs), script)
+            if whole and same and options is not None and entry is None:
                 continue
             line = f"{script.file.name}: {name} = {ast.unparse(value)}"
             made = _one_sample(value, call, outputs, targets, script)
             head = ["import torch", "from torch import nn", "from torch.nn import functional as F"]
-            body = ["def loss(outputs, targets):", f"    return torch.stack([{made}"]
+            first = [] if entry is None else [f"    outputs = outputs[{entry}]"]
+            body = ["def loss(outputs, targets):", *first, f"    return torch.stack([{made}"]
             used = {n.id for n in ast.walk(ast.parse("\n".join(body))) if isinstance(n, ast.Name)}
             if mine := sorted(used & script.top):
                 head.append(f"from {script.file.stem} import {', '.join(mine)}")
             return [*head, *body], line
     return [], ""
+
+
+def _entry(output: ast.expr, script: Script) -> int | None:
+    """Return k if an output is entry k of a tuple that the model returns, or None.
+
+    Examples are `encoded, decoded = model(x)`, and `out = model(x)[0]`.
+    """
+    for node in script.nodes:
+        if not isinstance(node, ast.Assign) or not isinstance(output, ast.Name):
+            continue
+        target, value = node.targets[0], node.value
+        if isinstance(value, ast.Subscript) and last_name(target) == output.id:
+            if _calls_model(value.value, script) and isinstance(value.slice, ast.Constant):
+                return value.slice.value if isinstance(value.slice.value, int) else None
+        elif isinstance(target, ast.Tuple) and _calls_model(value, script):
+            names = [last_name(each) for each in target.elts]
+            if output.id in names:
+                return names.index(output.id)
+    return None
+
+
+def _calls_model(node: ast.expr, script: Script) -> bool:
+    called = node.func if isinstance(node, ast.Call) else None
+    return isinstance(called, ast.Name) and called.id in script.owners
 
 
 def _one_sample(
