@@ -303,7 +303,7 @@ def prepare(spec: RunSpec) -> Job:
         shard=shard,
         compression=compression,
         digests=_digests(spec, loaded, dataset, chains),
-        notes=(*loaded.notes, *dataset.notes),
+        notes=tuple(dict.fromkeys((*loaded.notes, *dataset.notes))),
         previews=Previews(dataset, size, run_rows[0]) if size else None,
         tokens=tokens,
         groups=groups,

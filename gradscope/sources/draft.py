@@ -29,8 +29,10 @@ from gradscope.sources.data.recipes import MASK
 from gradscope.sources.scripts.command_line import command_line
 from gradscope.sources.scripts.data import (
     changed_batch,
+    keys_of_batch,
     loaders,
     reference_of,
+    reshaped_batch,
     transforms_of,
 )
 from gradscope.sources.scripts.losses import (
@@ -222,7 +224,18 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
                 group=spec.dataset.group,
                 transforms=transforms_of(files),
             )
-    if changed := changed_batch(near):
+    shape, view = reshaped_batch(near, drafted.file)
+    if shape and name:  # the inputs of a script's data
+        dataset_lines.append(f"reshape = {_value({'inputs': shape})}  # guessed: {_comment(view)}")
+        result.guessed["dataset.reshape"] = f"{_value({'inputs': shape})}: {view}"
+    keys = keys_of_batch(near, drafted.file) if name else ([], [])
+    if all(keys):
+        why_keys = "the training uses these keys"
+        for side, chosen in zip(("inputs", "targets"), keys, strict=True):
+            dataset_lines = [each for each in dataset_lines if not each.startswith(f"{side} = ")]
+            dataset_lines.append(f"{side} = {_value(chosen)}  # guessed: {why_keys}")
+            result.guessed[f"dataset.{side}"] = f"{_value(chosen)}: {why_keys}"
+    if changed := changed_batch(near, drafted.file):
         result.missing["dataset"] = f"do this in the data set: {changed}"
         dataset_lines.append(f"# do this in the data set: {_comment(changed)}")
     if spec.dataset.group is not None:

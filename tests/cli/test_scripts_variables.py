@@ -770,3 +770,74 @@ def test_a_loss_of_one_of_several_outputs(gradscope: Gradscope, lines: str) -> N
         return nn.functional.cross_entropy(model["b"](model["a"](x)), y)
 
     assert norms(gradscope) == pytest.approx(looped(net, loss, x, torch.arange(5) % 3), rel=1e-5)
+
+
+@CWD
+def test_inputs_that_a_script_reshapes_to_constants(gradscope: Gradscope) -> None:
+    Path("train.py").write_text(
+        "import torch\nfrom torch import nn\nnet = nn.Sequential(nn.Linear(12, 3))\n"
+        "optimizer = torch.optim.SGD(net.parameters(), 0.1)\n"
+        "rows = [(torch.arange(12.0).reshape(1, 3, 4) + k, k % 3) for k in range(5)]\n"
+        "for x, y in []:\n    x = x.view(-1, 3 * 4).cuda()\n"
+        "    loss = nn.functional.cross_entropy(net(x), y)\n    loss.backward()\n"
+    )
+    net = nn.Sequential(nn.Linear(12, 3))
+    torch.save(net.state_dict(), "net.pt")
+    found = drafted(gradscope, "net.pt", "train.py:rows")
+    assert found["dataset"]["reshape"] == {"inputs": [12]}
+    x = torch.stack([torch.arange(12.0) + k for k in range(5)]).double()
+
+    def loss(model: Any, x: Any, y: Any) -> Any:
+        return nn.functional.cross_entropy(model(x), y)
+
+    expected = looped(net.double(), loss, x, torch.arange(5) % 3)
+    assert norms(gradscope) == pytest.approx(expected, rel=1e-5)
+
+
+@CWD
+def test_keys_of_a_batch(gradscope: Gradscope) -> None:
+    Path("train.py").write_text(
+        "import torch\nfrom torch import nn\nclass Net(nn.Module):\n    def __init__(self):\n"
+        "        super().__init__()\n        self.a = nn.Linear(4, 3)\n"
+        "    def forward(self, x, scale): return self.a(x) * scale[:, None]\n"
+        "net = Net()\noptimizer = torch.optim.SGD(net.parameters(), 0.1)\n"
+        "rows = [{'name': f'{k}', 'kind': k % 3, 'x': (torch.arange(4.0) + k) / 9, 's': 1.0 + k / 9}\n"
+        "        for k in range(5)]\n"
+        "for batch in []:\n    kind = batch['kind'].to('cuda')\n    x = batch['x'].cuda()\n"
+        "    out = net(x, batch['s'])\n    loss = nn.functional.cross_entropy(out, kind)\n"
+        "    loss.backward()\n"
+    )
+    net = nn.ModuleDict({"a": nn.Linear(4, 3)})
+    torch.save(net.state_dict(), "net.pt")
+    found = drafted(gradscope, "net.pt", "train.py:rows")["dataset"]
+    assert (found["inputs"], found["targets"]) == (["x", "s"], ["kind"])
+    x = torch.stack([(torch.arange(4.0) + k) / 9 for k in range(5)]).double()
+
+    def loss(model: Any, x: Any, y: Any) -> Any:
+        return nn.functional.cross_entropy(model["a"](x) * (1 + x[:, :1]), y)
+
+    expected = looped(net.double(), loss, x, torch.arange(5) % 3)
+    assert norms(gradscope) == pytest.approx(expected, rel=1e-5)
+
+
+@CWD
+def test_an_autoencoder_that_reshapes_its_inputs_twice(gradscope: Gradscope) -> None:
+    Path("train.py").write_text(
+        "import torch\nfrom torch import nn\nclass Coder(nn.Module):\n    def __init__(self):\n"
+        "        super().__init__()\n        self.a, self.b = nn.Linear(6, 2), nn.Linear(2, 6)\n"
+        "    def forward(self, x): return self.a(x), self.b(self.a(x))\n"
+        "coder = Coder()\noptimizer = torch.optim.SGD(coder.parameters(), 0.1)\n"
+        "rows = [(torch.arange(6.0).view(1, 2, 3) + k, k) for k in range(4)]\n"
+        "loss_func = nn.MSELoss()\nfor x, label in []:\n    b_x = x.view(-1, 2 * 3)\n"
+        "    b_y = x.view(-1, 2 * 3)\n    code, out = coder(b_x)\n"
+        "    loss = loss_func(out, b_y)\n    loss.backward()\n"
+    )
+    net = nn.ModuleDict({"a": nn.Linear(6, 2), "b": nn.Linear(2, 6)})
+    torch.save(net.state_dict(), "net.pt")
+    assert drafted(gradscope, "net.pt", "train.py:rows")["dataset"]["targets"] == ["inputs"]
+    x = torch.stack([torch.arange(6.0) + k for k in range(4)]).double()
+
+    def loss(model: Any, x: Any, y: Any) -> Any:
+        return nn.functional.mse_loss(model["b"](model["a"](x)), y)
+
+    assert norms(gradscope) == pytest.approx(looped(net.double(), loss, x, x), rel=1e-5)

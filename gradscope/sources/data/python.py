@@ -28,7 +28,14 @@ from gradscope.core.texts import article, listed
 from gradscope.errors import DatasetError, ModelError, located
 from gradscope.model.locate import first_line
 from gradscope.model.randomness import seeded
-from gradscope.sources.code import as_config, code_digests, load_value, loading, user_file
+from gradscope.sources.code import (
+    as_config,
+    code_digests,
+    import_notes,
+    load_value,
+    loading,
+    user_file,
+)
 from gradscope.sources.data.columns import as_index
 from gradscope.sources.data.recipes import converter
 
@@ -121,6 +128,7 @@ class PythonSamples:
             self.notes += (f"the entries of a sample are used by their names: {used}",)
         if "targets" not in {*known, *selected}:
             spec = spec.model_copy(update={"targets": ()})
+        self.notes += import_notes(factory, "data set")
         self.spec = self._spec = spec
         # whether a batch cannot hold two samples: the model takes what one sample is collated to
         self.alone = _is_alone({name: first.get(name) for name in spec.input_arrays})

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from gradscope.core.texts import listed
 from gradscope.errors import DatasetError
-from gradscope.sources.scripts.losses import keeps_numbers
-from gradscope.sources.scripts.syntax import Script, last_name
+from gradscope.sources.scripts.losses import keeps_numbers, training_scripts
+from gradscope.sources.scripts.syntax import Script, key_of, last_name, unmoved
 from gradscope.sources.variables import MAIN, Variables
 
 _MAKERS = {"DataLoader", "TensorDataset", "ImageFolder", "Subset", "random_split", "load_dataset"}
@@ -71,12 +71,13 @@ def loaders(files: Iterable[Path]) -> list[str]:
     return list(found)
 
 
-def changed_batch(files: Iterable[Path]) -> str:
+def changed_batch(files: Iterable[Path], model: Path | None) -> str:
     """Return the line of a script that changes the inputs of a batch before the model, or "".
 
-    An example is "train.py: image = image / 255 - 0.5" in the loop with `model(image)`.
+    An example is "train.py: image = image / 255 - 0.5" in the loop with `model(image)`. The scripts
+    are those that train the model of the file `model`.
     """
-    for script in (found for file in files if (found := Script.read(file)) is not None):
+    for script in training_scripts(files, model)[0]:
         loops = [node for node in script.nodes if isinstance(node, ast.For)]
         for nodes in (list(ast.walk(loop)) for loop in loops if script.trains):
             calls = [n for n in nodes if isinstance(n, ast.Call) and n.args]
@@ -90,6 +91,62 @@ def changed_batch(files: Iterable[Path]) -> str:
             for passed in (node for node in given if isinstance(node, ast.BinOp)):
                 return f"{script.file.name}: the model is called with {ast.unparse(passed)}"
     return ""
+
+
+def reshaped_batch(files: Iterable[Path], model: Path | None) -> tuple[list[int], str]:
+    """Return the shape of a sample to which a script reshapes its inputs, and the script's line.
+
+    An example is [784] for x.view(-1, 28 * 28), which is passed to the model. Without such a line,
+    the shape is [].
+    """
+    for script in training_scripts(files, model)[0]:
+        values = {
+            last_name(n.targets[0]): n.value for n in script.nodes if isinstance(n, ast.Assign)
+        }
+        calls = [n for name in script.owners for n in script.calls.get(name, ()) if n.args]
+        for node in (call.args[0] for call in calls):
+            made = unmoved(values.get(node.id, node) if isinstance(node, ast.Name) else node)
+            called = made.func if isinstance(made, ast.Call) else None
+            if isinstance(called, ast.Attribute) and called.attr in ("view", "reshape"):
+                sizes = [_size(size) for size in made.args[1:]]  # type: ignore[attr-defined]
+                if sizes and all(size is not None and size > 0 for size in sizes):
+                    line = f"{script.file.name}: {ast.unparse(made)}"
+                    return [size for size in sizes if size is not None], line
+    return [], ""
+
+
+def keys_of_batch(files: Iterable[Path], model: Path | None) -> tuple[list[str], list[str]]:
+    """Return the keys of a batch that a script passes to the model, and those of its loss.
+
+    An example is (["image"], ["label"]) for model(batch["image"]) and criterion(output, y) after
+    y = batch["label"].to(device). Without keys, both are [].
+    """
+    for script in training_scripts(files, model)[0]:
+        calls = [n for name in script.owners for n in script.calls.get(name, ()) if n.args]
+        for call in calls:
+            inputs = [_key(node, script) for node in call.args]
+            losses = [n for _, value in script.losses for n in ast.walk(value)]
+            given = [a for n in losses if isinstance(n, ast.Call) for a in n.args]
+            targets = [key for key in (_key(node, script) for node in given) if key]
+            if all(inputs) and targets and not call.keywords:
+                return inputs, list(dict.fromkeys(targets))
+    return [], []
+
+
+def _key(node: ast.expr, script: Script) -> str:
+    """Return KEY of NAME["KEY"], also if it is moved or the value of a variable, or ""."""
+    node = unmoved(node)
+    if isinstance(node, ast.Name):
+        node = unmoved(script.values.get(node.id, node))
+    return key_of(node) if isinstance(node, ast.Subscript) else ""
+
+
+def _size(node: ast.expr) -> int | None:
+    """Return the value of an integer or of a product of integers, or None."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        left, right = _size(node.left), _size(node.right)
+        return None if left is None or right is None else left * right
+    return node.value if isinstance(node, ast.Constant) and type(node.value) is int else None
 
 
 def transforms_of(files: Iterable[Path]) -> set[str]:

@@ -59,7 +59,7 @@ def losses_called(
         model: The file of the model.
         given: The arguments that the checkpoint stores: label_smoothing=args.smoothing.
     """
-    training, others = _training(files, model, given)
+    training, others = training_scripts(files, model, given)
     counts = _losses(training, given or {}) or _losses(others, given or {})
     counts = Counter({k: n for k, n in counts.items() if n >= _TRAINED}) or counts
     return sorted(counts, key=lambda name: (-counts[name], ":" not in name, name))
@@ -75,7 +75,7 @@ def loss_expression(
     """
     files = list(files)
     scripts = read_scripts(files, given)
-    for script in _training(files, model, given)[0]:
+    for script in training_scripts(files, model, given)[0]:
         sources = Sources(script, scripts)
         for name, value in script.losses:
             calls = [n for n in ast.walk(value) if isinstance(n, ast.Call) and _built(n, script)]
@@ -275,7 +275,7 @@ def loss_method(
     files = list(files)
     scripts = read_scripts(files, given)
     torch_losses = {name for script in scripts for name in script.torch_losses}
-    for script in _training(files, model, given)[0]:
+    for script in training_scripts(files, model, given)[0]:
         for name, value in script.losses:
             line, value = ast.unparse(value), _with_outputs(value, script)
             called = [inner for inner in ast.walk(value) if isinstance(inner, ast.Call)]
@@ -376,7 +376,7 @@ def own_loss(
     files = list(files)
     scripts = read_scripts(files, given)
     places = {name: s for s in reversed(scripts) for name in (*s.functions, *s.classes)}
-    for script in _training(files, model, given)[0]:
+    for script in training_scripts(files, model, given)[0]:
         made = script.values
         for name, value in script.losses:
             for call in _terms(value):
@@ -416,21 +416,34 @@ def reconstruction(files: Iterable[Path], model: Path | None) -> str:
 
     An example is "train.py: loss = criterion(output, x)" after `output = model(x)`.
     """
-    for script in _training(files, model)[0]:
+    for script in training_scripts(files, model)[0]:
         passed: dict[str, str] = {}  # {output of the model: its input}
         for node in script.nodes:
             call = node.value if isinstance(node, ast.Assign) else None
             of_model = isinstance(call, ast.Call) and last_name(call.func) in script.owners
             if of_model and isinstance(call, ast.Call) and len(call.args) == 1:
                 target = node.targets[0]  # type: ignore[attr-defined]
-                first = target.elts[0] if isinstance(target, ast.Tuple) else target
-                passed[last_name(first)] = last_name(call.args[0])
+                for each in target.elts if isinstance(target, ast.Tuple) else [target]:
+                    passed[last_name(each)] = _source(call.args[0], script)
         for name, value in script.losses:
             for call in _terms(value):
-                ends = [last_name(node) for node in call.args[:2]]
-                if len(ends) == 2 and ends[1] and passed.get(ends[0]) == ends[1]:
+                ends = call.args[:2]
+                source = _source(ends[1], script) if len(ends) == 2 else ""
+                if source and passed.get(last_name(ends[0])) == source:
                     return f"{script.file.name}: {name} = {ast.unparse(value)}"
     return ""
+
+
+def _source(node: ast.expr, script: Script) -> str:
+    """Return the variable x of y = x.view(-1, 784), or "" for a different expression."""
+    for _ in range(3):
+        base = _base(node) if keeps_numbers(node) else None
+        if not isinstance(base, ast.Name):
+            return ""
+        name, node = base.id, script.values.get(base.id, base)
+        if not keeps_numbers(node) or not isinstance(_base(node), ast.Name):
+            return name
+    return name
 
 
 def _terms(node: ast.expr) -> list[ast.Call]:
@@ -461,7 +474,7 @@ def _returns_torch_loss(node: ast.FunctionDef | ast.ClassDef) -> bool:
     return False
 
 
-def _training(
+def training_scripts(
     files: Iterable[Path], model: Path | None, given: Mapping[str, Any] | None = None
 ) -> tuple[list[Script], list[Script]]:
     """Return the scripts that train, and the scripts that do not.
@@ -479,7 +492,7 @@ def loss_is_summed(
     files: Iterable[Path], model: Path | None, given: Mapping[str, Any] | None = None
 ) -> bool:
     """Whether a script that trains the model calls backward() of a sum of several terms."""
-    return any(script.sums for script in _training(files, model, given)[0])
+    return any(script.sums for script in training_scripts(files, model, given)[0])
 
 
 def _losses(scripts: Sequence[Script], given: Mapping[str, Any]) -> Counter[str]:
