@@ -555,7 +555,7 @@ def seeded(seed: int) -> Iterator[None]:
     """Seed the global generators of Python, NumPy and torch for the body; restore them after it."""
     with random_numbers_kept(), torch.random.fork_rng([]):
         random.seed(seed)
-        np.random.seed(seed)
+        np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
         yield
 

@@ -318,9 +318,8 @@ class Rehearsals:
 
     def __init__(self, job: Job) -> None:
         self._job, self._device = job, job.session.problem.device
-        job.load(
-            0, max(job.least, min(2, job.work(), job.batch_size))
-        )  # raises errors in the data first
+        few = min(2, job.work(), job.batch_size)
+        job.load(0, max(job.least, few))  # raises errors in the data first
         gc.collect()  # a peak is relative to the memory in use
         release_freed_memory()
         self._base = used_memory(self._device)

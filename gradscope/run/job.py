@@ -63,7 +63,7 @@ _SAME = {
 BATCH_SAMPLES = 256  # the default batch size
 # small models get larger batches, up to these numbers of samples and of gradients' entries
 _MOST_SAMPLES, _BATCH_NUMBERS = 2**15, 2**26
-_SEED = 0  # of random numbers that the user's code draws while it is loaded
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}  # files of weights in a folder
 _BATCH_TOKENS = 2048  # the default batch size with rows of tokens, rounded up to whole samples
 _DENSE_BYTES = 2**28  # the size of a batch's gradients if all of them are dense
 
@@ -244,12 +244,12 @@ def prepare(spec: RunSpec) -> Job:
     torch.manual_seed(asked.seed)
     together = asked.sharded and dist.is_available() and dist.is_initialized()
     before = _stamp(spec.checkpoint.path)
-    with seeded(_SEED):
+    with seeded(asked.seed):
         loaded, model = _in_turn(spec) if together else _built(spec)
     own_order = is_model_loss(loss)  # a model loss calls the model with its own order of inputs
     taken = None if own_order else positional(loaded.model)
     grouped = spec.dataset.group is not None
-    with seeded(_SEED):
+    with seeded(asked.seed):
         dataset = open_dataset(spec.dataset, None if taken is None else len(taken), asked.samples)
     dataset = dataset.in_any_order if grouped else dataset
     if _stamp(spec.checkpoint.path) != before:
@@ -310,12 +310,17 @@ def prepare(spec: RunSpec) -> Job:
     )
 
 
-def _stamp(path: Path) -> tuple[int, int]:
-    """Return when a file or folder was changed, and its size; zeros if it does not exist."""
+def _stamp(path: Path) -> list[tuple[str, int, int]]:
+    """Return (name, time of the last change, size) of a checkpoint, or of the weights in a folder.
+
+    Other entries of a folder may change: an import of code in it writes __pycache__.
+    """
     with suppress(OSError):
-        found = path.stat()
-        return found.st_mtime_ns, found.st_size
-    return 0, 0
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        weights = [file for file in files if file == path or file.suffix in _WEIGHTS]
+        stats = [(file.name, file.stat()) for file in weights]
+        return [(name, found.st_mtime_ns, found.st_size) for name, found in stats]
+    return []
 
 
 def _shard(text: str | None, chains: tuple[Chain, ...]) -> Shard | None:

@@ -483,7 +483,7 @@ class _UserModules:
         loader = None if spec is None else spec.loader
         if type(loader) is not importlib.machinery.SourceFileLoader:
             return None
-        if is_installed(Path(loader.path)):
+        if is_installed(Path(loader.path).absolute()):
             return None
         spec.loader = _WithoutTraining(loader.name, loader.path)  # type: ignore[union-attr]
         return spec

@@ -3,6 +3,7 @@
 import argparse
 import json
 import random
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -597,7 +598,7 @@ def test_a_model_of_lists_with_its_arguments_in_a_file(
     assert found["model"]["factory"] == "listed.py:__main__.model"
     argv = ["d", "--width", "6", "--scale", "2.0", "--sizes", "3", "4"]
     assert found["model"]["argv"] == argv
-    assert "stored in args.json" in Path("run.toml").read_text()
+    assert "stored in logs/args.json" in Path("run.toml").read_text()
     x = torch.stack([2 * torch.arange(4.0) / (k + 1) for k in range(6)]).double()
     expected = looped(
         model.double(),
@@ -606,6 +607,9 @@ def test_a_model_of_lists_with_its_arguments_in_a_file(
         torch.arange(6) % 3,
     )
     assert norms(gradscope) == pytest.approx(expected, rel=1e-5)
+    Path("logs/args.json").write_text('{"data": "d", "width": 6, "scale": 2.0, "sizes": true}')
+    done = gradscope("init", "w/model.pt", "listed.py:rows", *options, "-o", "true.toml", "--json")
+    assert json.loads(done.out)["missing"] == ["model.argv"]  # how to write true is not known
     done = gradscope("init", "w/model.pt", "listed.py:rows", "--model", "listed.py:no", "-o", "n")
     assert done.code == 3 and "no variable 'no' of a function" in done.err
 
@@ -841,3 +845,41 @@ def test_an_autoencoder_that_reshapes_its_inputs_twice(gradscope: Gradscope) -> 
         return nn.functional.mse_loss(model["b"](model["a"](x)), y)
 
     assert norms(gradscope) == pytest.approx(looped(net.double(), loss, x, x), rel=1e-5)
+
+
+@CWD
+def test_code_in_the_folder_of_the_weights(gradscope: Gradscope) -> None:
+    """An import writes __pycache__ there: this is no new training."""
+    Path("weights").mkdir()
+    torch.save(nn.Linear(2, 2).state_dict(), "weights/pytorch_model.bin")
+    Path("weights/layers.py").write_text("from torch import nn\nLayer = nn.Linear\n")
+    Path("weights/net.py").write_text("from layers import Layer\ndef build(): return Layer(2, 2)\n")
+    torch.save((torch.randn(3, 2), torch.randn(3, 2)), "data.pt")
+    Path("run.toml").write_text(
+        'version = 1\n[model]\nfactory = "weights/net.py:build"\n[checkpoint]\npath = "weights"\n'
+        '[dataset]\npath = "data.pt"\n[loss]\nname = "mse"\n'
+    )
+    sys.dont_write_bytecode, before = False, sys.dont_write_bytecode
+    try:
+        assert len(norms(gradscope)) == 3 and Path("weights/__pycache__").exists()
+    finally:
+        sys.dont_write_bytecode = before
+
+
+@CWD
+def test_texts_that_are_labels_and_arrays_of_objects_are_refused(gradscope: Gradscope) -> None:
+    torch.save(nn.Linear(2, 2).state_dict(), "w.pt")
+    Path("rows.py").write_text(
+        "import numpy as np, torch\n"
+        "def pair(): return [(torch.ones(2), 'cat'), (torch.zeros(2), 'dog')]\n"
+        "def named(): return [{'x': torch.ones(2), 'label': 'cat'}]\n"
+        "def objects(): return np.array([{}, {}]), np.zeros(2)\n"
+    )
+    for name, told in (("pair", "text: 'cat'"), ("named", "text: 'cat'"), ("objects", "error")):
+        Path("run.toml").write_text(
+            'version = 1\n[model]\nfactory = "torch.nn:Linear"\n[model.kwargs]\nin_features = 2\n'
+            f'out_features = 2\n[checkpoint]\npath = "w.pt"\n[dataset]\npath = "rows.py:{name}"\n'
+            '[loss]\nname = "mse"\n'
+        )
+        done = gradscope("check", "--config", "run.toml")
+        assert done.code == 3 and told in done.err, done.err

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -52,6 +53,7 @@ _ALONE = (
     "samples have no common axis, as graphs of different sizes: each batch has one sample, and the "
     "model takes what the collate function makes of it"
 )
+_COLUMNS = "each of the arrays has one entry a sample: (inputs, targets)"
 _RANDOM = (
     "samples are random, as with augmentation: each sample is one draw, seeded with its position"
 )
@@ -290,7 +292,7 @@ def _is_data(found: Any) -> bool:
 def _parts(made: Any) -> tuple[Any, Collate, tuple[str, ...]]:
     """Split the result of a factory into samples, collate function and notes."""
     if _are_columns(made):
-        return TensorDataset(*map(torch.as_tensor, made)), default_collate, ()
+        return TensorDataset(*map(torch.as_tensor, made)), default_collate, (_COLUMNS,)
     if isinstance(made, tuple | list) and any(isinstance(v, DataLoader | Dataset) for v in made):
         kind = DataLoader if any(isinstance(v, DataLoader) for v in made) else Dataset
         first = next(k for k, value in enumerate(made) if isinstance(value, kind))
@@ -310,9 +312,15 @@ def _parts(made: Any) -> tuple[Any, Collate, tuple[str, ...]]:
     return made, own if callable(own) else default_collate, ()
 
 
+def _is_array(value: Any) -> bool:
+    """Whether a value is a tensor, or a numpy array of numbers."""
+    of_numpy = isinstance(value, np.ndarray) and value.dtype.kind in "biuf"
+    return isinstance(value, Tensor) or of_numpy
+
+
 def _are_columns(made: Any) -> bool:
     """Whether a pair or a longer tuple has arrays of all samples: (inputs, targets)."""
-    if not isinstance(made, tuple | list) or not all(hasattr(v, "shape") for v in made):
+    if not isinstance(made, tuple | list) or not all(map(_is_array, made)):
         return False
     if any(isinstance(v, Tensor) and v.layout != torch.strided for v in made):
         return False  # parts of a graph
@@ -381,7 +389,7 @@ def _is_text(value: Any) -> bool:
 
 def _named(batch: Any, n: int, taken: int | None) -> dict[str, Any]:
     """Return {name: value} from the collated batch of n samples; texts are left out."""
-    if isinstance(batch, tuple | list):
+    if isinstance(batch, tuple | list) and len(batch) > 2:  # of (x, text) the text is the target
         batch = (*batch[:1], *(value for value in batch[1:] if not _is_text(value)))
     parts = {"inputs": batch}
     if isinstance(batch, Mapping):
@@ -391,9 +399,8 @@ def _named(batch: Any, n: int, taken: int | None) -> dict[str, Any]:
     elif isinstance(batch, tuple | list) and taken and taken < len(batch):
         for name, part in (("inputs", batch[:taken]), ("targets", batch[taken:])):
             parts[name] = part if len(part) > 1 else part[0]
-    parts = {
-        k: value for k, value in parts.items() if k == "inputs" or not _is_text(value)
-    } or parts
+    kept = {"inputs", *_LABELS}  # a text in one of these is an error
+    parts = {k: v for k, v in parts.items() if k.lower() in kept or not _is_text(v)} or parts
     for name, value in parts.items():
         kinds = {type(v) for v in value} if isinstance(value, tuple | list) else set()
         if kinds and len(value) == n and not any(map(_is_entry, kinds)):

@@ -2,13 +2,14 @@
 
 import ast
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradscope.sources.scripts.syntax import Script, last_name, option_of
+from gradscope.sources.scripts.syntax import Option, Script, last_name, option_of
 from gradscope.sources.training import PARSERS, parses_arguments
 from gradscope.sources.variables import Variables
 
@@ -57,9 +58,9 @@ def command_line(
     parses = not called.isdisjoint(PARSERS | parsing) or parses_arguments(script.tree)
     options = [option_of(call) for each in near for call in each.calls.get("add_argument", ())]
     defined = not place and name in {*script.classes, *script.functions}
-    if not parses or (defined and not any(required for *_, required in options)):
+    if not parses or (defined and not any(option.required for option in options)):
         return None
-    known = {name for _, name, *_ in options}
+    known = {option.name for option in options}
     beside = {} if known & given.keys() else _beside(checkpoint, known)
     source = beside.get("", "the checkpoint")
     return CommandLine(file, _written(options, beside or given), source)
@@ -69,28 +70,31 @@ def _called(node: ast.AST) -> set[str]:
     return {last_name(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)}
 
 
-def _written(
-    options: Sequence[tuple[str, str, Any, bool]], given: Mapping[str, Any]
-) -> list[str] | None:
-    """Return the command line that sets options to values, or None if the values are not known."""
+def _written(options: Sequence[Option], given: Mapping[str, Any]) -> list[str] | None:
+    """Return the command line that sets options to values, or None if the values are not known.
+
+    A flag with a truth value, as of type=bool, has no certain form.
+    """
     found: list[str] = []
-    if given.keys().isdisjoint(name for _, name, *_ in options):
+    if given.keys().isdisjoint(option.name for option in options):
         return None
-    for flag, name, default, required in options:
-        value = given.get(name)
-        if name not in given or value is None:
-            if required:
+    for option in options:
+        value = given.get(option.name)
+        if value is None:
+            if option.required:
                 return None
             continue
-        if value == default:
+        if value == option.default:
             continue
+        if isinstance(value, bool) and not option.switch:
+            return None
         values = [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
-        found += [*([flag] if flag else []), *([] if isinstance(value, bool) else values)]
+        found += [*([option.flag] if option.flag else []), *([] if option.switch else values)]
     return found
 
 
 def _beside(checkpoint: Path, names: set[str]) -> dict[str, Any]:
-    """Return the arguments in a JSON file near a checkpoint; the key "" has the file's name.
+    """Return the arguments in a JSON file near a checkpoint; the key "" has the file.
 
     An example is logs/args.json, which a script writes with json.dump(vars(args), file).
     """
@@ -105,5 +109,5 @@ def _beside(checkpoint: Path, names: set[str]) -> dict[str, Any]:
                 if file.stat().st_size <= _LARGE:
                     found = json.loads(file.read_bytes())
                     if isinstance(found, dict) and len(names & found.keys()) > _SHARE * len(names):
-                        return {**found, "": file.name}
+                        return {**found, "": os.path.relpath(file)}
     return {}

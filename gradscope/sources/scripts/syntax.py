@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -141,9 +141,9 @@ class Script:
         found: dict[str, Any] = {}
         top = set(self.tree.body)
         for call in self.calls.get("add_argument", ()):
-            _, name, default, _ = option_of(call)
-            if default is not None or any(k.arg == "default" for k in call.keywords):
-                found[name] = default
+            option = option_of(call)
+            if option.default is not None or any(k.arg == "default" for k in call.keywords):
+                found[option.name] = option.default
         for node in self.nodes:  # for example config.width = 64
             target = node.targets[0] if isinstance(node, ast.Assign) else None
             if isinstance(node, ast.Assign) and (
@@ -318,11 +318,10 @@ def read_scripts(files: Iterable[Path], given: Mapping[str, Any] | None = None) 
     """
     found = [script for file in files if (script := Script.read(file)) is not None]
     known = {
-        name: default
+        option.name: option.default
         for script in found
-        for call in script.calls.get("add_argument", ())
-        for _, name, default, _ in [option_of(call)]
-        if default is not None
+        for option in map(option_of, script.calls.get("add_argument", ()))
+        if option.default is not None
     } | dict(given or {})
     if not known:
         return found
@@ -442,11 +441,18 @@ class Sources:
         return best
 
 
-def option_of(call: ast.Call) -> tuple[str, str, Any, bool]:
-    """Return flag ("" if positional), name, default (None if unknown) and whether it is required.
+class Option(NamedTuple):
+    """An option of argparse."""
 
-    The call is a call of add_argument.
-    """
+    flag: str  # "" if positional
+    name: str
+    default: Any  # None if unknown
+    required: bool
+    switch: bool  # whether its flag takes no value
+
+
+def option_of(call: ast.Call) -> Option:
+    """Return the option of a call of add_argument."""
     texts = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
     long = next((t for t in texts if t.startswith("--")), texts[0] if texts else "")
     named = {k.arg: k.value for k in call.keywords}
@@ -456,11 +462,12 @@ def option_of(call: ast.Call) -> tuple[str, str, Any, bool]:
     default = None
     with suppress(ValueError, KeyError):
         default = ast.literal_eval(named["default"])
-    if default is None and action in ("store_true", "store_false"):
+    switch = action in ("store_true", "store_false")
+    if default is None and switch:
         default = action == "store_false"
     optional = getattr(named.get("nargs"), "value", None) in ("?", "*") or "default" in named
     required = getattr(named.get("required"), "value", not flag and not optional)
-    return flag, name, default, bool(required)
+    return Option(flag, name, default, bool(required), switch)
 
 
 def assigned_pairs(targets: Sequence[ast.expr], value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
