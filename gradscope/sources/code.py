@@ -55,7 +55,7 @@ from gradscope.model.locate import (
 )
 from gradscope.process.shortage import is_shortage
 from gradscope.process.stops import is_stop
-from gradscope.sources.training import parses_arguments, without_training
+from gradscope.sources.training import Known, parses_arguments, without_training
 from gradscope.sources.variables import Variables
 
 # messages of torch on a machine without CUDA
@@ -457,7 +457,12 @@ def _loaded(path: Path) -> str | None:
 
 
 class _WithoutTraining(importlib.machinery.SourceFileLoader):
-    """Runs a module without the statements that train."""
+    """Runs a module without the statements that train.
+
+    `known` has the files that were analysed before.
+    """
+
+    known: Known
 
     def get_code(self, fullname: str) -> CodeType | None:
         """Return the code of the module; code that trains is not cached."""
@@ -465,7 +470,7 @@ class _WithoutTraining(importlib.machinery.SourceFileLoader):
         content = path.read_bytes()
         if not any(word in content for word in _TRAINING):  # the analysis reads many files
             return super().get_code(fullname)
-        tree, line = without_training(ast.parse(content, str(path)), path)
+        tree, line = without_training(ast.parse(content, str(path)), path, self.known)
         if line is None:
             return super().get_code(fullname)
         for notes in _importing[-1:]:
@@ -476,8 +481,12 @@ class _WithoutTraining(importlib.machinery.SourceFileLoader):
 class _UserModules:
     """Finds the user's modules, which are not installed, for `_WithoutTraining`."""
 
-    @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+    def __init__(self) -> None:
+        self.known: Known = {}
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: Any = None
+    ) -> ModuleSpec | None:
         """Return the spec of a user's module, or None for other modules."""
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         loader = None if spec is None else spec.loader
@@ -485,7 +494,8 @@ class _UserModules:
             return None
         if is_installed(Path(loader.path).absolute()):
             return None
-        spec.loader = _WithoutTraining(loader.name, loader.path)  # type: ignore[union-attr]
+        own = _WithoutTraining(loader.name, loader.path)
+        own.known, spec.loader = self.known, own  # type: ignore[union-attr]
         return spec
 
 

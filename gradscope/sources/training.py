@@ -4,17 +4,22 @@ An import with these statements would train again and overwrite the script's che
 """
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 _DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 PARSERS = {"parse_args", "parse_known_args"}
+_BACKWARD = ".backward"
 _FIT = {"fit", "train", "run"}  # methods of a trainer that train
 _PLACES = 2  # the folders to search for an imported file: the script's folder, and the one above
 
 
-def without_training(tree: ast.Module, path: Path) -> tuple[ast.Module, int | None]:
+def without_training(
+    tree: ast.Module, path: Path, known: "Known | None" = None
+) -> tuple[ast.Module, int | None]:
     """Return a script without its training, and the line of its first statement that trains.
 
     A script that does not train has no such line: None.
@@ -26,8 +31,9 @@ def without_training(tree: ast.Module, path: Path) -> tuple[ast.Module, int | No
         tree: The script.
         path: Its file. Functions imported from files in its folder, or in the folder above, are
             also analysed.
+        known: The files that were analysed before. The analysis adds the files that it reads.
     """
-    trains_here = training_in(tree, path)
+    trains_here = training_in(tree, path, known)
     for k, node in enumerate(tree.body):
         if isinstance(node, _DEFINITION) or is_main_block(node):
             continue
@@ -38,22 +44,27 @@ def without_training(tree: ast.Module, path: Path) -> tuple[ast.Module, int | No
     return tree, None
 
 
-def training_in(tree: ast.Module, path: Path) -> Callable[[ast.AST], bool]:
+def training_in(
+    tree: ast.Module, path: Path, known: "Known | None" = None
+) -> Callable[[ast.AST], bool]:
     """Return a function that says whether a statement of a script trains; `path` is its file."""
-    functions, methods = _training_names(tree, path, {})
-    trainers = {
-        target.id
+    known = {} if known is None else known
+    own = _training_names(tree, path, known)
+    methods = own.methods - {".__init__", ".forward"}
+    fits = {
+        f"{target.id}.{method}"
         for node in ast.walk(tree)
         if isinstance(node, ast.Assign) and _name_of_call(node.value).endswith("Trainer")
         for target in node.targets
         if isinstance(target, ast.Name)
+        for method in _FIT
     }
-    return lambda node: _trains(node, functions, methods, trainers)
+    return lambda node: own.trains(_names_in(node), known, methods | fits)
 
 
 def trains(tree: ast.Module) -> bool:
     """Whether a script calls `backward()`, or defines a `training_step` of Lightning."""
-    return _trains(tree, set(), set(), set()) or any(
+    return _BACKWARD in _names_in(tree) or any(
         isinstance(node, ast.FunctionDef) and node.name == "training_step"
         for node in ast.walk(tree)
     )
@@ -67,72 +78,129 @@ def parses_arguments(tree: ast.Module) -> bool:
     )
 
 
-def _training_names(
-    tree: ast.Module, path: Path, known: dict[Path, set[str]]
-) -> tuple[set[str], set[str]]:
-    """Return the names of a script's functions that train, and of its methods that train.
+@dataclass(frozen=True)
+class _Summary:
+    """The names in a file that the analysis needs."""
 
-    `known` has the functions that train of the files that were analysed before.
-    """
-    functions, methods = set(_imported(tree, path, known)), set[str]()
-    inside = {
-        id(method)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-        for method in node.body
-    }
-    own = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-    before = -1
-    while len(functions) + len(methods) > before:  # a function may call a function that trains
-        before = len(functions) + len(methods)
-        for node in own:
-            if _trains(node, functions, methods, set()):
-                (methods if id(node) in inside else functions).add(node.name)
-    return functions, methods - {"__init__", "forward"}
+    definitions: Sequence[tuple[str, frozenset[str]]]  # NAME or .METHOD, and the names in it
+    imports: Sequence[tuple[str, str, str]]  # a module, "" or a name in it, and its local name
 
 
-def _imported(tree: ast.Module, path: Path, known: dict[Path, set[str]]) -> Iterator[str]:
-    """Yield the functions that train and are imported from files, as a script calls them.
+@dataclass
+class TrainingNames:
+    """The functions and methods of a file that train."""
 
-    A function is FUNCTION or, if its module is imported, MODULE.FUNCTION.
-    """
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found = _functions_of(node.module, path, known)
-            yield from (a.asname or a.name for a in node.names if a.name in found)
-            modules = {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-        elif isinstance(node, ast.Import):
-            modules = {a.asname or a.name: a.name for a in node.names}
-        else:
-            continue
-        for name, module in modules.items():
-            yield from (f"{name}.{each}" for each in _functions_of(module, path, known))
+    summary: _Summary
+    modules: dict[str, list[Path]] = field(default_factory=dict)  # {local name: files}
+    imported: list[tuple[str, Path, str]] = field(default_factory=list)  # local name, file, name
+    functions: set[str] = field(default_factory=set)  # also imported functions
+    methods: set[str] = field(default_factory=set)  # .NAME
 
-
-def _functions_of(module: str, path: Path, known: dict[Path, set[str]]) -> set[str]:
-    """Return the functions that train of a module that the script `path` imports."""
-    for folder in path.parents[:_PLACES]:
-        file = folder.joinpath(*module.split(".")).with_suffix(".py")
-        if file not in known and file.is_file():
-            known[file] = set()  # two files may import each other
-            with suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-                known[file] = _training_names(ast.parse(file.read_bytes()), file, known)[0]
-        if file in known:
-            return known[file]
-    return set()
-
-
-def _trains(node: ast.AST, functions: set[str], methods: set[str], trainers: set[str]) -> bool:
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.Name) and inner.id in functions:
+    def trains(self, names: Set[str], known: "Known", methods: Set[str]) -> bool:
+        """Whether code with some names trains, if `methods` train."""
+        if _BACKWARD in names or not (names.isdisjoint(self.functions | methods)):
             return True
-        if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
-            called, of = inner.func.attr, inner.func.value
-            if called == "backward" or called in methods or ast.unparse(inner.func) in functions:
-                return True
-            if called in _FIT and isinstance(of, ast.Name) and of.id in trainers:
-                return True
-    return False
+        return any(self._of_module(name, known) for name in names if "." in name[1:])
+
+    def _of_module(self, name: str, known: "Known") -> bool:
+        """Whether MODULE.FUNCTION trains; modules may be in modules."""
+        parts = name.split(".")
+        for k in range(1, len(parts)):
+            rest = ".".join(parts[k:])
+            for file in self.modules.get(".".join(parts[:k]), ()):
+                if rest in known[file].functions or known[file]._of_module(rest, known):
+                    return True
+        return False
+
+    def update(self, known: "Known") -> bool:
+        """Add the functions and methods that train as far as `known` says; return if any is new."""
+        before = len(self.functions) + len(self.methods)
+        taken = (own for own, file, name in self.imported if name in known[file].functions)
+        self.functions.update(taken)
+        for name, names in self.summary.definitions:
+            of = self.methods if name.startswith(".") else self.functions
+            if name not in of and self.trains(names, known, self.methods):
+                of.add(name)
+        return len(self.functions) + len(self.methods) > before
+
+
+Known = dict[Path, TrainingNames]
+
+
+def _training_names(tree: ast.Module, path: Path, known: Known) -> TrainingNames:
+    """Return the functions and methods of a script that train.
+
+    The files that it imports, also indirectly, are added to `known`. Files may import each other,
+    so they are updated in turns until no function is new.
+    """
+    own = TrainingNames(_summary_of(tree))
+    fresh = [(path, own)]
+    for file, names in fresh:  # it grows: an imported file also imports
+        for module, name, local in names.summary.imports:
+            other = _file_of(module, file)
+            if other is None:
+                continue
+            if other not in known:
+                known[other] = TrainingNames(_summary(other))
+                fresh.append((other, known[other]))
+            if name:
+                names.imported.append((local, other, name))
+            else:
+                names.modules.setdefault(local, []).append(other)
+    while sum(names.update(known) for _, names in reversed(fresh)):
+        pass
+    return own
+
+
+def _file_of(module: str, path: Path) -> Path | None:
+    """Return the file of a module that the script `path` imports, if it is near the script."""
+    places = (folder.joinpath(*module.split(".")) for folder in path.parents[:_PLACES])
+    files = (place.with_suffix(".py") for place in places)
+    return next((file for file in files if file.is_file()), None)
+
+
+def _summary(file: Path) -> _Summary:
+    """Return the names of a file. An unchanged file is parsed once."""
+    with suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        found = file.stat()
+        return _parsed(file, found.st_ino, found.st_mtime_ns)
+    return _Summary((), ())
+
+
+@lru_cache(maxsize=4096)
+def _parsed(file: Path, _inode: int, _changed: int) -> _Summary:
+    return _summary_of(ast.parse(file.read_bytes()))
+
+
+def _summary_of(tree: ast.Module) -> _Summary:
+    nodes = list(ast.walk(tree))
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    inside = {id(method) for node in classes for method in node.body}
+    definitions = [
+        (f".{node.name}" if id(node) in inside else node.name, _names_in(node))
+        for node in nodes
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    imports: list[tuple[str, str, str]] = []
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for a in node.names:
+                local = a.asname or a.name
+                imports += [(node.module, a.name, local), (f"{node.module}.{a.name}", "", local)]
+        elif isinstance(node, ast.Import):
+            imports += [(a.name, "", a.asname or a.name) for a in node.names]
+    return _Summary(definitions, imports)
+
+
+def _names_in(node: ast.AST) -> frozenset[str]:
+    """Return the names in a statement, NAME, and its calls of attributes, .NAME and OWNER.NAME."""
+    found = set()
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Name):
+            found.add(inner.id)
+        elif isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
+            found |= {f".{inner.func.attr}", ast.unparse(inner.func)}
+    return frozenset(found)
 
 
 def _name_of_call(node: ast.expr) -> str:
