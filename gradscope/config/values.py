@@ -23,8 +23,9 @@ REFERENCE_FORMS = "FILE.py:NAME or package.module:NAME"
 FROM_CHECKPOINT = "checkpoint"  # instead of a factory: the model stored in the checkpoint
 
 _DOTTED = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
-_REFERENCE = re.compile(rf"(?P<place>.+\.py|{_DOTTED}):(?P<name>{_DOTTED})", re.DOTALL)
-_WITH_ARGUMENTS = re.compile(rf"(?P<function>(?:.+?\.py|{_DOTTED}):{_DOTTED})(?::.*)?", re.DOTALL)
+_NAMES = rf"{_DOTTED}(?:,[^\W\d]\w*)*"  # NAME, or several variables of data: main.inputs,labels
+_REFERENCE = re.compile(rf"(?P<place>.+\.py|{_DOTTED}):(?P<name>{_NAMES})", re.DOTALL)
+_WITH_ARGUMENTS = re.compile(rf"(?P<function>(?:.+?\.py|{_DOTTED}):{_NAMES})(?::.*)?", re.DOTALL)
 _SHARD = re.compile(r"(0|[1-9][0-9]{0,8})/([1-9][0-9]{0,8})")
 _SAMPLES = re.compile(r"([0-9]{0,18}):([0-9]{0,18})")
 _MEMORY = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([KMGT])(i?)B", re.IGNORECASE)

@@ -88,7 +88,8 @@ def load_value(reference: str, kind: str, is_usable: Callable[[Any], bool]) -> A
     """Import the object that a reference names.
 
     Args:
-        reference: "FILE.py:NAME" or "package.module:NAME"; NAME may have dots.
+        reference: "FILE.py:NAME" or "package.module:NAME"; NAME may have dots. The value of
+            "FILE.py:x,y" is a tuple.
         kind: The purpose of the object in messages: "model factory", "loss".
         is_usable: Whether an object can be used. If not, the message asks for a function.
 
@@ -100,8 +101,12 @@ def load_value(reference: str, kind: str, is_usable: Callable[[Any], bool]) -> A
     where = f"{kind} {reference}"
     with user_file(where):  # the module may define __getattr__
         found: object = module
-        for part in name.split("."):
+        *owners, last = name.split(".")
+        for part in owners:
             found = getattr(found, part, None)
+        parts = tuple(getattr(found, part, None) for part in last.split(","))
+        found = parts if len(parts) > 1 else parts[0]
+        found = None if any(part is None for part in parts) else found
     if found is None:
         found = _variable(reference, module, kind)
     if found is not None and is_usable(found):
@@ -112,10 +117,10 @@ def load_value(reference: str, kind: str, is_usable: Callable[[Any], bool]) -> A
     if found is None:
         remedy = suggestion(name, known) if known else "The file defines no function."
         raise ModelError(f"there is no {name!r} in it", where=where, remedy=remedy)
-    parts = [key for key, value in getattr(found, "__dict__", {}).items() if is_usable(value)]
+    usable = [key for key, value in getattr(found, "__dict__", {}).items() if is_usable(value)]
     remedy = f"Name a function; it has: {', '.join(known) or 'none'}."
-    if parts:
-        remedy = f"Name a part of it: {', '.join(f'{reference}.{part}' for part in parts)}."
+    if usable:
+        remedy = f"Name a part of it: {', '.join(f'{reference}.{part}' for part in usable)}."
     what = f"{name!r} is {article(type(found).__name__)}, not a function"
     raise ModelError(what, where=where, remedy=remedy)
 
@@ -123,7 +128,7 @@ def load_value(reference: str, kind: str, is_usable: Callable[[Any], bool]) -> A
 def _variable(reference: str, module: ModuleType, kind: str) -> object:
     """Return the variable NAME of FILE.py:FUNCTION.NAME, or None if it is not known.
 
-    Only the statements that compute it are run, once.
+    Only the statements that compute it are run, once. Several variables, "x,y", are a tuple.
     """
     place, name = split_reference(reference)
     function, _, variable = name.rpartition(".")
@@ -142,7 +147,7 @@ def _variable(reference: str, module: ModuleType, kind: str) -> object:
         body = [
             *([ast.Global(shared)] if shared else []),
             *found,
-            ast.Return(ast.Name(variable, ast.Load())),
+            ast.Return(ast.parse(variable, mode="eval").body),
         ]
         made = ast.FunctionDef(key, ast.arguments([], [], None, [], [], None, []), body, [])
         whole = ast.fix_missing_locations(ast.Module([made], []))

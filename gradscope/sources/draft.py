@@ -54,6 +54,7 @@ from gradscope.sources.scripts.models import (
     stored_arguments,
 )
 from gradscope.sources.scripts.syntax import DEFAULT, Script
+from gradscope.sources.variables import Variables
 from gradscope.sources.weights import read
 from gradscope.sources.weights.fit import state_dict_under, state_dicts, stored_modules
 from gradscope.sources.weights.hugging_face import CONFIG
@@ -468,7 +469,7 @@ def _model(
         options = command_line(built.file, built.name, files, {}, checkpoint)
         # the training may have set other options than the defaults
         assumed = any(each.why == DEFAULT for each in likely[0].arguments.values())
-        if likely[0].unknown or (assumed and options is not None):
+        if likely[0].unknown or _reads_block(likely[0]) or (assumed and options is not None):
             likely = [built, *likely]
     if held is not None:
         value, why = FROM_CHECKPOINT, f"the checkpoint's {held} describes the model"
@@ -496,6 +497,12 @@ def _model(
     arguments = _arguments(result, best, folder)
     alone = any(argument.why == ONE_SAMPLE for argument in best.arguments.values())
     return _Model(lines, arguments, best.inputs, best.file, best.name, loss, best.random, alone)
+
+
+def _reads_block(model: FoundModel) -> bool:
+    """Whether a class reads variables of its script's block if __name__ == "__main__"."""
+    script = Script.read(model.file)
+    return script is not None and Variables(script.tree, model.file).reads_block(model.name)
 
 
 def _builds(file: Path, models: Sequence[FoundModel]) -> bool:

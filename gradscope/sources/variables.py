@@ -37,16 +37,19 @@ class Variables:
     def statements(self, function: str, name: str) -> list[ast.stmt] | None:
         """Return the statements that compute a variable at its last assignment, or None.
 
-        The result is None if the value of a parameter is unknown, or if the statements train.
+        `name` may be the names of several variables, "x,y". The result is None if the value of a
+        parameter is unknown, or if the statements train.
         """
-        found = self._slice(function, {name}, _DEPTH)
-        if found is None or name not in _bound_in(found):
+        names = {*name.split(",")}
+        found = self._slice(function, names, _DEPTH)
+        if found is None or not names <= _bound_in(found):
             return None
         return None if any(map(self._trains, found)) else found
 
     def places(self, name: str) -> list[str]:
-        """Return the functions that compute a variable without training."""
-        own = [place for place, body in self._bodies.items() if name in _bound_in(body)]
+        """Return the functions that compute a variable, or several "x,y", without training."""
+        names = {*name.split(",")}
+        own = [place for place, body in self._bodies.items() if names <= _bound_in(body)]
         return [place for place in own if self.statements(place, name) is not None]
 
     def made_by(self, called: Collection[str], named: str = "(?!)") -> list[str]:
@@ -151,6 +154,10 @@ class Variables:
                 found |= read
                 waiting += read
         return found
+
+    def reads_block(self, name: str) -> bool:
+        """Whether a class or function reads variables of the block if __name__ == "__main__"."""
+        return not self._read_by({name}).isdisjoint(_bound_in(self._bodies.get(MAIN, ())))
 
     def globals_of(self, statements: Sequence[ast.stmt]) -> list[str]:
         """Return the names that statements assign and that are global in the script."""

@@ -90,6 +90,9 @@ class PythonSamples:
                 )
         self._spec, self._where, self._taken = spec, f"data set {spec.factory}", taken
         made = load_value(factory, "data set", lambda v: callable(v) or _is_data(v))
+        if "," in factory.rpartition(":")[2]:
+            with located(self._where):
+                made = _from_columns(made, factory.rpartition(":")[2].split(","))
         if not _is_data(made):
             _require_arguments(made, spec, self._where)
             with user_file(self._where), loading(factory, "data set"):
@@ -328,6 +331,34 @@ def _are_columns(made: Any) -> bool:
     lengths = {shape[:1] for shape in shapes}
     several = isinstance(made, tuple) or len(made) == 2 or len(set(shapes)) > 1
     return len(made) > 1 and several and len(lengths) == 1 and lengths != {()}
+
+
+def _from_columns(made: Sequence[Any], names: Sequence[str]) -> Any:
+    """Return the data set of several variables that have one entry a sample each.
+
+    Arrays stay arrays. Lists of entries with different shapes are samples with such entries.
+
+    Raises:
+        DatasetError: The variables are not arrays or lists of one length.
+    """
+    if _are_columns(made):
+        return made
+    with suppress(TypeError, ValueError, RuntimeError):
+        columns = [[torch.as_tensor(entry) for entry in column] for column in made]
+        if len({len(column) for column in columns}) == 1 and columns[0]:
+            return [*zip(*columns, strict=True)]
+
+    def told(value: Any) -> str:
+        shape = getattr(value, "shape", None)
+        if shape is not None:
+            return f"{tuple(shape)}"
+        return f"{type(value).__name__} of {len(value)}" if hasattr(value, "__len__") else "?"
+
+    kinds = (f"{name} {told(value)}" for name, value in zip(names, made, strict=True))
+    raise DatasetError(
+        f"these variables do not have one entry a sample each: {listed(kinds)}",
+        remedy="Name arrays, tensors or lists of numbers with one length. Or name a data set.",
+    )
 
 
 def _selected(names: Sequence[str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from gradscope.core.texts import listed
 from gradscope.errors import DatasetError
 from gradscope.sources.scripts.losses import keeps_numbers, training_scripts
-from gradscope.sources.scripts.syntax import Script, key_of, last_name, unmoved
+from gradscope.sources.scripts.syntax import Script, assigned_pairs, key_of, last_name, unmoved
 from gradscope.sources.variables import MAIN, Variables
 
 _MAKERS = {"DataLoader", "TensorDataset", "ImageFolder", "Subset", "random_split", "load_dataset"}
@@ -32,11 +32,18 @@ def reference_of(
         DatasetError: The script does not make data with this name.
     """
     script = Script.read(file)
-    if script is None or "." in name or {"*", name} & {*script.top, *script.imported}:
+    if script is None or "." in name:
         return f"{file}:{name}", ""
-    for place in Variables(script.tree, file).places(name):
-        of = 'the block if __name__ == "__main__"' if place == MAIN else f"{place}()"
-        return f"{file}:{place}.{name}", f"a variable of {of}, of which only its lines are run"
+    top = {*script.top, *script.imported}
+    names, line = arrays_of_batch(script, name) if kind == "data" else ([], "")
+    for each, why in ((",".join(names), f"; {line}"), (name, "")) if names else ((name, ""),):
+        if "*" in top or top.issuperset(each.split(",")):
+            return f"{file}:{each}", why.removeprefix("; ")
+        for place in Variables(script.tree, file).places(each):
+            of = 'the block if __name__ == "__main__"' if place == MAIN else f"{place}()"
+            what, its = ("variables", "their") if "," in each else ("a variable", "its")
+            told = f"{what} of {of}, of which only {its} lines are run{why}"
+            return f"{file}:{place}.{each}", told
     known = loaders([file, *files]) if kind == "data" else []
     raise DatasetError(
         f"there is no {name!r} at the top level of the script, and no variable {name!r} of a "
@@ -69,6 +76,84 @@ def loaders(files: Iterable[Path]) -> list[str]:
             names = [*top, *Variables(script.tree, script.file).made_by(calls, named)]
             found |= {f"{script.file}:{name}": True for name in names}
     return list(found)
+
+
+def arrays_of_batch(script: Script, name: str) -> tuple[list[str], str]:
+    """Return the variables that a script gives to its model and its loss, and their lines.
+
+    An example is ["x", "y"] for `criterion(model(x), y)`, also for batches x[rows], y[rows]. The
+    result is [] if `name` is no variable among them, or if the loss has no variable of data.
+    """
+    loops = [node for node in script.nodes if isinstance(node, ast.For | ast.While)]
+    inside = {id(node) for loop in loops for node in ast.walk(loop)}
+    stored = (n for n in script.nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    of_loops = {node.id for node in stored if id(node) in inside}
+    pairs = [
+        pair
+        for node in script.nodes
+        if isinstance(node, ast.Assign)
+        for pair in assigned_pairs(node.targets, node.value)
+    ]
+    pairs += [pair for loop in loops if isinstance(loop, ast.For) for pair in _zipped(loop)]
+    outputs: set[str] = set()
+    for target, value in pairs * 2:  # outputs of outputs
+        read = {last_name(n.func) for n in ast.walk(value) if isinstance(n, ast.Call)}
+        read |= {n.id for n in ast.walk(value) if isinstance(n, ast.Name)} & outputs
+        if read & (script.owners | outputs):
+            outputs |= {n.id for n in ast.walk(target) if isinstance(n, ast.Name)} - {"_"}
+    values = {last_name(target): value for target, value in pairs}
+
+    def variable(node: ast.expr) -> str:
+        for _ in range(_SHOWN):
+            own = _variable_of(node, script) if keeps_numbers(node) else ""
+            if own in outputs or own not in of_loops or own not in values:
+                break
+            node = values[own]
+        return "" if own in outputs | of_loops else own
+
+    for call in (n for each in script.owners for n in script.calls.get(each, ()) if n.args):
+        inputs = [variable(node) for node in call.args]
+        if not all(inputs):
+            continue
+        for of, value in script.losses:
+            calls = [n for n in ast.walk(value) if isinstance(n, ast.Call) and n is not call]
+            given = (variable(node) for n in calls for node in n.args)
+            targets = [each for each in dict.fromkeys(given) if each and each not in inputs]
+            if targets and name in {*inputs, *targets}:
+                line = f"{ast.unparse(call)} and {of} = {ast.unparse(value)}"
+                return [*inputs, *targets], f"{script.file.name}: {line}"
+    return [], ""
+
+
+def _zipped(loop: ast.For) -> list[tuple[ast.expr, ast.expr]]:
+    """Return the pairs (variable, array) of `for x, y in zip(xs, ys)`, also in enumerate(...)."""
+    target, value = loop.target, loop.iter
+    if isinstance(value, ast.Call) and last_name(value.func) == "enumerate" and value.args:
+        target = target.elts[-1] if isinstance(target, ast.Tuple) else target
+        value = value.args[0]
+    of_zip = isinstance(value, ast.Call) and last_name(value.func) == "zip"
+    arrays = value.args if of_zip else []  # type: ignore[attr-defined]
+    names = target.elts if isinstance(target, ast.Tuple) else []
+    return [*zip(names, arrays, strict=True)] if len(names) == len(arrays) else []
+
+
+def _variable_of(node: ast.expr, script: Script) -> str:
+    """Return x of Variable(x[rows]).cuda() and of torch.tensor([x]), or ""."""
+    while not isinstance(node, ast.Name):
+        if isinstance(node, ast.Call):
+            owner = getattr(node.func, "value", None)
+            function = owner is None or last_name(owner) in script.imported
+            inner = next(iter(node.args), None) if function else owner
+            if inner is None:
+                return ""
+            node = inner
+        elif isinstance(node, ast.Subscript) and not key_of(node):
+            node = node.value
+        elif isinstance(node, ast.List) and len(node.elts) == 1:
+            node = node.elts[0]
+        else:
+            return ""
+    return node.id
 
 
 def changed_batch(files: Iterable[Path], model: Path | None) -> str:

@@ -1,0 +1,141 @@
+"""Data of training scripts: variables, files of arguments, keys of checkpoints."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gradscope.config import DatasetSpec
+from gradscope.errors import DatasetError
+from gradscope.sources.data import open_dataset
+from tests.cli.conftest import Gradscope
+from tests.cli.test_scripts_parts import CWD, drafted, in_folder, looped, norms
+
+__all__ = ["in_folder"]  # a fixture
+
+
+def error_of(model: Any, x: Any, y: Any) -> Any:
+    """Return the cross entropy of a sample."""
+    return nn.functional.cross_entropy(model(x), y)
+
+
+TOP = """
+import torch
+from torch import nn
+from torch.autograd import Variable
+x = torch.linspace(-1, 1, 40).reshape(10, 4)
+labels = torch.arange(10) % 3
+if torch.cuda.is_available():
+    x = x.cuda()
+net = nn.Sequential(nn.Linear(4, 3))
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+criterion = nn.CrossEntropyLoss()
+for epoch in range(2):
+    open('trained', 'w').close()
+    BATCH
+    loss = criterion(net(a), b)
+    loss.backward()
+"""
+
+
+@CWD
+@pytest.mark.parametrize("name", ["x", "labels", "x,labels"])
+@pytest.mark.parametrize(
+    "batch",
+    [
+        "a, b = Variable(x[3:6]), labels[3:6]",
+        "p = torch.randperm(10)\n    a = x[p]\n    b = labels[p]",
+    ],
+)
+def test_inputs_and_targets_that_are_two_variables(
+    gradscope: Gradscope, name: str, batch: str
+) -> None:
+    Path("train.py").write_text(TOP.replace("BATCH", batch))
+    net = nn.Sequential(nn.Linear(4, 3))
+    torch.save(net.state_dict(), "net.pt")
+    found = drafted(gradscope, "net.pt", f"train.py:{name}")
+    assert found["dataset"]["path"] == "train.py:x,labels"
+    x = torch.linspace(-1, 1, 40).reshape(10, 4).double()
+    expected = looped(net.double(), error_of, x, torch.arange(10) % 3)
+    assert norms(gradscope) == pytest.approx(expected, rel=1e-5)
+    assert not Path("trained").exists()
+
+
+NET = """
+import random, torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(words, 4), nn.Linear(4, classes())
+    def forward(self, a, b):
+        return self.out(self.embed(a).mean(1) - self.embed(b).mean(1))
+def classes(): return kinds
+"""
+LINES = """
+    random.seed(3)
+    left = [[random.randrange(words) for _ in range(4)] for _ in range(12)]
+    right = [[random.randrange(words) for _ in range(k % 3 + 1)] for k in range(12)]
+    labels = [k % kinds for k in range(12)]
+    net = Net()
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for epoch in range(3):
+        for k, (a, b, c) in enumerate(zip(left, right, labels)):
+            out = net(torch.LongTensor([a]), torch.LongTensor([b]))
+            loss = criterion(out, torch.tensor([c]))
+            loss.backward()
+"""
+SIZES = "words, kinds = 9, 2\n"
+
+
+@CWD
+def test_lists_of_a_function_with_different_lengths(gradscope: Gradscope) -> None:
+    Path("seq.py").write_text(f"{NET}{SIZES}def main():{LINES}")
+    net = nn.ModuleDict({"embed": nn.Embedding(9, 4), "out": nn.Linear(4, 2)})
+    torch.save(net.state_dict(), "net.pt")
+    found = drafted(gradscope, "net.pt", "seq.py:left", "--loss", "cross_entropy")
+    assert found["dataset"]["path"] == "seq.py:main.left,right,labels"
+    assert found["model"]["factory"] == "seq.py:Net"
+    done = gradscope("check", "--config", "run.toml")
+    assert done.code == 3 and "write batch_size = 1 under [compute]" in done.err
+    text = Path("run.toml").read_text()
+    Path("run.toml").write_text(text.replace("[compute]", "[compute]\nbatch_size = 1"))
+    random.seed(3)
+    left = [[random.randrange(9) for _ in range(4)] for _ in range(12)]
+    right = [[random.randrange(9) for _ in range(k % 3 + 1)] for k in range(12)]
+    net, expected = net.double(), []
+    for k, (a, b) in enumerate(zip(left, right, strict=True)):
+        mean = net["embed"](torch.tensor(a)).mean(0) - net["embed"](torch.tensor(b)).mean(0)
+        error = nn.functional.cross_entropy(net["out"](mean), torch.tensor(k % 2))
+        rows = torch.autograd.grad(error, [*net.parameters()])
+        expected.append(float(sum(g.square().sum() for g in rows)) ** 0.5)
+    assert norms(gradscope) == pytest.approx(expected, rel=1e-5)
+
+
+@CWD
+def test_a_class_that_reads_variables_of_the_main_block(gradscope: Gradscope) -> None:
+    """Its variable is the factory, not the class."""
+    Path("seq.py").write_text(f"{NET}if __name__ == '__main__':\n    {SIZES}{LINES}")
+    net = nn.ModuleDict({"embed": nn.Embedding(9, 4), "out": nn.Linear(4, 2)})
+    torch.save(net.state_dict(), "net.pt")
+    found = drafted(gradscope, "net.pt", "seq.py:labels", "--loss", "cross_entropy")
+    assert found["dataset"]["path"] == "seq.py:__main__.left,right,labels"
+    assert found["model"]["factory"] == "seq.py:__main__.net"
+    assert gradscope("check", "--config", "run.toml", "--batch-size", "1").code == 0
+
+
+@CWD
+def test_variables_without_one_entry_a_sample() -> None:
+    Path("data.py").write_text(
+        "import torch\nx, y, z = torch.zeros(3, 2), [1, 2], {1, 2}\n"
+        "def data():\n    a, b = x.numpy(), [[1.0], [2.0, 3.0], []]\n    return a, b\n"
+    )
+    for names in ("x,y", "x,z"):
+        with pytest.raises(DatasetError, match=r"one entry a sample each: x \(3, 2\)"):
+            open_dataset(DatasetSpec(path=f"data.py:{names}"))
+    found = open_dataset(DatasetSpec(path="data.py:data.a,b"))
+    torch.testing.assert_close(found.batch([1]).targets, torch.tensor([[2.0, 3.0]]))
