@@ -16,6 +16,7 @@ from gradscope.config.spec import (
 )
 from gradscope.config.values import (
     FROM_CHECKPOINT,
+    NONE,
     Compression,
     Shard,
     Worker,
@@ -35,6 +36,7 @@ from gradscope.config.values import (
 __all__ = [
     "FROM_CHECKPOINT",
     "MAX_ERRORS",
+    "NONE",
     "CheckpointSpec",
     "Compression",
     "ComputeSpec",

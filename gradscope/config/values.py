@@ -20,6 +20,7 @@ from gradscope.core.texts import count
 from gradscope.errors import SpecError
 
 REFERENCE_FORMS = "FILE.py:NAME or package.module:NAME"
+NONE = {"none": True}  # a table of arguments that stands for None, which TOML does not have
 FROM_CHECKPOINT = "checkpoint"  # instead of a factory: the model stored in the checkpoint
 
 _DOTTED = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gradscope.config import split_reference
+from gradscope.config import NONE, split_reference
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import article
 from gradscope.errors import GradscopeError, ModelError, RefusedError
@@ -186,13 +186,18 @@ class Config(dict[str, Any]):
             return self[name]
         except KeyError:
             raise AttributeError(
-                f"the run file has no argument {name!r} in this table of kwargs. Add it. For the "
-                "value None, write a function that builds the object"
+                f"the run file has no argument {name!r} in this table of kwargs. Add it. The value "
+                "None is { none = true }"
             ) from None
 
 
 def as_config(value: Any, entry: Callable[[Any], Any] | None = None) -> Any:
-    """Return a table as a `Config`, and other values unchanged; `entry` converts the entries."""
+    """Return a table as a `Config`, and other values unchanged; `entry` converts the entries.
+
+    The table { none = true } is None.
+    """
+    if value == NONE:
+        return None
     if not isinstance(value, dict):
         return value
     return Config({name: (entry or as_config)(each) for name, each in value.items()})

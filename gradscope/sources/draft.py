@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradscope.config import FROM_CHECKPOINT, RunSpec, function_of, is_folder
+from gradscope.config import FROM_CHECKPOINT, NONE, RunSpec, function_of, is_folder
 from gradscope.core.grammar import resolve_paths
 from gradscope.core.precision import dtype_name
 from gradscope.core.texts import count, listed
@@ -51,8 +51,8 @@ from gradscope.sources.scripts.models import (
     find_built,
     find_models,
     find_trained,
-    stored_arguments,
 )
+from gradscope.sources.scripts.stored import StoredArguments, stored_arguments
 from gradscope.sources.scripts.syntax import DEFAULT, Script
 from gradscope.sources.variables import Variables
 from gradscope.sources.weights import read
@@ -184,7 +184,8 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     files = [*near, *(file for file in below if file not in near)]
     made_by = Path(str(data).rpartition(":")[0])  # the script of FILE.py:NAME
     drafted = _model(result, model, checkpoint, folder, files, stored, made_by)
-    given = stored_arguments(stored.content)
+    given = stored.given
+    result.unused |= given.unread
     called = losses_called(near, drafted.file, given) or losses_called(files, drafted.file, given)
     each, line = ([], "") if loss else loss_method(files, drafted.file, given)
     lines, own = ([], "") if loss or each else own_loss(files, drafted.file, given)
@@ -199,7 +200,7 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
             dataset_lines = [f"spec = {quoted(_relative(data, folder))}"]
         else:
             dataset_lines, place, name = _data_of_script(
-                result, str(data), folder, files, stored.content
+                result, str(data), folder, files, stored.given
             )
         if not described and (same := reconstruction(files, drafted.file)):
             of = f"the model's inputs are the targets of {same}"
@@ -320,7 +321,7 @@ def _naming_loaders(files: Sequence[Path]) -> Iterator[None]:
 
 
 def _data_of_script(
-    result: Draft, data: str, folder: Path, files: Sequence[Path], stored: Any
+    result: Draft, data: str, folder: Path, files: Sequence[Path], stored: Mapping[str, Any]
 ) -> tuple[list[str], Path, str]:
     """Return the lines for the data set FILE.py:NAME of a script or a package, file and name."""
     place, _, name = data.rpartition(":")
@@ -396,6 +397,7 @@ class _Stored:
 
     content: Any
     shapes: Mapping[str, tuple[int, ...]]  # {name: shape} of its largest state dict
+    given: StoredArguments  # the arguments of the training
 
 
 @dataclass(frozen=True)
@@ -435,7 +437,7 @@ def _model(
             name = model.rpartition(":")[2]
         given = Path(file).resolve()  # its layers and its arguments may be in other scripts
         rest = [other for other in files if other.resolve() != given]
-        known = find_models([given, *rest], stored.shapes, stored.content) if file else []
+        known = find_models([given, *rest], stored.shapes, stored.given) if file else []
         own = next((each for each in known if (each.file, each.name) == (given, name)), None)
         lines = [f"factory = {quoted(_anchored(model, folder))}"]
         inputs = own.inputs if own else _forward(stored.content)
@@ -445,7 +447,7 @@ def _model(
     held = _description(checkpoint)
     if len(stored_modules(stored.content)) == 1:
         held = "pickled model"
-    found = [] if held else find_models(files, stored.shapes, stored.content)
+    found = [] if held else find_models(files, stored.shapes, stored.given)
     likely = [each for each in found if each.fit > max(_LIKELY, found[0].fit - _DOUBT)]
     usual = [
         (file.name != "model.py", _FACTORIES.index(name), f"{file}:{name}")
@@ -460,7 +462,7 @@ def _model(
         examined = {(each.file, each.name) for each in found}  # others explain no tensor
         trained = [
             each
-            for each in find_trained(files, stored.content, stored.shapes)
+            for each in find_trained(files, stored.given, stored.shapes)
             if ((each.file, each.name) in examined and not likely)
             or (not each.is_class and (not likely or _builds(each.file, likely)))
         ]
@@ -669,9 +671,8 @@ def _checkpoint(result: Draft, spec: RunSpec, folder: Path) -> tuple[list[str], 
         result.guessed["checkpoint.key"] = f"{keys[0]}: the first of {listed(keys)}"
         lines.append(f"key = {quoted(keys[0])}  # guessed: one of {_comment(listed(keys))}")
     state = dict(found)[largest[0][0]]
-    return lines, _Stored(
-        content, {k: tuple(v.shape) for k, v in state.items() if isinstance(v, Tensor)}
-    )
+    shapes = {k: tuple(v.shape) for k, v in state.items() if isinstance(v, Tensor)}
+    return lines, _Stored(content, shapes, stored_arguments(content, checkpoint))
 
 
 @dataclass(frozen=True)
@@ -963,6 +964,8 @@ def _value(value: Any) -> str:
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, bool):
         return str(value).lower()
+    if value is None:
+        return _value(NONE)
     return quoted(value) if isinstance(value, str) else repr(value)
 
 

@@ -1,6 +1,7 @@
 """Data of training scripts: variables, files of arguments, keys of checkpoints."""
 
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,79 @@ def test_variables_without_one_entry_a_sample() -> None:
             open_dataset(DatasetSpec(path=f"data.py:{names}"))
     found = open_dataset(DatasetSpec(path="data.py:data.a,b"))
     torch.testing.assert_close(found.batch([1]).targets, torch.tensor([[2.0, 3.0]]))
+
+
+SIZED = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self, width, power, act="relu", scale=None):
+        super().__init__()
+        self.inner, self.out = nn.Linear(3, width), nn.Linear(width, 2)
+        self.power, self.act, self.scale = power, act, scale
+    def forward(self, x):
+        h = self.inner(x)
+        h = h if self.act is None else getattr(torch, self.act)(h)
+        return self.out(h**self.power / (self.scale or 1))
+def rows():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(7, 3, generator=generator), torch.arange(7) % 2
+"""
+FILES = {
+    "model_params.json": '{"width": 4, "power": 3, "act": null, "lr": 0.1}',
+    "hparams.yaml": "width: 4\npower: 3\nact: null\n",
+    "args.txt": "Namespace(width=4, power=3, act=None, resume='')",
+    ".hydra/config.yaml": "data: {power: 5, n: 9}\nmodel: {width: 4, power: 3, act: null}\n",
+    "config.yaml": "wandb_version: 1\nwidth: {desc: null, value: 4}\npower: {value: 3}\n"
+    "act: {value: null}\n",
+}
+
+
+def cubed(model: Any, x: Any, y: Any) -> Any:
+    return nn.functional.cross_entropy(model["out"](model["inner"](x) ** 3), y)
+
+
+@CWD
+@pytest.mark.parametrize("name", [*FILES, "the checkpoint"])
+def test_arguments_in_a_file_near_the_checkpoint(gradscope: Gradscope, name: str) -> None:
+    Path("net.py").write_text(SIZED)
+    net = nn.ModuleDict({"inner": nn.Linear(3, 4), "out": nn.Linear(4, 2)})
+    stored = {"state": net.state_dict(), "epoch": 3}
+    if name in FILES:
+        pytest.importorskip("yaml")
+        (Path("run") / name).parent.mkdir(parents=True)
+        (Path("run") / name).write_text(FILES[name])
+        Path("run/log.json").write_text('{"power": 7}')  # the name is not that of arguments
+    else:
+        Path("run").mkdir()
+        stored |= {"power": 3, "config": {"act": None}}
+    torch.save(stored, "run/net.pt")
+    found = drafted(gradscope, "run/net.pt", "net.py:rows", "--loss", "cross_entropy")
+    kwargs = {"width": 4, "power": 3, "act": {"none": True}}
+    assert found["model"]["kwargs"] == kwargs
+    assert f"stored in {'run/' if name in FILES else ''}{name}" in Path("run.toml").read_text()
+    x = torch.randn(7, 3, generator=torch.Generator().manual_seed(0)).double()
+    expected = looped(net.double(), cubed, x, torch.arange(7) % 2)
+    assert norms(gradscope) == pytest.approx(expected, rel=1e-5)
+
+
+@CWD
+def test_files_near_the_checkpoint_that_say_nothing(
+    gradscope: Gradscope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that differ, and files that are not tables."""
+    Path("net.py").write_text(SIZED)
+    net = nn.ModuleDict({"inner": nn.Linear(3, 4), "out": nn.Linear(4, 2)})
+    torch.save(net.state_dict(), "net.pt")
+    Path("a_config.json").write_text('{"power": 2, "width": 5}')
+    Path("b_config.json").write_text('{"power": 3, "width": 5}')
+    Path("args.txt").write_text("[1, 2]")
+    Path("config.json.txt").write_text("__import__('os').remove('net.pt')")
+    Path("hparams.yaml").write_text("power: !!python/object/apply:os.remove ['net.pt']\n")
+    done = gradscope("init", "net.pt", "net.py:rows", "--loss", "cross_entropy")
+    text = Path("run.toml").read_text()
+    assert "# power =  # fill in" in text and "width = 4" in text and Path("net.pt").exists()
+    assert "hparams.yaml: it is not plain YAML" in " ".join(done.out.split())
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    done = gradscope("init", "net.pt", "net.py:rows", "--overwrite")
+    assert "hparams.yaml: YAML: pip install pyyaml" in " ".join(done.out.split())

@@ -1,21 +1,15 @@
 """Command lines of training scripts, from arguments that checkpoints store. No script is run."""
 
 import ast
-import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradscope.sources.scripts.stored import StoredArguments, options_near
 from gradscope.sources.scripts.syntax import Option, Script, last_name, option_of
 from gradscope.sources.training import PARSERS, parses_arguments
 from gradscope.sources.variables import Variables
-
-_NAMES = {"args", "arguments", "config", "hparams", "params", "opt", "options", "settings"}
-_SHARE = 0.5  # the least share of a parser's options that a file of arguments has
-_LARGE = 2**16  # bytes; a larger file holds no arguments
 
 
 @dataclass(frozen=True)
@@ -39,7 +33,7 @@ def command_line(
         name: A name at its top level, or FUNCTION.NAME for a variable of a function.
         files: Other scripts. A function in them may parse the arguments.
         given: The arguments in the checkpoint.
-        checkpoint: The file of the checkpoint. A JSON file near it may have the arguments.
+        checkpoint: The file of the checkpoint. A file near it may have the arguments.
     """
     script = Script.read(file)
     if script is None:
@@ -61,9 +55,9 @@ def command_line(
     if not parses or (defined and not any(option.required for option in options)):
         return None
     known = {option.name for option in options}
-    beside = {} if known & given.keys() else _beside(checkpoint, known)
-    source = beside.get("", "the checkpoint")
-    return CommandLine(file, _written(options, beside or given), source)
+    own = given.of_training if isinstance(given, StoredArguments) else given
+    beside, source = ({}, "") if known & own.keys() else options_near(checkpoint, known)
+    return CommandLine(file, _written(options, beside or own), source or "the checkpoint")
 
 
 def _called(node: ast.AST) -> set[str]:
@@ -91,23 +85,3 @@ def _written(options: Sequence[Option], given: Mapping[str, Any]) -> list[str] |
         values = [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
         found += [*([option.flag] if option.flag else []), *([] if option.switch else values)]
     return found
-
-
-def _beside(checkpoint: Path, names: set[str]) -> dict[str, Any]:
-    """Return the arguments in a JSON file near a checkpoint; the key "" has the file.
-
-    An example is logs/args.json, which a script writes with json.dump(vars(args), file).
-    """
-    here = Path.cwd()
-    places = [checkpoint.absolute().parent, checkpoint.absolute().parent.parent, here]
-    with suppress(OSError):
-        places += [each for each in sorted(here.iterdir()) if each.is_dir()]
-    for place in places:
-        for stem in sorted(_NAMES):
-            with suppress(OSError, ValueError):
-                file = place / f"{stem}.json"
-                if file.stat().st_size <= _LARGE:
-                    found = json.loads(file.read_bytes())
-                    if isinstance(found, dict) and len(names & found.keys()) > _SHARE * len(names):
-                        return {**found, "": os.path.relpath(file)}
-    return {}

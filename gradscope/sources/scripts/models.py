@@ -8,7 +8,6 @@ give the values of many arguments of the class.
 import ast
 import operator
 import re
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gradscope.sources.scripts.parts import ModelClass, shapes_below
+from gradscope.sources.scripts.stored import StoredArguments
 from gradscope.sources.scripts.syntax import (
     Argument,
     Equation,
@@ -39,10 +39,6 @@ from gradscope.sources.variables import MAIN, Variables
 
 _PREFIX = re.compile(r"(?:module\.|_orig_mod\.)+")  # DataParallel and torch.compile add these
 _PRETRAINED = {"pretrained", "weights"}  # the checkpoint replaces these weights
-_ARGUMENTS = (
-    "model_args", "model_kwargs", "hyper_parameters", "hparams", "model_config", "config", "cfg",
-    "args", "opt", "options", "params", "settings",
-)  # fmt: skip
 _CLASSES = {"num_classes", "num_labels", "n_classes", "classes"}
 _NESTED = 5  # the most levels of modules that are arguments
 _LOADING = {"pin_memory", "num_workers", "workers", "verbose", "download"}  # change no number
@@ -74,24 +70,26 @@ class FoundModel:
         return f"{self.package or self.file}:{self.name}"
 
 
-def find_models(files: Iterable[Path], shapes: Shapes, stored: Any = None) -> list[FoundModel]:
+def find_models(
+    files: Iterable[Path], shapes: Shapes, given: Mapping[str, Any] | None = None
+) -> list[FoundModel]:
     """Return the classes and functions that may build the model of a checkpoint, best first.
 
     Args:
         files: Python files. They are parsed, not run.
         shapes: The shape of each tensor of the checkpoint, by its key.
-        stored: The whole checkpoint. The model's arguments may be in it.
+        given: The arguments that are stored with the checkpoint.
     """
     scripts = [script for file in files if (script := Script.read(file)) is not None]
+    stored = given or {}
     known = {_PREFIX.sub("", key): shape for key, shape in shapes.items()}
-    given = stored_arguments(stored)
 
     def fitting(shapes: Shapes) -> list[FoundModel]:
         return [
             model
             for script, sources in ((script, Sources(script, scripts)) for script in scripts)
             for name in (*script.classes, *script.functions)
-            if (model := _examined(sources, script, name, shapes, given)) is not None
+            if (model := _examined(sources, script, name, shapes, stored)) is not None
         ]
 
     found = fitting(known)
@@ -118,7 +116,7 @@ def find_models(files: Iterable[Path], shapes: Shapes, stored: Any = None) -> li
 
 
 def find_trained(
-    files: Iterable[Path], stored: Any = None, shapes: Shapes | None = None
+    files: Iterable[Path], given: Mapping[str, Any] | None = None, shapes: Shapes | None = None
 ) -> list[FoundModel]:
     """Return the models whose parameters scripts pass to an optimizer.
 
@@ -127,14 +125,12 @@ def find_trained(
 
     Args:
         files: Python files. They are parsed, not run.
-        stored: The whole checkpoint. The model's arguments may be in it.
+        given: The arguments that are stored with the checkpoint.
         shapes: The shape of each tensor of the checkpoint, by its key.
     """
     scripts = [script for file in files if (script := Script.read(file)) is not None]
     local = {part for script in scripts for part in (script.file.stem, script.file.parent.name)}
-    given = stored_arguments(stored)
-    if isinstance(stored, Mapping):
-        given |= {k: v for k, v in stored.items() if isinstance(k, str) and isinstance(v, str)}
+    given = given or {}
     found = []
     for script in scripts:
         for name, made in [*script.trained, *_wrapped(script, scripts)]:
@@ -255,17 +251,6 @@ def _given(
     return known, unknown
 
 
-def stored_arguments(content: Any) -> dict[str, Any]:
-    """Return the arguments of a model that a checkpoint stores with its weights."""
-    found: dict[str, Any] = {}
-    if isinstance(content, Mapping):
-        parsed = [vars(value) for value in content.values() if isinstance(value, Namespace)]
-        for value in (*parsed, *(content.get(name) for name in reversed(_ARGUMENTS))):
-            if isinstance(value, Mapping):
-                found |= {k: v for k, v in value.items() if isinstance(k, str)}
-    return found
-
-
 def _examined(
     sources: Sources, script: Script, name: str, shapes: Shapes, given: Mapping[str, Any]
 ) -> FoundModel | None:
@@ -307,8 +292,9 @@ def _of_function(
     """Return a function's known arguments, and the names of unknown arguments without default."""
     found, unknown = {}, []
     for name, default in parameters_of(function.args).items():
-        if name in given and is_plain(given[name]):
-            found[name] = Argument(given[name], "stored in the checkpoint")
+        value = _stored(given, name, default)
+        if value is not None:
+            found[name] = value
         elif default is None:
             unknown.append(name)
     return found, unknown
@@ -341,7 +327,11 @@ def _arguments(
         of_shapes = solved.get(name)
         if of_shapes is not None and not _is_like(of_shapes.value, default):
             of_shapes = None
-        value = _stored(given, name) or of_shapes or called.get(name)
+        own = _stored(given, name, default)
+        certain = not isinstance(given, StoredArguments) or name in given.of_training
+        if own is not None and of_shapes is not None and not certain:
+            own = None  # the sizes of tensors say more than a file
+        value = own or of_shapes or called.get(name)
         if name == "device" and (value is not None or default is None or name in passed):
             value = Argument("cpu", "the default device of a run")
         if value is None and name in model.keywords:
@@ -394,7 +384,7 @@ def _contradicted(
 
 
 def arguments_of(
-    file: Path, name: str, files: Iterable[Path], stored: Any = None
+    file: Path, name: str, files: Iterable[Path], given: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Argument], list[str]]:
     """Return the known arguments of a script's class or function, and the unknown arguments.
 
@@ -404,7 +394,7 @@ def arguments_of(
         file: The script.
         name: The class or function at its top level.
         files: Scripts that may call it. They are parsed, not run.
-        stored: The whole checkpoint. The arguments may be in it.
+        given: The arguments that are stored with the checkpoint.
     """
     script = Script.read(file)
     if script is None or name not in {*script.classes, *script.functions}:
@@ -418,7 +408,7 @@ def arguments_of(
         arguments.args = [own, *function.args.args]
         made = ast.FunctionDef("__init__", arguments, function.body, [])
         sources.classes = sources.classes.new_child({name: ast.ClassDef(name, [], [], [made], [])})
-    return _arguments(sources, ModelClass(sources, name), {}, stored_arguments(stored))
+    return _arguments(sources, ModelClass(sources, name), {}, given or {})
 
 
 def _config(
@@ -440,10 +430,16 @@ def _config(
     return found, sorted(attributes - found.keys())
 
 
-def _stored(given: Mapping[str, Any], name: str) -> Argument | None:
-    if name in given and is_plain(given[name]):
-        return Argument(given[name], "stored in the checkpoint")
-    return None
+def _stored(
+    given: Mapping[str, Any], name: str, default: ast.expr | None = None
+) -> Argument | None:
+    """Return a stored argument, or None. The value None is no argument if it is the default."""
+    value = given.get(name)
+    of_default = isinstance(default, ast.Constant) and default.value is None
+    if name not in given or not (is_plain(value) or (value is None and not of_default)):
+        return None
+    where = given.source(name) if isinstance(given, StoredArguments) else "the checkpoint"
+    return Argument(value, f"stored in {where}")
 
 
 def _called(sources: Sources, model: ModelClass, given: Mapping[str, Any]) -> dict[str, Argument]:
@@ -455,7 +451,7 @@ def _called(sources: Sources, model: ModelClass, given: Mapping[str, Any]) -> di
     for call in sources.calls(model.name):
         local, known = sources.local(call), {}
         for name, node in bound_arguments(call, list(model.parameters)).items():
-            value = _stored(given, key_of(node) or last_name(node))
+            value = _stored(given, key_of(node) or last_name(node), model.parameters[name])
             value = value or sources.constant(local.get(last_name(node), node))
             if value is not None:
                 known[name] = value
