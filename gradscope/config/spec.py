@@ -201,15 +201,16 @@ class DatasetSpec(_Section):
         accepted="a table from an array's name to a column, or to a list of columns that form "
         'the array, such as ["age", "pixel*", "table[0:3]"]',
     )
-    inputs: Annotated[
-        tuple[values.Text, ...] | dict[values.Text, values.Text], Field(min_length=1)
-    ] = option(
-        ("inputs",), accepted='a list of array names, or a table {keyword = "array"}; at least one'
+    inputs: Annotated[values.ArrayNames | dict[values.Text, values.Text], Field(min_length=1)] = (
+        option(
+            ("inputs",),
+            accepted='a list of array names, or a table {keyword = "array"}; at least one',
+        )
     )
-    targets: tuple[values.Text, ...] = option(
+    targets: values.ArrayNames = option(
         ("targets",), accepted="a list of array names, or [] for no targets"
     )
-    whole: tuple[values.Text, ...] = option(
+    whole: values.ArrayNames = option(
         (),
         accepted="a list of inputs that all samples share, such as an adjacency matrix; if all "
         "inputs are listed, row i of the model's output belongs to sample i",

@@ -299,6 +299,10 @@ def _distinct(value: tuple[str, ...]) -> tuple[str, ...]:
 Text = Annotated[str, Field(strict=True, min_length=1, max_length=10_000)]
 Texts = Annotated[tuple[Text, ...], Field(min_length=1)]
 Names = Annotated[Texts, AfterValidator(_distinct)]
+# a single name is a list of one name
+ArrayNames = Annotated[
+    tuple[Text, ...], BeforeValidator(lambda names: (names,) if isinstance(names, str) else names)
+]
 Glob = Annotated[str, Field(strict=True, min_length=1, max_length=1_000)]
 Globs = Annotated[tuple[Glob, ...], Field(min_length=1)]
 SomePath = Annotated[Path, PlainValidator(_path)]

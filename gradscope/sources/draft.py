@@ -56,7 +56,7 @@ from gradscope.sources.scripts.stored import StoredArguments, stored_arguments
 from gradscope.sources.scripts.syntax import DEFAULT, Script
 from gradscope.sources.variables import Variables
 from gradscope.sources.weights import read
-from gradscope.sources.weights.fit import state_dict_under, state_dicts, stored_modules
+from gradscope.sources.weights.fit import Joined, state_dict_under, state_dicts, stored_modules
 from gradscope.sources.weights.hugging_face import CONFIG
 from gradscope.sources.weights.readers import ADAPTER
 
@@ -68,6 +68,7 @@ _TARGETS = {"target", "targets", "label", "labels", "y", "class", "classes", "fo
 # columns in which pandas stores row numbers
 _OF_PANDAS = re.compile(r"unnamed: \d+|__index_level_\d+__|level_\d+")
 _WORDS = re.compile(r"[\W_]+")  # between the words of a name
+_AVERAGED = {"ema", "avg", "averaged", "swa", "shadow", "teacher"}  # of keys of averaged weights
 _GRAPHS = {"adj", "adjacency", "edge", "edges", "laplacian"}
 _KEYWORDS = {"input_ids", "attention_mask", "token_type_ids", "pixel_values", "position_ids"}
 # {padded input: the keyword of its mask}
@@ -178,10 +179,10 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     checkpoint = spec.checkpoint.path
     model = _given(spec, "model").get("factory")
     loss = _given(spec, "loss").get("name")
-    checkpoint_lines, stored = _checkpoint(result, spec, folder)
     near, below = _scripts((checkpoint.absolute().parent, data.absolute().parent, Path.cwd()))
     near += _imported(near)
     files = [*near, *(file for file in below if file not in near)]
+    checkpoint_lines, stored = _checkpoint(result, spec, folder, files)
     made_by = Path(str(data).rpartition(":")[0])  # the script of FILE.py:NAME
     drafted = _model(result, model, checkpoint, folder, files, stored, made_by)
     given = stored.given
@@ -637,42 +638,64 @@ def _functions(file: Path) -> list[str]:
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
 
 
-def _checkpoint(result: Draft, spec: RunSpec, folder: Path) -> tuple[list[str], _Stored]:
-    """Return the lines for the checkpoint, and its content."""
+def _checkpoint(
+    result: Draft, spec: RunSpec, folder: Path, files: Sequence[Path]
+) -> tuple[list[str], _Stored]:
+    """Return the lines for the checkpoint, and its content.
+
+    Of several state dicts, the best is the one that a model in `files` explains best. Parts of one
+    model may be stored under several keys.
+    """
     checkpoint, given = spec.checkpoint.path, _given(spec, "checkpoint")
     content, report = read(checkpoint, unsafe_pickle=spec.checkpoint.unsafe_pickle)
-    found = state_dicts(content) if isinstance(content, Mapping | nn.Module) else []
+    found = []
+    if isinstance(content, Mapping | nn.Module):
+        found = state_dicts(content, joined=True)
     if spec.checkpoint.key is not None:
         with located(checkpoint):
             found = [state_dict_under(content, found, spec.checkpoint.key)]
     weights = [
-        (
-            key,
-            [
-                f"{k} {tuple(v.shape)}"
-                for k, v in state.items()
-                if isinstance(v, Tensor) and k != _COUNTER
-            ],
-        )
+        (key, state, {k: tuple(v.shape) for k, v in state.items() if isinstance(v, Tensor)})
         for key, state in found
         if all(isinstance(k, str) for k in state)
     ]
-    most = max((len(tensors) for _, tensors in weights), default=0)
-    if not most:
+    if not any(shapes for *_, shapes in weights):
         what, remedy = "the checkpoint has no named tensors", "Save model.state_dict()."
         raise CheckpointError(what, where=str(checkpoint), remedy=remedy)
-    largest = [(key, tensors) for key, tensors in weights if len(tensors) == most]
-    shown = _comment(listed(largest[0][1], _SHOWN))
-    lines = [f"# {report.format}, {most} tensors: {shown}"]
+    stored = stored_arguments(content, checkpoint)
+    file, _, name = (_given(spec, "model").get("factory") or "").rpartition(":")
+
+    def rank(each: tuple[str, Any, Mapping[str, tuple[int, ...]]]) -> tuple[Any, ...]:
+        key, state, shapes = each
+        fits = [
+            model.fit
+            for model in (find_models(files, shapes, stored) if several else ())
+            if not name or (model.name, model.file.resolve()) == (name, Path(file).resolve())
+        ]
+        fit = round(max(fits, default=0.0), 2)
+        joined = isinstance(state, Joined)
+        size = len({*shapes} - {_COUNTER})
+        return (joined and fit < _LIKELY, -fit, -size, bool(_AVERAGED & {*_words(key)}))
+
+    plain = [each for each in weights if not isinstance(each[1], Joined)]
+    several = len({frozenset(shapes.items()) for *_, shapes in plain}) > 1 and len(plain) <= _FEW
+    key, state, shapes = min(weights, key=rank)
+    names = [f"{k} {shape}" for k, shape in shapes.items() if k != _COUNTER]
+    lines = [f"# {report.format}, {len(names)} tensors: {_comment(listed(names, _SHOWN))}"]
     lines.append(f"path = {quoted(_relative(checkpoint, folder))}")
-    lines += [f"{key} = {_value(value)}" for key, value in given.items() if key != "path"]
-    keys = [key for key, _ in largest if key]
-    if len(largest) > 1:
-        result.guessed["checkpoint.key"] = f"{keys[0]}: the first of {listed(keys)}"
-        lines.append(f"key = {quoted(keys[0])}  # guessed: one of {_comment(listed(keys))}")
-    state = dict(found)[largest[0][0]]
-    shapes = {k: tuple(v.shape) for k, v in state.items() if isinstance(v, Tensor)}
-    return lines, _Stored(content, shapes, stored_arguments(content, checkpoint))
+    lines += [f"{k} = {_value(value)}" for k, value in given.items() if k != "path"]
+    keys = [name for name, *_ in plain if name]
+    if isinstance(state, Joined):
+        lines.append(f"# the parts of the model are under {_comment(listed(state.keys_of_parts))}")
+    elif spec.checkpoint.key is None and len(keys) > 1 and key:
+        others = listed(each for each in keys if each != key)
+        result.guessed["checkpoint.key"] = f"{key}; the checkpoint also has {others}"
+        lines.append(f"key = {quoted(key)}  # guessed: the checkpoint also has {_comment(others)}")
+    return lines, _Stored(content, shapes, stored)
+
+
+def _words(name: str) -> list[str]:
+    return re.split(_WORDS, name.lower())
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from gradscope.config import DatasetSpec
-from gradscope.errors import DatasetError
+from gradscope.errors import CheckpointError, DatasetError
 from gradscope.sources.data import open_dataset
+from gradscope.sources.weights import load_into
 from tests.cli.conftest import Gradscope
 from tests.cli.test_scripts_parts import CWD, drafted, in_folder, looped, norms
 
@@ -216,3 +217,83 @@ def test_files_near_the_checkpoint_that_say_nothing(
     monkeypatch.setitem(sys.modules, "yaml", None)
     done = gradscope("init", "net.pt", "net.py:rows", "--overwrite")
     assert "hparams.yaml: YAML: pip install pyyaml" in " ".join(done.out.split())
+
+
+KEYS = """
+import torch
+from torch import nn
+class Encoder(nn.Module):
+    def __init__(self, h):
+        super().__init__()
+        self.l1, self.l2 = nn.Linear(4, h), nn.Linear(h, 2)
+    def forward(self, x): return self.l2(self.l1(x).tanh())
+class Coder(nn.Module):
+    def __init__(self, h):
+        super().__init__()
+        self.encoder, self.head = Encoder(h), nn.Linear(2, 3)
+    def forward(self, x): return self.head(self.encoder(x))
+class Score(nn.Module):
+    def __init__(self, h):
+        super().__init__()
+        self.l1, self.l2, self.l3 = nn.Linear(4, h), nn.Linear(h, h), nn.Linear(h, 3)
+    def forward(self, x): return self.l3(self.l2(self.l1(x)))
+def rows():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(7, 4, generator=generator), torch.arange(7) % 3
+"""
+
+
+@CWD
+@pytest.mark.parametrize("nested", [False, True])
+def test_state_dicts_under_several_keys(gradscope: Gradscope, nested: bool) -> None:
+    """Parts of one model are joined; of several models, the given class says which is meant."""
+    Path("nets.py").write_text(KEYS)
+    net = nn.ModuleDict({"l1": nn.Linear(4, 5), "l2": nn.Linear(5, 2)})
+    head = nn.Linear(2, 3)
+    parts = {"encoder": net.state_dict(), "head": head.state_dict()}
+    torch.save({"nets": parts, "epoch": 2} if nested else parts, "net.pt")
+    found = drafted(gradscope, "net.pt", "nets.py:rows", "--loss", "cross_entropy")
+    assert "key" not in found["checkpoint"] and found["model"]["factory"] == "nets.py:Coder"
+    x = torch.randn(7, 4, generator=torch.Generator().manual_seed(0)).double()
+    whole = nn.Sequential(net["l1"], nn.Tanh(), net["l2"], head).double()
+    expected = looped(whole, error_of, x, torch.arange(7) % 3)
+    assert norms(gradscope) == pytest.approx(expected, rel=1e-5)
+    done = gradscope("check", "--config", "run.toml")
+    assert "read from several keys of the checkpoint: encoder, head" in " ".join(done.out.split())
+
+
+@CWD
+def test_a_checkpoint_of_two_models(gradscope: Gradscope) -> None:
+    Path("nets.py").write_text(KEYS)
+    net = nn.ModuleDict({"l1": nn.Linear(4, 5), "l2": nn.Linear(5, 2)})
+    score = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3))
+    renamed = {f"l{int(k[0]) + 1}.{k[2:]}": v for k, v in score.state_dict().items()}
+    other = {"unknown.weight": torch.zeros(2, 2), **{f"x{k}": torch.zeros(1) for k in range(9)}}
+    average = {f"module.{k}": v for k, v in renamed.items()} | {"n_averaged": torch.tensor(3)}
+    models = {"average_ema": average, "other": other, "enc": net.state_dict(), "score": renamed}
+    torch.save(models, "net.pt")
+    options = ["--model", "nets.py:Score", "--loss", "cross_entropy"]
+    found = drafted(gradscope, "net.pt", "nets.py:rows", *options)
+    assert found["checkpoint"]["key"] == "score" and found["model"]["kwargs"] == {"h": 6}
+    x = torch.randn(7, 4, generator=torch.Generator().manual_seed(0)).double()
+    expected = looped(score.double(), error_of, x, torch.arange(7) % 3)
+    assert norms(gradscope) == pytest.approx(expected, rel=1e-5)
+    Path("run.toml").unlink()
+    found = drafted(
+        gradscope, "net.pt", "nets.py:rows", "--model", "nets.py:Encoder", "--loss", "mse"
+    )
+    assert found["checkpoint"]["key"] == "enc" and found["model"]["kwargs"] == {"h": 5}
+    Path("run.toml").unlink()
+    assert drafted(gradscope, "net.pt", "nets.py:rows")["checkpoint"]["key"] in ("enc", "score")
+
+
+def test_models_with_equal_names_and_different_shapes(tmp_path: Path) -> None:
+    """The shapes say which is meant."""
+    first, second = nn.Linear(3, 2), nn.Linear(3, 4)
+    torch.save({"a": first.state_dict(), "b": second.state_dict()}, tmp_path / "w.pt")
+    made = nn.Linear(3, 4)
+    assert load_into(made, tmp_path / "w.pt").key == "b"
+    torch.testing.assert_close(made.weight, second.weight)
+    torch.save({"a": first.state_dict(), "b": nn.Linear(3, 2).state_dict()}, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match="several state dicts fit, under the keys a, b"):
+        load_into(nn.Linear(3, 2), tmp_path / "w.pt")

@@ -152,6 +152,8 @@ def test_a_dataset_spec_lies_under_the_keys_beside_it_and_replaces_them_as_a_fla
     assert (other.path, other.inputs) == (tmp_path / "other.npz", ("x",))
     third = resolve(config, {"dataset": {"path": Path("data/dataset.toml")}}).dataset
     assert (third.path, third.inputs, third.targets) == (data / "d.npz", ("a",), ("b",))
+    one = load(write(tmp_path, RUN.replace('"data.npz"', '"data.npz"\ntargets = "inputs"')))
+    assert one.dataset.targets == ("inputs",)
 
 
 def test_inputs_may_be_named_by_keyword(tmp_path: Path) -> None:
@@ -218,7 +220,7 @@ WRONG = {
     "model.mode": ["true"],
     "checkpoint.key": ['""', "3"],
     "checkpoint.unsafe_pickle": ['"yes"', "1"],
-    "dataset.inputs": ['"images"', "[]", "[1]", "{x = 1}"],
+    "dataset.inputs": ["5", "[]", "[1]", "{x = 1}"],
     "dataset.targets": ['{x = "a"}'],
     "dataset.dtype": ['{a = "float31"}'],
     "dataset.scale": ["{a = nan}", "{a = true}"],

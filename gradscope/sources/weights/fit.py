@@ -79,7 +79,9 @@ def fit_state(
     check_finite(values, expected, {*own})
     _require_range(cast, lost)
     notes = {
-        f"The weights are read from the key {key!r} of the checkpoint.": key,
+        f"The weights are read from the key {key!r} of the checkpoint.": (
+            key and not isinstance(state, Joined)
+        ),
         f"Entries of the checkpoint were ignored: {listed(dropped)}.": dropped,
         f"The prefix {prefix!r} was removed from all names in the checkpoint.": prefix,
         f"Names were matched without the prefix of torch.compile: {listed(renamed)}.": renamed,
@@ -87,6 +89,9 @@ def fit_state(
         rounding_note(lost): lost,
         f"Tied tensors missing in the checkpoint were filled in: {listed(tied)}.": tied,
     }
+    if isinstance(state, Joined):
+        parts = listed(state.keys_of_parts)
+        notes |= {f"The weights are read from several keys of the checkpoint: {parts}.": True}
     told = tuple(note for note, done in notes.items() if done)
     return Fit(cast, key, prefix, len(cast) - len(tied), told)
 
@@ -174,8 +179,18 @@ def stored_modules(content: Any, key: str | None = None) -> dict[str, nn.Module]
     }
 
 
-def state_dicts(content: Any) -> list[tuple[str, Mapping[Any, Any]]]:
-    """Return all possible state dicts in a checkpoint, each with its dotted key."""
+class Joined(dict[str, Any]):
+    """A state dict from several state dicts in a checkpoint: {"KEY.NAME": tensor}."""
+
+    keys_of_parts: Sequence[str] = ()
+
+
+def state_dicts(content: Any, *, joined: bool = False) -> list[tuple[str, Mapping[Any, Any]]]:
+    """Return all possible state dicts in a checkpoint, each with its dotted key.
+
+    With `joined`, several state dicts in one table, {"encoder": ..., "decoder": ...}, are also one
+    state dict of a model with these parts.
+    """
     seen: set[int] = set()
 
     def below(content: Any, key: str, depth: int) -> Iterator[tuple[str, Mapping[Any, Any]]]:
@@ -187,11 +202,31 @@ def state_dicts(content: Any) -> list[tuple[str, Mapping[Any, Any]]]:
         elif isinstance(content, Mapping):
             if any(isinstance(value, Tensor) for value in content.values()):
                 yield key, content
+            elif joined and (whole := _joined(content)) is not None:
+                yield key, whole
             for name, value in content.items():
                 if depth and isinstance(name, str):
                     yield from below(value, f"{key}.{name}" if key else name, depth - 1)
 
     return list(below(content, "", _DEPTH))
+
+
+def _joined(content: Mapping[Any, Any]) -> Joined | None:
+    """Return the state dicts in a table as one state dict, or None for fewer than two."""
+    parts = {k: v.state_dict() if isinstance(v, nn.Module) else v for k, v in content.items()}
+    parts = {
+        k: v
+        for k, v in parts.items()
+        if isinstance(k, str)
+        and isinstance(v, Mapping)
+        and all(isinstance(name, str) for name in v)
+        and any(isinstance(value, Tensor) for value in v.values())
+    }
+    if len(parts) < 2:
+        return None
+    found = Joined({f"{k}.{name}": value for k, v in parts.items() for name, value in v.items()})
+    found.keys_of_parts = [*parts]
+    return found
 
 
 def _state_dict(
@@ -203,17 +238,19 @@ def _state_dict(
     if not isinstance(content, Mapping | nn.Module):
         kind = article(type(content).__name__)
         raise CheckpointError(f"it has {kind}, not a state dict", remedy=_SAVE)
-    found = state_dicts(content)
     if key is not None:
-        return state_dict_under(content, found, key)
+        return state_dict_under(content, state_dicts(content), key)
+    found = state_dicts(content, joined=True)
     scores = []
     for _, state in found:
         fits = expected if all(isinstance(name, str) for name in state) else {}
         named = _stripped(_without_counter(state, fits), fits)[1] if fits else {}
-        scores.append(len(fits.keys() & named.keys()))
-    best = max(scores, default=0)
+        both = fits.keys() & named.keys()
+        alike = (getattr(fits[k], "shape", 0) == getattr(named[k], "shape", 1) for k in both)
+        scores.append((len(both), sum(alike)))
+    best = max(scores, default=(0, 0))
     chosen = [each for each, score in zip(found, scores, strict=True) if score == best]
-    if not found or (not best and len(found) > 1):
+    if not found or (not best[0] and len(found) > 1):
         if isinstance(content, Mapping) and {"state", "param_groups"} <= content.keys():
             what = "it has the state of an optimiser, not the weights of a model"
             raise CheckpointError(what, remedy=_SAVE)
