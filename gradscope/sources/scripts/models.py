@@ -327,11 +327,11 @@ def _arguments(
         of_shapes = solved.get(name)
         if of_shapes is not None and not _is_like(of_shapes.value, default):
             of_shapes = None
-        own = _stored(given, name, default)
+        kept = _stored(given, name, default)
         certain = not isinstance(given, StoredArguments) or name in given.of_training
-        if own is not None and of_shapes is not None and not certain:
-            own = None  # the sizes of tensors say more than a file
-        value = own or of_shapes or called.get(name)
+        if kept is not None and of_shapes is not None and not certain:
+            kept = None  # the sizes of tensors say more than a file
+        value = kept or of_shapes or called.get(name)
         if name == "device" and (value is not None or default is None or name in passed):
             value = Argument("cpu", "the default device of a run")
         if value is None and name in model.keywords:
