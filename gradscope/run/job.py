@@ -6,7 +6,7 @@ that a misspelled name fails early.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,13 @@ from gradscope.sources import code
 from gradscope.sources.code import load_function
 from gradscope.sources.data import Dataset, open_dataset
 from gradscope.sources.formats import sha256
-from gradscope.sources.models import LoadedModel, load_model, positional, require_order
+from gradscope.sources.models import (
+    LoadedModel,
+    load_model,
+    positional,
+    require_order,
+    takes_mapping,
+)
 from gradscope.sources.opened import Previews
 from gradscope.sources.weights import CheckpointReport
 from gradscope.stages import labels
@@ -263,6 +269,8 @@ def prepare(spec: RunSpec) -> Job:
         asked = spec.compute
     if not own_order:
         require_order(loaded.model, spec.dataset.inputs)
+        if (keywords := dataset.keywords) and takes_mapping(loaded.model, keywords):
+            dataset = replace(dataset, as_mapping=True)
     run_rows = dataset.rows(asked.samples)
     settings = asked.model_dump(
         mode="json", include={field.name for field in fields(SessionSettings)}

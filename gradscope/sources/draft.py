@@ -231,7 +231,7 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     if shape and name:  # the inputs of a script's data
         dataset_lines.append(f"reshape = {_value({'inputs': shape})}  # guessed: {_comment(view)}")
         result.guessed["dataset.reshape"] = f"{_value({'inputs': shape})}: {view}"
-    keys = keys_of_batch(near, drafted.file) if name else ([], [])
+    keys = keys_of_batch(near, drafted.file, drafted.name) if name else ([], [])
     if all(keys):
         why_keys = "the training uses these keys"
         for side, chosen in zip(("inputs", "targets"), keys, strict=True):

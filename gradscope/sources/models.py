@@ -273,6 +273,19 @@ def positional(model: nn.Module) -> list[str] | None:
     return None
 
 
+def takes_mapping(model: nn.Module, keywords: Sequence[str]) -> bool:
+    """Whether `forward` takes inputs with these keywords only as one mapping, forward(batch)."""
+    with suppress(TypeError, ValueError):  # callables may lack a signature
+        signature = inspect.signature(model.forward)
+        try:
+            signature.bind(**dict.fromkeys(keywords))
+        except TypeError:
+            needed = [p for p in signature.parameters.values() if p.default is p.empty]
+            single = len(needed) == 1 and needed[0].kind == needed[0].POSITIONAL_OR_KEYWORD
+            return single and needed[0].name not in keywords
+    return False
+
+
 def require_order(model: nn.Module, inputs: Sequence[str] | Mapping[str, str]) -> None:
     """Raise if arrays have the names of `forward`'s arguments, but a different order.
 

@@ -115,6 +115,7 @@ class ShownData:
         inputs, names = self.dataset.batch(rows).inputs, self.dataset.spec.inputs
         if isinstance(inputs, WholeInputs):
             return dict.fromkeys(rows)
+        inputs = inputs[0] if self.dataset.as_mapping else inputs
         if isinstance(names, dict):
             pairs = [(name, inputs[keyword]) for keyword, name in names.items()]
         else:

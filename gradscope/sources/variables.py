@@ -150,18 +150,33 @@ class Variables:
         while waiting:
             node = nodes.pop(waiting.pop(), None)
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                read = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} - found
+                read = _free(node) - found
                 found |= read
                 waiting += read
         return found
 
     def reads_block(self, name: str) -> bool:
         """Whether a class or function reads variables of the block if __name__ == "__main__"."""
-        return not self._read_by({name}).isdisjoint(_bound_in(self._bodies.get(MAIN, ())))
+        top = _bound_in(node for node in self.tree.body if not is_main_block(node))
+        return bool(self._read_by({name}) & _bound_in(self._bodies.get(MAIN, ())) - top)
 
     def globals_of(self, statements: Sequence[ast.stmt]) -> list[str]:
         """Return the names that statements assign and that are global in the script."""
         return sorted(_bound_in(statements) & _bound_in(self._bodies.get(MAIN, ())))
+
+
+def _free(node: ast.AST) -> set[str]:
+    """Return the names that a function or a class reads and does not bind."""
+    if isinstance(node, ast.ClassDef):
+        every = (*node.body, *node.bases, *node.decorator_list)
+        return {name for part in every for name in _free(part)} - _bound_in(node.body)
+    nodes = [*ast.walk(node)]
+    names = [n for n in nodes if isinstance(n, ast.Name)]
+    bound = {n.id for n in names if isinstance(n.ctx, ast.Store)}
+    bound |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+    shared = {name for n in nodes if isinstance(n, ast.Global) for name in n.names}
+    read = {n.id for n in names if isinstance(n.ctx, ast.Load)}
+    return read - (bound - shared if isinstance(node, ast.FunctionDef) else set())
 
 
 def _call_of(node: ast.Call, function: str) -> ast.Call | None:

@@ -297,3 +297,66 @@ def test_models_with_equal_names_and_different_shapes(tmp_path: Path) -> None:
     torch.save({"a": first.state_dict(), "b": nn.Linear(3, 2).state_dict()}, tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match="several state dicts fit, under the keys a, b"):
         load_into(nn.Linear(3, 2), tmp_path / "w.pt")
+
+
+BATCHES = """
+import torch
+from torch import nn
+class Rows(torch.utils.data.Dataset):
+    def __len__(self): return 7
+    def __getitem__(self, k):
+        x = torch.randn(4, generator=torch.Generator().manual_seed(k))
+        return {"x": x, "scale": 1 + k / 9, "name": f"{k}", "kind": k % 3}
+class Pairs(Rows):
+    def __getitem__(self, k):
+        found = super().__getitem__(k)
+        return {"x": found["x"], "scale": found["scale"]}, found["kind"]
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+    def forward(self, batch, unused=None):
+        return self.fc(batch["x"]) * batch["scale"][:, None].float()
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for batch in torch.utils.data.DataLoader(Rows(), 2):
+    out = net(batch)
+    loss = nn.functional.cross_entropy(out, batch["kind"])
+    loss.backward()
+"""
+
+
+@CWD
+@pytest.mark.parametrize("name", ["Rows", "Pairs"])
+def test_a_model_of_one_mapping(gradscope: Gradscope, name: str) -> None:
+    Path("train.py").write_text(BATCHES)
+    net = nn.ModuleDict({"fc": nn.Linear(4, 3)})
+    torch.save(net.state_dict(), "net.pt")
+    found = drafted(gradscope, "net.pt", f"train.py:{name}", "--model", "train.py:Net")["dataset"]
+    assert found["inputs"] == {"x": "x", "scale": "scale"} and found["targets"] == ["kind"]
+    if name == "Pairs":  # the inputs of a sample are a mapping
+        text = Path("run.toml").read_text().splitlines()
+        lines = [line for line in text if not line.startswith(("inputs =", "targets ="))]
+        Path("run.toml").write_text("\n".join(lines))
+    x = [torch.randn(4, generator=torch.Generator().manual_seed(k)).double() for k in range(7)]
+    scales = torch.tensor([1 + k / 9 for k in range(7)]).float().double()
+
+    def loss(model: Any, pair: Any, y: Any) -> Any:
+        return nn.functional.cross_entropy(model["fc"](pair[:, :4]) * pair[:, 4:], y)
+
+    pairs = torch.cat([torch.stack(x), scales[:, None]], 1)
+    expected = looped(net.double(), loss, pairs, torch.arange(7) % 3)
+    assert norms(gradscope) == pytest.approx(expected, rel=1e-5)
+    done = gradscope("check", "--config", "run.toml")
+    assert "the model takes the inputs as one mapping: x, scale" in " ".join(done.out.split())
+    options = ["--previews", "40", "-o", "p.h5", "-t", "norm"]
+    assert gradscope("compute", "--config", "run.toml", *options).code == 0
+
+
+@CWD
+def test_a_dict_of_data_is_no_autoencoder(gradscope: Gradscope) -> None:
+    """The target has a key of the batch that the model gets."""
+    Path("train.py").write_text(BATCHES.replace("batch)\n", "batch['x'])\n"))
+    torch.save(nn.ModuleDict({"fc": nn.Linear(4, 3)}).state_dict(), "net.pt")
+    found = drafted(gradscope, "net.pt", "train.py:Rows")["dataset"]
+    assert (found["inputs"], found["targets"]) == (["x"], ["kind"])

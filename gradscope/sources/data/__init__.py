@@ -36,6 +36,7 @@ class Dataset:
     chosen: Tensor | None = None  # (N,), the positions of the selected samples; all if None
     # (positions in the source) -> ids, if the samples have ids
     named: Callable[[Tensor], Tensor] | None = None
+    as_mapping: bool = False  # whether a model's only argument is the mapping of inputs
 
     def __len__(self) -> int:
         return len(self.samples) if self.chosen is None else int(self.chosen.shape[0])
@@ -43,7 +44,17 @@ class Dataset:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes from opening the data."""
-        return self.samples.notes
+        what = f"the model takes the inputs as one mapping: {listed(self.keywords)}"
+        return (*self.samples.notes, *([what] if self.as_mapping else []))
+
+    @property
+    def keywords(self) -> Sequence[str]:
+        """The keywords of the inputs, () if they are positional."""
+        inputs = self.spec.inputs
+        if isinstance(inputs, dict):
+            return [*inputs]
+        tables = self.samples.tables if isinstance(self.samples, PythonSamples) else {}
+        return tables.get(inputs[0], ()) if len(inputs) == 1 else ()
 
     @property
     def unused(self) -> str:
@@ -124,6 +135,7 @@ class Dataset:
             return values if len(values) > 1 else next(iter(values), None)
 
         inputs = arrays(spec.inputs, self.whole)
+        inputs = (inputs,) if self.as_mapping else inputs
         if {*spec.input_arrays} <= {*spec.whole}:
             inputs = WholeInputs(inputs, as_index(positions), len(self.samples))
         alone = len(positions) == 1 and isinstance(self.samples, PythonSamples)

@@ -116,6 +116,7 @@ class PythonSamples:
         with nullcontext() if self._iterable else seeded(0):
             first = self._batch(self._samples(range(1)))
         self._first = _digest(first)
+        self.tables = {name: [*value] for name, value in first.items() if isinstance(value, dict)}
         if not self._iterable:
             with seeded(1):
                 self._random = _digest(self._batch(self._samples(range(1)))) != self._first

@@ -200,12 +200,21 @@ def reshaped_batch(files: Iterable[Path], model: Path | None) -> tuple[list[int]
     return [], ""
 
 
-def keys_of_batch(files: Iterable[Path], model: Path | None) -> tuple[list[str], list[str]]:
-    """Return the keys of a batch that a script passes to the model, and those of its loss.
+def keys_of_batch(
+    files: Iterable[Path], model: Path | None, name: str
+) -> tuple[list[str] | dict[str, str], list[str]]:
+    """Return the keys of a batch that a script passes to the model, and the keys for its loss.
 
     An example is (["image"], ["label"]) for model(batch["image"]) and criterion(output, y) after
-    y = batch["label"].to(device). Without keys, both are [].
+    y = batch["label"].to(device). For model(batch), the inputs are {KEY: KEY} with the keys that
+    forward reads. Without keys, both are [].
+
+    Args:
+        files: The scripts.
+        model: The file of the model.
+        name: The name of the model in the file.
     """
+    read = _keys_read(model, name)
     for script in training_scripts(files, model)[0]:
         calls = [n for name in script.owners for n in script.calls.get(name, ()) if n.args]
         for call in calls:
@@ -215,7 +224,24 @@ def keys_of_batch(files: Iterable[Path], model: Path | None) -> tuple[list[str],
             targets = [key for key in (_key(node, script) for node in given) if key]
             if all(inputs) and targets and not call.keywords:
                 return inputs, list(dict.fromkeys(targets))
+            if len(inputs) == 1 and read and targets and not call.keywords:
+                return {key: key for key in read}, list(dict.fromkeys(targets))
     return [], []
+
+
+def _keys_read(model: Path | None, name: str) -> list[str]:
+    """Return the keys that a model's forward(self, batch) reads, [] without such a forward."""
+    script = None if model is None else Script.read(model)
+    classes = {} if script is None else script.classes
+    chosen = [classes[name]] if name in classes else classes.values()
+    for node in (n for own in chosen for n in own.body):
+        if isinstance(node, ast.FunctionDef) and node.name == "forward" and len(node.args.args) > 1:
+            batch = node.args.args[1].arg
+            reads = (n for n in ast.walk(node) if isinstance(n, ast.Subscript))
+            found = [key_of(n) for n in reads if last_name(n.value) == batch]
+            if keys := [key for key in dict.fromkeys(found) if key]:
+                return keys
+    return []
 
 
 def _key(node: ast.expr, script: Script) -> str:

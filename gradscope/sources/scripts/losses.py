@@ -435,8 +435,10 @@ def reconstruction(files: Iterable[Path], model: Path | None) -> str:
 
 
 def _source(node: ast.expr, script: Script) -> str:
-    """Return the variable x of y = x.view(-1, 784), or "" for a different expression."""
+    """Return the variable x of y = x.view(-1, 784), batch["x"], or "" for other expressions."""
     for _ in range(3):
+        if isinstance(entry := unmoved(node), ast.Subscript) and key_of(entry):
+            return ast.unparse(entry)
         base = _base(node) if keeps_numbers(node) else None
         if not isinstance(base, ast.Name):
             return ""
