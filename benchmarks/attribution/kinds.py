@@ -1,4 +1,4 @@
-"""Small trainings of many kinds, on which the rule of `auto` is chosen.
+"""Small trainings of many kinds, on which the rule of `auto` is chosen (`KINDS`) or tested.
 
 All halves are retrained at once: `fit_many` trains a stack of models, whose steps do not mix.
 `python -m benchmarks.attribution.kinds` makes the files in `truth/kinds`. They hold the start of
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -178,6 +179,7 @@ def digits(
     rare: float = 1.0,
     classes: int = 10,
     flat: bool = True,
+    inverted: bool = False,
 ) -> tuple[Samples, Samples]:
     """Return images (n, 64) or (n, 1, 8, 8) and labels.
 
@@ -189,9 +191,12 @@ def digits(
         rare: Training samples of class c are kept with probability rare^c.
         classes: Only labels below it.
         flat: The shape.
+        inverted: White for black.
     """
     with np.load(SAMPLES / "digits_mlp" / "data.npz") as data:
         images, labels = data["images"].astype(np.float32) / 16.0, data["labels"].astype(np.int64)
+    if inverted:
+        images = 1.0 - images
     draw = np.random.default_rng(1)
     order = draw.permutation(len(images))
     order, asked = order[queries:], order[:queries]
@@ -211,12 +216,14 @@ def _characters() -> np.ndarray:
     return whole.astype(np.int64)  # (512, 65)
 
 
-def texts(count: int, queries: int = 40) -> tuple[Samples, Samples]:
+def texts(count: int, queries: int = 40, *, backwards: bool = False) -> tuple[Samples, Samples]:
     """Return sequences (n, 32) of The Devil's Dictionary, each with the next characters."""
     whole = _characters()
     halves = np.concatenate([whole[:, : LENGTH + 1], whole[:, LENGTH:]])  # (1024, 33)
     rows = np.random.default_rng(2).permutation(len(halves))
     found = torch.from_numpy(halves[rows])
+    if backwards:
+        found = found.flip(1)
     return _shifted(found[queries:][:count]), _shifted(found[:queries])
 
 
@@ -257,6 +264,23 @@ def sorts(count: int, queries: int = 40) -> tuple[Samples, Samples]:
     return (inputs[queries:], labels[queries:]), (inputs[:queries], labels[:queries])
 
 
+def noisy_sorts(count: int, queries: int = 40) -> tuple[Samples, Samples]:
+    """Return sequences (n, 32) of three sorts, and the sort, of which a tenth is drawn anew."""
+    each = (count + queries) // 3
+    every = [
+        texts(each, 0)[0][0],
+        texts(2 * each, 0)[0][0][each:].flip(1),
+        chains(each, 0, 2, 31)[0][0],
+    ]
+    draw = np.random.default_rng(33)
+    rows = draw.permutation(3 * each)
+    inputs, labels = torch.cat(every)[rows], torch.arange(3).repeat_interleave(each)[rows]
+    wrong = torch.from_numpy(draw.random(len(labels)) < 0.1)
+    wrong[:queries] = False
+    labels = torch.where(wrong, torch.from_numpy(draw.integers(0, 3, len(labels))), labels)
+    return (inputs[queries:], labels[queries:]), (inputs[:queries], labels[:queries])
+
+
 def curves(
     count: int, queries: int = 40, seed: int = 0, shift: float = 0.0
 ) -> tuple[Samples, Samples]:
@@ -272,9 +296,11 @@ def curves(
     return (x[queries:], y[queries:]), (x[:queries], y[:queries])
 
 
-def perceptron(i: int = 64, h: int = 24, o: int = 10) -> nn.Module:
-    """Build two layers: (n, i) -> (n, o)."""
-    return nn.Sequential(nn.Linear(i, h), nn.Tanh(), nn.Linear(h, o))
+def perceptron(*widths: int) -> nn.Module:
+    """Build layers of those widths, [64, 24, 10]: (n, first) -> (n, last)."""
+    widths = widths or (64, 24, 10)
+    layers = [x for i, o in pairwise(widths) for x in (nn.Linear(i, o), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
 
 
 def convolutions(norm: str = "group", width: int = 6) -> nn.Module:
@@ -494,9 +520,102 @@ KINDS = {
 }
 
 
+_SPOKEN = Kind(
+    "text before, one block",
+    partial(Text, 32, 1),
+    partial(chains, 6000, order=1, seed=21),
+    by_sequence,
+    5,
+    rate=3e-3,
+    decay=0.0,
+)
+_NEGATIVE = Kind(
+    "digits before, inverted",
+    partial(perceptron, 64, 24, 24, 10),
+    partial(digits, 600, skip=900, inverted=True),
+    by_image,
+    15,
+)
+UNSEEN = {  # no rule was chosen on them
+    "unseen-text": Kind(
+        "Transformer, text backwards, fine-tuned",
+        partial(Text, 32, 1),
+        partial(texts, 384, backwards=True),
+        by_sequence,
+        5,
+        rate=2e-3,
+        before=_SPOKEN,
+    ),
+    "unseen-sorts": Kind(
+        "Transformer, classifier with label noise, fine-tuned",
+        partial(Text, 32, 1, pooled=True),
+        partial(noisy_sorts, 320),
+        by_image,
+        6,
+        rate=2e-3,
+        before=_SPOKEN,
+    ),
+    "unseen-adapters": Kind(
+        "Transformer, adapters, Markov chain",
+        partial(Text, 32, 1, adapted=True),
+        partial(chains, 300, order=3, seed=9),
+        by_sequence,
+        6,
+        rate=0.01,
+        before=_SPOKEN,
+        only="adapter",
+    ),
+    "unseen-scratch": Kind(
+        "Transformer, classifier", partial(Text, pooled=True), partial(sorts, 320), by_image, 12
+    ),
+    "unseen-wide": Kind(
+        "MLP, wide", partial(perceptron, 64, 96, 10), partial(digits, 200), by_image, 25, rate=5e-3
+    ),
+    "unseen-deep": Kind(
+        "MLP, three layers, fine-tuned",
+        partial(perceptron, 64, 24, 24, 10),
+        partial(digits, 300),
+        by_image,
+        10,
+        optimizer="sgd",
+        rate=0.03,
+        before=_NEGATIVE,
+    ),
+    "unseen-first": Kind(
+        "MLP, two epochs", partial(perceptron, 64, 32, 10), partial(digits, 400), by_image, 2
+    ),
+    "unseen-cnn": Kind(
+        "CNN, inverted images, fine-tuned",
+        _CONV,
+        partial(digits, 300, flat=False, inverted=True),
+        by_image,
+        3,
+        optimizer="sgd",
+        rate=0.02,
+        before=_SEEN,
+    ),
+    "unseen-warm": Kind(
+        "MLP, five more classes, fine-tuned",
+        perceptron,
+        partial(digits, 300),
+        by_image,
+        4,
+        optimizer="sgd",
+        rate=0.02,
+        before=Kind(
+            "digits before, flat",
+            perceptron,
+            partial(digits, 600, skip=900, classes=5),
+            by_image,
+            15,
+        ),
+    ),
+}
+
+
 def stored(name: str) -> tuple[Kind, Truth]:
     """Return a kind with its stored start, and its ground truth."""
-    path, kind = FOLDER / f"{name}.npz", replace(KINDS[name])
+    path, kind = FOLDER / f"{name}.npz", replace((KINDS | UNSEEN)[name])
     if kind.before is not None:
         with np.load(path) as data:
             start = {k: torch.from_numpy(data[k]).float() for k in data if k.startswith(_START)}
@@ -506,7 +625,8 @@ def stored(name: str) -> tuple[Kind, Truth]:
 
 def make(name: str, folder: Path = FOLDER, subsets: int = SUBSETS) -> Truth:
     """Retrain on random halves, and write the file; other seeds matter more without a start."""
-    kind, held = KINDS[name], halves(KINDS[name].size, subsets)
+    kind = (KINDS | UNSEEN)[name]
+    held = halves(kind.size, subsets)
     seeds = 4 if kind.before is None else 2
     indices = np.stack([np.flatnonzero(row) for row in held])
     losses, model = np.empty((seeds, subsets, kind.queries), np.float32), kind.model(0).eval()
@@ -534,7 +654,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = sys.argv[1:] if arguments is None else arguments
     torch.set_num_threads(1)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for name in names or KINDS:
+    for name in names or KINDS | UNSEEN:
         print(f"{name}: two groups of seeds agree by {agreement(make(name)):.2f}", file=sys.stderr)
     return 0
 

@@ -1,9 +1,11 @@
 """How the rule of `auto` was chosen: `python -m benchmarks.attribution.study`.
 
 Scores come from the inverse of H = (1 − ρ)F + ρT, or from the mean of H⁻¹ and T⁻¹. T is the EK-FAC
-damped by α. All is computed in float64 from dense rows, for each training of `kinds`. A rule is a
-form, a share ρ and a way to choose α without retraining. Leave-one-task-out: for each task, the
-rule that is best on all other tasks.
+damped by α. With the form `raised`, ρ / (1 − ρ) is multiplied by d/N, the effective directions of T
+for each sample, where there is more than one. All is computed in float64 from dense rows, for each
+training of `kinds`. A rule is a form, a share ρ and a way to choose α without retraining.
+Leave-one-task-out: for each task, the rule that is best on all other tasks. The tasks of `UNSEEN`
+choose no rule.
 """
 
 import argparse
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import gradscope
-from benchmarks.attribution.kinds import KINDS, Kind, agreement, stored
+from benchmarks.attribution.kinds import KINDS, UNSEEN, Kind, agreement, stored
 from benchmarks.attribution.methods import METHODS
 from benchmarks.attribution.truth import Truth
 from gradscope.attribution.curvature import LEAST, RemainingGradient, ekfac_curvature
@@ -31,7 +33,7 @@ Rows = Mapping[str, Tensor]  # {parameter: (n, *shape)}
 Rule = tuple[str, float, str]  # form, share, way to choose α
 SHARES = (0.95, 0.8, 0.4, 0.2)
 DAMPINGS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-FORMS = [("T", 1.0), *((form, share) for form in ("H", "mean") for share in SHARES)]
+FORMS = [("T", 1.0), *((form, share) for form in ("H", "mean", "raised") for share in SHARES)]
 OTHERS = tuple(name for name in METHODS if name.startswith("kronfluence"))
 OURS = ("auto", "ekfac", "fisher")
 
@@ -47,14 +49,16 @@ class Products:
     gg: Tensor  # the diagonal (N,)
 
     def scores(self, form: str, share: float) -> np.ndarray:
-        """Return the scores (M, N): of T⁻¹, of H⁻¹ or of the mean of both."""
+        """Return the scores (M, N): of T⁻¹, of H⁻¹ or of the mean of both, `raised` or not."""
         if form == "T":
             return np.asarray(self.qg)
-        n = len(self.cc)
-        matrix = self.cc / n + share / (1 - share) * torch.eye(n, dtype=torch.float64)
+        n, odds = len(self.cc), share / (1 - share)
+        if form == "raised":
+            odds *= max(1.0, float(self.gg.mean()) / n)
+        matrix = self.cc / n + odds * torch.eye(n, dtype=torch.float64)
         solved = torch.linalg.solve(matrix, self.cg) / n
         found = self.qg - self.qc @ solved
-        if form == "mean":
+        if form != "H":
             own = self.gg.sum() - (self.cg * solved).sum()
             found = self.qg + found * (self.gg.sum() / own)
         scores: np.ndarray = found.numpy()
@@ -110,7 +114,8 @@ class View:
         )  # d(α) / N
         ways = {"trust": self.trusted, "trust × 10": 10 * self.trusted}
         for k in (3, 10, 30):
-            ways[f"trust × {k} N/d"] = self.trusted * min(max(k / directions, 1.0), 100.0)
+            raised = min(self.trusted * min(k / directions, 100.0), 100.0)
+            ways[f"trust × {k} N/d"] = max(self.trusted, raised)
         return ways
 
 
@@ -156,7 +161,7 @@ def measure(kind: Kind, truth: Truth, seed: int = 0) -> dict[str, dict[str, floa
     for damping in DAMPINGS:
         found = view.products(damping)
         grid |= {f"{one}, {damping}": agrees(found.scores(*one)) for one in FORMS}
-    chosen, damping = ("mean", 0.4), view.dampings()["trust × 10 N/d"]
+    chosen, damping = ("raised", 0.4), view.dampings()["trust × 10 N/d"]
     whole = view.products(damping)
     switches = {"as it is": agrees(whole.scores(*chosen))}
     switches["mean removed"] = agrees(whole.centred().scores(*chosen))
@@ -176,9 +181,9 @@ def measure(kind: Kind, truth: Truth, seed: int = 0) -> dict[str, dict[str, floa
 
 def left_out(found: Mapping[str, Any]) -> dict[str, tuple[str, float]]:
     """Return {task: the rule that is best on the other tasks, and its LDS on this one}."""
-    chosen = {}
+    chosen, known = {}, [name for name in found if name not in UNSEEN]
     for name in found:
-        others = [found[other]["rules"] for other in found if other != name]
+        others = [found[other]["rules"] for other in known if other != name]
         rule = max(others[0], key=lambda r: sum(other[r] for other in others))
         chosen[name] = rule, found[name]["rules"][rule]
     return chosen
@@ -190,27 +195,27 @@ def hindsight(one: Mapping[str, Mapping[str, float]]) -> float:
 
 
 def table(found: Mapping[str, Any], ceilings: Mapping[str, float]) -> list[str]:
-    """Return the lines of a table in Markdown: a task a line, and the mean."""
+    """Return the lines of a table in Markdown: a task a line, and the means of both lists."""
     chosen = left_out(found)
     known = list(next(iter(found.values()))["methods"])
     heads = ["ceiling", "hindsight", "rule of the others", *known, "gradscope shrunk"]
     heads += ["labels sampled", "embeddings out", "norms out", "mean removed"]
-    rows = []
-    for name, one in found.items():
-        switches = [one["switches"].get(what) for what in heads[4 + len(known) :]]
-        own = [ceilings[name], hindsight(one), chosen[name][1], *one["methods"].values()]
-        own.append(one["rules"][str(("H", 0.95, "trust"))])
-        rows.append((KINDS[name].title, [*own, *switches]))
-    columns = list(zip(*(row for _, row in rows), strict=True))
-    means = [float(np.mean([v for v in column if v is not None])) for column in columns]
-    return [
-        f"| LDS | {' | '.join(heads)} |",
-        "|---" + "|---:" * len(heads) + "|",
-        *(
-            f"| {title} | {' | '.join('' if v is None else f'{v:.3f}' for v in row)} |"
-            for title, row in [*rows, ("mean", means)]
-        ),
-    ]
+    lines = [f"| LDS | {' | '.join(heads)} |", "|---" + "|---:" * len(heads) + "|"]
+    for kinds, mean in ((KINDS, "mean"), (UNSEEN, "mean, unseen")):
+        rows = {}
+        for name in (name for name in kinds if name in found):
+            one = found[name]
+            switches = [one["switches"].get(what) for what in heads[4 + len(known) :]]
+            own = [ceilings[name], hindsight(one), chosen[name][1], *one["methods"].values()]
+            rows[kinds[name].title] = [*own, one["rules"][str(("H", 0.95, "trust"))], *switches]
+        if rows:
+            columns = zip(*rows.values(), strict=True)
+            each = ([v for v in column if v is not None] for column in columns)
+            rows[mean] = [float(np.mean(values)) if values else None for values in each]
+        for title, row in rows.items():
+            cells = ("" if v is None else f"{v:.3f}" for v in row)
+            lines.append(f"| {title} | {' | '.join(cells)} |")
+    return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -219,15 +224,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.attribution.study",
         description="Measure how the rule of auto generalises, leaving out one task after another.",
     )
-    parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"{', '.join(KINDS)} [all]")
+    every = ", ".join(KINDS | UNSEEN)
+    parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"{every} [all]")
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="keep what was measured")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     path = options.json
     found = json.loads(path.read_text()) if path is not None and path.exists() else {}
-    names, ceilings = options.tasks or list(KINDS), {}
-    if len(names) < 2:
-        parser.error("give at least two tasks: the rule of a task is chosen on the others")
+    names, ceilings = options.tasks or [*KINDS, *UNSEEN], {}
+    if len(set(names) - UNSEEN.keys()) < 2:
+        known = ", ".join(KINDS)
+        parser.error(f"give at least two tasks of {known}: the rule is chosen on other tasks")
     for name in names:
         kind, truth = stored(name)
         ceilings[name] = agreement(truth)

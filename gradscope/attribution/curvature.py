@@ -30,7 +30,7 @@ from gradscope.stages.reducers.kfac import Basis, bases_of, rotated
 LEAST = 0.1  # α for a converged model; a factor 5 up or down changes little
 _TIMES = 2.0  # the largest step, in units of the noise
 _PER_DIRECTION = 10.0  # α is raised where there are fewer samples for each effective direction
-_RAISED = 100.0  # the most by which it is raised
+_RAISED = 100.0  # the most by which it is raised, and to which
 _GRAM_ROWS = 4096  # rows of a matrix that are converted to float64 at a time
 _STEPS = 40  # bisections of an interval [α, 2α]
 
@@ -73,7 +73,7 @@ def trusted(
 
 
 def raised_damping(eigenvalues: Sequence[Tensor], damping: float, n: int) -> float:
-    """Return α · 10 N / d(α), at least α and at most 100 α, with the `damping` α of EK-FAC.
+    """Return α · 10 N / d(α) with the `damping` α of EK-FAC: at least α, at most 100 α and 100.
 
     d(α) = Σ_k Λ_k / (Λ_k + αΛ̄) is the effective number of directions. Together with the Fisher,
     EK-FAC needs more damping than alone, unless there are many directions for each of the N samples
@@ -81,7 +81,8 @@ def raised_damping(eigenvalues: Sequence[Tensor], damping: float, n: int) -> flo
     """
     each = [e.double() for e in eigenvalues if e.any()]
     directions = sum(float((e / (e + damping * e.mean())).sum()) for e in each)
-    return damping * min(max(_PER_DIRECTION * n / max(directions, 1.0), 1.0), _RAISED)
+    times = min(_PER_DIRECTION * n / max(directions, 1.0), _RAISED)
+    return max(damping, min(damping * times, _RAISED))
 
 
 def _step(eigenvalues: Tensor, squares: Tensor, damping: float) -> float:

@@ -56,7 +56,7 @@ CURVATURES: dict[str, tuple[str, Callable[..., Curvature]]] = {
     "adam": ("second_moment", adam_curvature),
 }
 _OF_MATRICES = ("ekfac", "kfac")  # curvatures in eigenbases of layers
-_SHARES = {"shrunk": 0.95, "mean": 0.4}  # the share of EK-FAC, the rest is the Fisher
+_SHARES = {"shrunk": 0.95, "mean": 0.4}  # the (least) share of EK-FAC, the rest is the Fisher
 _LEAST = {"fisher": 0.5, "blockfisher": 0.3}  # the least relative damping
 _SPECTRA = 4096  # the most rows of a Fisher or Gram matrix for its eigenvectors to be computed
 _DENSE_BYTES = 2**24  # dense rows of a Gram matrix at a time, if all samples are in the tile
@@ -352,15 +352,21 @@ def _shrunk(
     """Return H = (1 − ρ) F + ρ T, with T the damped EK-FAC of F, or the mean of H⁻¹ and T⁻¹.
 
     With Woodbury's identity, q H⁻¹ Gᵀ = q T⁻¹ Gᵀ (ρ + (1 − ρ) K)⁻¹, where K = G T⁻¹ Gᵀ / N. For the
-    mean, H⁻¹ is scaled: both inverses have the same sum of self-influences.
+    mean, H⁻¹ is scaled: both inverses have the same sum of self-influences. The effective number of
+    directions d is the trace of K. If d > N, the N gradients span few of the directions, and the
+    mean has a larger share ρ: ρ / (1 − ρ) is multiplied by d/N.
     """
     mean, share = record["curvature"] == "mean", _SHARES[record["curvature"]]
     found = _approximate(train, "ekfac", asked, raised=mean)
     before = _applied(found)
     n, products = _gram(train, asked, None, before)
     whole = products[""].diagonal().clone()
-    gram = Gram(products[""], n, share / (1 - share))
-    first, second = 0.0, 1 / (1 - share)  # the weights of T⁻¹ and of the Gram matrix's inverse
+    odds = share / (1 - share)
+    if mean:
+        odds *= max(1.0, float(whole.sum()) / n**2)
+        share = odds / (1 + odds)
+    gram = Gram(products[""], n, odds)
+    first, second = 0.0, 1 + odds  # the weights of T⁻¹ and of the Gram matrix's inverse
     if mean:
         own = float(gram.self_influence().sum())
         first, second = 0.5, 0.5 * (float(whole.sum()) / own if own else 1.0)

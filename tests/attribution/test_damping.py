@@ -95,3 +95,8 @@ def test_damping_beside_the_fisher_rises_with_the_samples_of_a_direction(
         directions += float(torch.linalg.solve(raised, fisher).trace())
     found = raised_damping([in_eigenbasis(part)[0] for part in parts], 0.3, n)
     assert found == pytest.approx(0.3 * (10 * n / directions if times is None else times))
+
+
+@pytest.mark.parametrize(("damping", "found"), [(5.0, 100.0), (300.0, 300.0)])
+def test_damping_is_raised_to_a_hundred_at_most(damping: float, found: float) -> None:
+    assert raised_damping([in_eigenbasis(rows(0.0))[0]], damping, 10_000) == found

@@ -55,7 +55,7 @@ def damped(blocks: list[Rows], relative: float, most: int) -> Rows:
     return found
 
 
-def inverse_of(curvature: str, place: Place) -> Rows:
+def inverse_of(curvature: str, place: Place, damping: float = LAMBDA) -> Rows:
     """The inverse of the damped curvature as a dense matrix (P, P)."""
     path = place.result("train", "identity", "ekfac", "kfac:bias=column", name="dense")
     rows = rows_of(path)
@@ -64,15 +64,15 @@ def inverse_of(curvature: str, place: Place) -> Rows:
     if curvature == "identity":
         return np.eye(size)
     if curvature == "fisher":
-        return damped([g.T @ g / n], LAMBDA, n)
+        return damped([g.T @ g / n], damping, n)
     if curvature == "blockfisher":
         layers = [np.concatenate([rows[f"{k}.weight"], rows[f"{k}.bias"]], 1) for k in (0, 2)]
-        return damped([r.T @ r / n for r in layers], LAMBDA, n)
+        return damped([r.T @ r / n for r in layers], damping, n)
     moments = {name: np.square(r).mean(0) for name, r in rows.items()}
     if curvature in ("diagonal", "adam"):
         power = 1.0 if curvature == "diagonal" else 0.5
         each = [m**power for m in moments.values()]
-        return np.diag(np.concatenate([1 / (m + LAMBDA * m.mean()) for m in each]))
+        return np.diag(np.concatenate([1 / (m + damping * m.mean()) for m in each]))
     shapes = prepare(load(place.run_file("train"))).shapes
     units = torch.eye(size, dtype=torch.float64).split([np.prod(s) for s in shapes.values()], 1)
     pairs = zip(shapes.items(), units, strict=True)
@@ -80,10 +80,13 @@ def inverse_of(curvature: str, place: Place) -> Rows:
     make, chain = (kfac_curvature, 2) if curvature == "kfac" else (ekfac_curvature, 1)
     with gradscope.open(path) as file:
         factors = {k: torch.tensor(v[...]) for k, v in file.chains[chain].items()}
-    applied = make(factors, LAMBDA).apply(eye, torch.float64)
+    applied = make(factors, damping).apply(eye, torch.float64)
     found: Rows = torch.cat([v.flatten(1) for v in applied.values()], 1).numpy()
     if curvature in ("shrunk", "mean"):
-        share = {"shrunk": 0.95, "mean": 0.4}[curvature]
+        share = 0.95
+        if curvature == "mean":
+            directions = max(1.0, np.trace(g @ found @ g.T) / n**2)  # for each sample
+            share = 2 / 3 * directions / (1 + 2 / 3 * directions)
         with_fisher = np.linalg.inv((1 - share) * g.T @ g / n + share * np.linalg.inv(found))
         if curvature == "shrunk":
             return with_fisher
@@ -109,6 +112,20 @@ def test_each_form_and_curvature_is_the_dense_formula(place: Place, curvature: A
     both = gradscope.attribute(train, train, curvature, LAMBDA, score="cosine")
     close(np.diag(both.values), np.ones(N), 1e-7)
     assert np.abs(both.values).max() < 1 + 1e-7
+
+
+@pytest.mark.parametrize(("damping", "raised"), [(LAMBDA, False), (1e-4, True)])
+def test_the_share_of_ekfac_rises_with_the_directions(
+    place: Place, damping: float, raised: bool
+) -> None:
+    """More directions than samples: EK-FAC's share of the mean is more than 0.4."""
+    train, query = place.result("train"), place.result("query")
+    g, q = whole(rows_of(train)), whole(rows_of(query))
+    inverse = inverse_of("mean", place, damping)
+    for form in FORMS:
+        found = gradscope.attribute(train, query, "mean", damping, score=form)
+        close(found.values, formed(form, g, q, inverse), 1e-7)
+        assert (found.record["checkpoints"][0]["share"] > 0.42) == raised
 
 
 @pytest.mark.parametrize("curvature", ["fisher", "blockfisher"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.attribution import kinds, study
-from benchmarks.attribution.kinds import KINDS, Kind
+from benchmarks.attribution.kinds import KINDS, UNSEEN, Kind
 from benchmarks.attribution.truth import SUBSETS
 
 
@@ -46,7 +46,7 @@ def test_models_of_a_stack_are_trained_each_by_itself(name: str) -> None:
             torch.testing.assert_close(value, wanted[key], rtol=1e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", list(KINDS))
+@pytest.mark.parametrize("name", [*KINDS, *UNSEEN])
 def test_the_shipped_truth_fits_its_kind(name: str) -> None:
     kind, truth = kinds.stored(name)
     assert truth.subsets.shape == (SUBSETS, kind.size)
@@ -59,7 +59,7 @@ def test_the_shipped_truth_fits_its_kind(name: str) -> None:
 def test_products_give_the_dense_formulas() -> None:
     draw = np.random.default_rng(0)
     g, c, q = (draw.normal(size=(n, 7)) for n in (5, 6, 3))
-    inverse = np.diag(draw.random(7) + 0.1)
+    inverse = np.diag(4.0 * draw.random(7) + 0.4)
     made = (q @ inverse @ g.T, q @ inverse @ c.T, c @ inverse @ c.T, c @ inverse @ g.T)
     own = torch.from_numpy(np.diag(g @ inverse @ g.T).copy())
     products = study.Products(*map(torch.from_numpy, made), own)
@@ -71,6 +71,9 @@ def test_products_give_the_dense_formulas() -> None:
         np.testing.assert_allclose(some.scores("H", 0.4), wanted, rtol=1e-9)
         wanted = q @ (inverse + ratio * h) @ g.T
         np.testing.assert_allclose(some.scores("mean", 0.4), wanted, rtol=1e-9)
+        odds = 2 / 3 * max(1.0, np.trace(g @ inverse @ g.T) / 5 / 6)
+        raised = some.scores("raised", 0.4)
+        np.testing.assert_allclose(raised, some.scores("mean", odds / (1 + odds)), rtol=1e-9)
 
 
 def test_the_rule_of_a_task_is_the_best_on_all_others() -> None:
