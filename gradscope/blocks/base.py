@@ -18,6 +18,7 @@ from gradscope.core.precision import wider
 TILE_BYTES = 4 * 2**20
 _LONG_ROW = 2**18  # bytes
 _RUN = 1024  # numbers that are summed one after another
+_NARROW = 16  # entries of rows for which a product with ones is two to three times faster
 _LONG_RUN = 2**13  # in matrix products, which compute many sums at once
 PIECE_BYTES = 8 * TILE_BYTES  # a random matrix that multiplies pieces is drawn again for each piece
 
@@ -40,6 +41,9 @@ def as_rows(t: Tensor) -> Tensor:
 def squared_sizes(rows: Tensor) -> Tensor:
     """Return Σⱼ |rowsᵢⱼ|² (n,) of a matrix (n, entries), in one read and without a copy."""
     n, entries = rows.shape
+    if 1 < entries <= _NARROW and rows.device.type == "cpu":
+        found = squares(rows)
+        return found @ found.new_ones(entries)
     if entries < 2 * _RUN:
         whole: Tensor = torch.linalg.vector_norm(rows, dim=1)
         return whole.square()
@@ -348,7 +352,7 @@ class TensorBlock(Block):
 
     @property
     def dtype(self) -> torch.dtype:
-        dtypes: Iterator[torch.dtype] = (getattr(self, name).dtype for name in self.numbers)
+        dtypes: set[torch.dtype] = {getattr(self, name).dtype for name in self.numbers}
         return reduce(torch.promote_types, dtypes)
 
     @property

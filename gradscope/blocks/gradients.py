@@ -39,6 +39,7 @@ class Gradients(Mapping[str, Block]):
         self._powers = powers
         self._sums: dict[tuple[str, int], Tensor] = {}
         self._squared: dict[str, Tensor] | None = None
+        self._total: Tensor | None = None  # Σ of `_squared` (n,), if it is finite
 
     def __getitem__(self, name: str) -> Block:
         return self._blocks[name]
@@ -65,14 +66,17 @@ class Gradients(Mapping[str, Block]):
     @cached_property
     def norms(self) -> Tensor:
         """‖gᵢ‖ (n,) over all parameters together."""
-        return torch.stack(list(self.squared_norms.values())).sum(0).sqrt()
+        squared, total = self.squared_norms, self._total
+        return (torch.stack([*squared.values()]).sum(0) if total is None else total).sqrt()
 
     def _within_range(self, squared: dict[str, Tensor]) -> dict[str, Tensor]:
         """Recompute squared norms that are not finite from dense rows.
 
         The square of a factor may overflow although the gradient, a product of factors, does not.
         """
-        if isfinite(float(torch.stack(list(squared.values())).sum())):
+        total = torch.stack([*squared.values()]).sum(0)
+        if isfinite(float(total.sum())):
+            self._total = total
             return squared
         found = {}
         for name, own in squared.items():
@@ -102,7 +106,7 @@ class Gradients(Mapping[str, Block]):
             blocks[name] = block.densify(always) if size <= left else block
             left -= size if blocks[name] is not block else 0
         found = self.of(blocks)
-        self._squared = found.squared_norms
+        self._squared, self._total = found.squared_norms, found._total
         return found
 
     def has_finite_bounds(self) -> bool:

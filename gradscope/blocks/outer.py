@@ -120,7 +120,8 @@ class OuterBlock(TensorBlock):
         left, right = precise(self.left), precise(self.right)
         if t == 1:
             sizes = [squared_sizes(f.reshape(self.n * k, -1)) for f in (left, right)]
-            return (sizes[0] * sizes[1]).view(self.n, k).sum(1)
+            product = sizes[0] * sizes[1]
+            return product if k == 1 else product.view(self.n, k).sum(1)
         work = 2.0 * self.n * k * t
         variants = {
             "gram": Variant(seconds(0.6 * work * t * (r + c), 0, 6), self.ghost_norms),

@@ -138,9 +138,11 @@ class Tuner:
     @contextmanager
     def active(self) -> Iterator["Tuner"]:
         """Choose for the code in the body, unless an outer tuner is active."""
-        outer = _active.get()
-        with _set(outer or self):
+        token = _active.set(_active.get() or self)
+        try:
             yield self
+        finally:
+            _active.reset(token)
 
     def run(
         self, request: str, sizes: Mapping[str, int], like: Tensor, variants: Variants

@@ -169,8 +169,10 @@ def strided(t: Tensor) -> Tensor:
             f"inputs or targets contain a {kind} tensor, which has no sample axis",
             remedy="Give dense tensors (n, ...): pad the sequences and mask the loss.",
         )
+    if not t.is_inference():
+        return t
     with torch.inference_mode(False):
-        return t.clone() if t.is_inference() else t
+        return t.clone()
 
 
 def _require_padded(tree: Any) -> None:

@@ -2,6 +2,7 @@
 
 import warnings
 from functools import cache
+from math import isfinite
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,11 @@ def wider(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 def doubled(t: Tensor) -> Tensor:
     """Return a tensor, real or complex, in the dtype for its sums."""
     return t.to(wider(t.dtype, t.device))
+
+
+def all_finite(t: Tensor) -> bool:
+    """Whether every number of `t` is finite; a finite sum shows it in a single read."""
+    return isfinite(abs(t.sum().item())) or bool(t.isfinite().all())
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -30,7 +30,7 @@ from gradscope.backends.hooks.graph.trace import trace
 from gradscope.backends.loop import own_gradient
 from gradscope.blocks import Evaluation, unmeasured
 from gradscope.core.batch import Batch
-from gradscope.core.precision import products
+from gradscope.core.precision import all_finite, products
 from gradscope.core.texts import count, unequal
 from gradscope.engine.judge import (
     NOTHING,
@@ -522,7 +522,7 @@ def _require_nonfinite_in_batch(answer: Answer) -> None:
 def finite_samples(evaluation: Evaluation) -> Tensor:
     """Return which samples have a finite loss and a finite gradient, (n,) bool."""
     finite, gradients = evaluation.losses.isfinite(), evaluation.gradients
-    if gradients.has_norms and bool(gradients.norms.isfinite().all()):
+    if gradients.has_norms and all_finite(gradients.norms):
         return finite
     return finite if gradients.has_finite_bounds() else finite & gradients.norms.isfinite()
 

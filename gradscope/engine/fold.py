@@ -13,6 +13,7 @@ from torch import Tensor
 from gradscope.backends.base import Request
 from gradscope.blocks import DenseBlock, Evaluation, Gradients
 from gradscope.core.batch import Batch, is_empty
+from gradscope.core.precision import all_finite
 from gradscope.engine.certificate import finite_samples
 from gradscope.engine.session import Session
 from gradscope.errors import CertificateError, DatasetError, NonFiniteError, SpecError
@@ -269,13 +270,14 @@ def _start_states_if_finite(chains: Sequence[Chain], evaluation: Evaluation) -> 
     finite states replace a separate check of the gradients.
     """
     gradients = evaluation.gradients
-    if not all(chain.tells for chain in chains) or not evaluation.losses.isfinite().all():
+    if not all(chain.tells for chain in chains) or not all_finite(evaluation.losses):
         return None
-    if gradients.has_norms and not bool(gradients.norms.isfinite().all()):
+    checked = gradients.has_norms
+    if checked and not all_finite(gradients.norms):
         return None
     found = _start_states(chains, evaluation.states, gradients)
     if gradients.has_norms:
-        return found if bool(gradients.norms.isfinite().all()) else None
+        return found if checked or all_finite(gradients.norms) else None
     raw = (state for chain, state in zip(chains, found, strict=True) if not chain.before)
     sums = next(raw, None)
     if sums is None:

@@ -328,8 +328,9 @@ class Session:
         """
         if isinstance(batch, Groups):
             return self._evaluate_groups(batch, request, ordinal=ordinal, last=last)
-        with locating_lost_axis(self.problem, batch):
-            batch = self.rows_of(batch)
+        if self.settings.rows == "token":
+            with locating_lost_axis(self.problem, batch):
+                batch = self.rows_of(batch)
         now = self.rebind_if_changed()
         if is_empty(batch) and self.model_parallel is None:
             return no_samples(self.problem)

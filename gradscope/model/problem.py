@@ -34,7 +34,7 @@ from gradscope.model.copies import deep_copy, graph_leaves
 from gradscope.model.locate import PACKED, shapes_of, user_code
 from gradscope.model.quantised import require_fixed_weights
 from gradscope.model.randomness import FixedRandomness, switched_off
-from gradscope.model.ranks import ModelParallel, Ranks, ranks_of, without_ddp
+from gradscope.model.ranks import ModelParallel, Ranks, parallel, ranks_of, without_ddp
 from gradscope.model.reach import every_module, reachable
 from gradscope.model.state import ModelState
 from gradscope.process.shortage import is_machine_error
@@ -249,6 +249,11 @@ class Problem:
         return {id(p): name for name, p in self.model.named_parameters()}
 
     @cached_property
+    def _wrapped(self) -> list[Any]:
+        """The modules that are wrapped in DistributedDataParallel."""
+        return parallel(self.model)
+
+    @cached_property
     def _narrowest(self) -> torch.dtype:
         """The narrowest real dtype of the parameters."""
         every = (*self.parameters.values(), *self.model.parameters())
@@ -417,27 +422,15 @@ class Problem:
         found = {id(value) for table in tables for value in table.read().values()}
         return sorted(others[k] or "the model" for k in found & others.keys())
 
-    @contextmanager
-    def _frozen_statistics(self) -> Iterator[None]:
+    def _frozen_statistics(self) -> AbstractContextManager[None]:
         """Put layers with running statistics in eval mode, if `running_statistics` is set."""
-        layers = [
-            m
-            for m in (self.model.modules() if self.running_statistics else ())
-            if m.training and getattr(m, "running_mean", None) is not None
-        ]
-        try:
-            for layer in layers:
-                layer.training = False
-            yield
-        finally:
-            for layer in layers:
-                layer.training = True
+        return _frozen(self.model) if self.running_statistics else nullcontext()
 
     def _raw(self, batch: Batch, observer: OutputObserver | None = None) -> Any:
         # a forward pass may write to its arguments, so it gets copies; all have the same layout:
         # then any selection of samples runs the same program
         own = batch.map(lambda t: t.clone(memory_format=torch.contiguous_format))
-        with without_ddp(self.model):
+        with without_ddp(self._wrapped) if self._wrapped else nullcontext():
             return self._of_copies(own, batch, observer)
 
     def _of_copies(self, own: Batch, batch: Batch, observer: OutputObserver | None) -> Any:
@@ -531,6 +524,21 @@ class Problem:
             for module, buffers in owners:
                 for key, value in buffers.items():  # a TorchScript module's table has no update
                     module._buffers[key] = value
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Put layers with running statistics in eval mode."""
+    layers = [
+        m for m in model.modules() if m.training and getattr(m, "running_mean", None) is not None
+    ]
+    try:
+        for layer in layers:
+            layer.training = False
+        yield
+    finally:
+        for layer in layers:
+            layer.training = True
 
 
 def _one_loss(batch: Batch, of_model: bool) -> str:

@@ -498,9 +498,9 @@ def parallel(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def without_ddp(model: nn.Module) -> Iterator[None]:
-    """Run forward passes of a DistributedDataParallel model without other processes."""
-    before = [(vars(m), vars(m).get("forward")) for m in parallel(model)]
+def without_ddp(wrapped: Sequence[nn.Module]) -> Iterator[None]:
+    """Run forward passes of DistributedDataParallel modules without other processes."""
+    before = [(vars(m), vars(m).get("forward")) for m in wrapped]
     try:
         for own, _ in before:
             own["forward"] = own["_modules"]["module"]

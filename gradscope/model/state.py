@@ -41,7 +41,6 @@ _ROOM = 2**28  # bytes of all copied parameters: less than a second model
 _READ = 2**28  # bytes of a value; larger values are not compared bit by bit
 _COMPARED = 2**16  # values per recomputed tensor that are compared, at most
 _USUAL = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
-_TABLES = (dict, list)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ITERATORS: tuple[type, ...] = (
     *map(type, (iter([]), iter(()), iter(range(1)), iter(""), iter(set()))),
@@ -112,6 +111,7 @@ class ModelState:
         # tables, each with the keys of values that change in place
         self._changing: dict[Hashable, tuple[StateTable, set[Hashable]]] = {}
         self._before: tuple[_Contents, list[_Snapshot]] | None = None
+        self._unused = False  # whether no inner use of `restoring` has begun since `_before`
         self._parts: list[weakref.ref[_CheckpointedPart]] = []
 
     @property
@@ -150,7 +150,9 @@ class ModelState:
         model runs as written; see `_as_written`.
         """
         if self._before is not None:
-            self._begin()
+            if not self._unused:
+                self._begin()
+            self._unused = False
             yield
             return
         fixed = nullcontext() if self.randomness is None else self.randomness.active(self._model)
@@ -163,6 +165,7 @@ class ModelState:
         try:
             if self._changing:
                 self._begin()
+            self._unused = True
             yield
         finally:
             contents.put_back()
@@ -552,15 +555,15 @@ class _Contents:
 
     def __init__(self, model: nn.Module) -> None:
         every = [vars(module) for module in every_module(model)]
-        inner: list[Any] = [
-            value
-            for own in every
-            for name, value in own.items()
-            if isinstance(value, _TABLES)
-            and (name in _HOOKS or (type(value) in (dict, list) and name not in _USUAL))
-        ]
-        self._dicts: list[dict[Any, Any]] = [*every, *(t for t in inner if type(t) is not list)]
-        self._lists: list[list[Any]] = [t for t in inner if type(t) is list]
+        self._dicts: list[dict[Any, Any]] = every
+        self._lists: list[list[Any]] = []
+        for own in [*every]:
+            self._dicts += [t for name in _HOOKS if isinstance(t := own.get(name), dict)]
+            for name in own.keys() - _USUAL:
+                if type(value := own[name]) is dict:
+                    self._dicts.append(value)
+                elif type(value) is list:
+                    self._lists.append(value)
         views = [table.values() for table in self._dicts]
         self._flat: list[Iterable[Any]] = [*self._lists, *self._dicts, *views]
         self._before = self._read()

@@ -64,7 +64,7 @@ class Chain:
         norms = len(self.before) == 1 and isinstance(self.before[0], ReadsNorms)
         return bool(reducer_of(self).powers) and (not self.before or norms)
 
-    @property
+    @cached_property
     def transforms(self) -> tuple[str, ...]:
         """The text of the transforms before the reducer: chains with equal text share rows."""
         count = len(self.before)
@@ -127,6 +127,8 @@ class Chain:
 
     def finish(self, aggregate: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Apply the transforms after the reducer to {name: (*shape)}."""
+        if not self.after:
+            return dict(aggregate)
         one = Gradients({name: DenseBlock(value[None]) for name, value in aggregate.items()})
         done = _applied(self.after, one)
         return {name: block.dense()[0] for name, block in done.items()}

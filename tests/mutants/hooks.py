@@ -167,8 +167,8 @@ axes(
 mutant(
     "backends/hooks/graph/trace.py",
     "mean instead of sum: gradients are those of the mean loss, 1/n of what they should be",
-    "summed(self.losses, weights)",
-    "summed(self.losses, weights) / self.n",
+    "backward(losses, given.contiguous(), edges)",
+    "backward(losses, given.contiguous() / self.n, edges)",
     Asked("mlp"),
 )
 pullback(

@@ -5,7 +5,6 @@ operations on parameters only. At the frontier, a block stores each sample's con
 separately.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -48,6 +47,7 @@ from gradscope.backends.hooks.rules import (
 from gradscope.backends.loop import one_graph, one_sample
 from gradscope.blocks import Block, DenseBlock, Evaluation, Gradients, total
 from gradscope.core.batch import Batch, Tokens
+from gradscope.core.precision import all_finite
 from gradscope.core.texts import listed
 from gradscope.errors import CoupledSamplesError, ModelError, UnsupportedError
 from gradscope.model.independence import (
@@ -207,11 +207,9 @@ class _Program:
         If no recorded operation moves samples, an operation without a derivative may have mixed
         them. Then no loss is finite although the parameters are.
         """
-        if math.isfinite(float(losses.sum())):
+        if all_finite(losses):
             return False
         finite = losses.isfinite()
-        if bool(finite.all()):  # only their sum overflows
-            return False
         if analysis.moves:
             return True
         sound = all(bool(p.isfinite().all()) for p in self.problem.parameters.values())

@@ -66,7 +66,8 @@ class Site:
     @property
     def lies_along_several(self) -> bool:
         """Whether owners of entries lie along several axes together."""
-        return any(isinstance(axis, OwnedAxis) and axis.position_axes for axis in self.axes)
+        owned = [axis for axis in self.axes if isinstance(axis, OwnedAxis)]
+        return bool(owned) and any(axis.position_axes for axis in owned)
 
     @property
     def present(self) -> Collection[int]:
@@ -303,8 +304,9 @@ def _outer(site: Site, left: Tensor, right: Tensor, *, right_is_gradient: bool =
     if isinstance(site.axis, OwnedAxis) and left.dim() == 2 and not site.axis.is_even(site.n):
         alike = torch.zeros(len(left), dtype=torch.int64, device=left.device)
         return _segments(site, left, right, alike, 1, right_is_gradient=right_is_gradient)
-    axis = replace(site.axis, axis=left.dim() - 2)
-    a, b = (axis.first(t, site.n) for t in (left, right))  # (n, [k,] t, ·)
+    axis, rows = site.axis, left.dim() - 2
+    axis = axis if axis.axis == rows else replace(axis, axis=rows)
+    a, b = axis.first(left, site.n), axis.first(right, site.n)  # (n, [k,] t, ·)
     if a.dim() == 3:
         a, b = a.unsqueeze(1), b.unsqueeze(1)
     return OuterBlock(a, b, site.shape, right_is_gradient)

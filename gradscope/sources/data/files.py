@@ -29,6 +29,7 @@ from gradscope.sources.data.columns import (
     Numbers,
     StoredArrays,
     StoredColumn,
+    as_index,
     in_order,
     require_available,
     runs,
@@ -123,12 +124,19 @@ class FileSamples:
         sample = _COPIES * sum(map(_row_bytes, self.columns.values()))
         require_available(len(rows) * sample, self.memory)
         ascending, back = in_order(rows)
-        parts: dict[str, list[Tensor]] = {name: [] for name in self.columns}
-        for start, stop in runs(ascending):  # all columns of a run of rows: files store rows
-            for name, column in self.columns.items():
+        in_file = {k: v for k, v in self.columns.items() if not isinstance(v, Tensor)}
+        parts: dict[str, list[Tensor]] = {name: [] for name in in_file}
+        for start, stop in runs(ascending) if in_file else ():
+            for name, column in in_file.items():  # all columns of a run of rows: files store rows
                 with located(f"{self.spec.path}: {name}, rows {start} to {stop - 1}"):
-                    parts[name].append(self.convert[name](column[start:stop]))
-        found = {k: p[0] if len(p) == 1 else torch.cat(p) for k, p in parts.items()}
+                    parts[name].append(column[start:stop])
+        stored = {k: p[0] if len(p) == 1 else torch.cat(p) for k, p in parts.items()}
+        found: dict[str, Tensor] = {}
+        for name, held in self.columns.items():
+            if isinstance(held, Tensor):
+                stored[name] = held[as_index(ascending)]
+            with located(f"{self.spec.path}: {name}, rows {ascending[0]} to {ascending[-1]}"):
+                found[name] = self.convert[name](stored.pop(name))
         return found if back is None else {name: t[back] for name, t in found.items()}
 
 

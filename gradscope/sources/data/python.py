@@ -40,7 +40,7 @@ from gradscope.sources.code import (
 from gradscope.sources.data.columns import as_index
 from gradscope.sources.data.recipes import converter
 
-Collate = Callable[[list[Any]], Any]
+Collate = Callable[[Any], Any]  # takes a list of samples
 
 _END = object()
 _PADDED = 16  # number of samples to collate for the note on padding
@@ -110,6 +110,8 @@ class PythonSamples:
             self._iterable = isinstance(self._data, IterableDataset)
             self._iterable |= not hasattr(self._data, "__getitem__")
             self._n = self._length(most)
+        if _is_sliced(self._data) and self._collate is default_collate:
+            self._data, self._collate = _Sliced(self._data.tensors), _joined
         self._iterator: tuple[int, Iterator[Any]] | None = None
         self._seen: dict[range | str, str] = {}  # {rows, or their digest: digest of the samples}
         self._random = False
@@ -197,7 +199,7 @@ class PythonSamples:
                 found[name] = map_tensors(convert, found[name])
         return found
 
-    def _batch(self, samples: list[Any]) -> dict[str, Any]:
+    def _batch(self, samples: Sequence[Any]) -> dict[str, Any]:
         """Return samples as a batch, {name: ...}."""
         try:
             with user_file(self._where):
@@ -224,9 +226,11 @@ class PythonSamples:
             "the position.",
         )
 
-    def _samples(self, rows: Sequence[int]) -> list[Any]:
+    def _samples(self, rows: Sequence[int]) -> Sequence[Any]:
         if self._iterable:
             return self._iterated(rows)
+        if isinstance(self._data, _Sliced):
+            return self._data.at(rows)
         found = []
         with user_file(self._where):
             for row in rows:
@@ -277,6 +281,41 @@ class PythonSamples:
             remedy = "Let __iter__ return a new iterator each time, or define __getitem__."
             raise DatasetError("it can be iterated only once", remedy=remedy)
         return n
+
+
+class _Sliced(Sequence[Any]):
+    """The samples of a `TensorDataset`, read in slices instead of one by one.
+
+    Args:
+        tensors: One for each entry of a sample, with the samples along the first axis.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, rows: Any) -> Any:
+        found = [t[rows] for t in self.tensors]
+        return _Sliced(found) if isinstance(rows, slice) else tuple(found)
+
+    def at(self, rows: Sequence[int]) -> "_Sliced":
+        """Return the samples at these positions."""
+        index = as_index(rows)
+        return _Sliced([t[index.to(t.device)] for t in self.tensors])
+
+
+def _joined(samples: _Sliced) -> list[Tensor]:
+    """Return what `default_collate` makes of the same samples."""
+    return [t.clone(memory_format=torch.contiguous_format) for t in samples.tensors]
+
+
+def _is_sliced(data: Any) -> bool:
+    """Whether samples can be read in slices: a plain `TensorDataset` of plain tensors."""
+    if type(data) is not TensorDataset or not data.tensors:
+        return False
+    return all(type(t) is Tensor and t.layout == torch.strided for t in data.tensors)
 
 
 def _is_data_module(found: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -56,13 +57,14 @@ def parameter_rows(
     """
     totals = {} if products is None else products.totals
     exact = products is not None and products.exact
+    used: Any = slice(None) if finite.all() else finite  # a mask copies
     with np.errstate(over="ignore", invalid="ignore"):  # an overflow becomes None
-        total = float(np.square(wide(np.asarray(file.samples["norm"])[finite])).sum())
+        total = float(np.square(wide(np.asarray(file.samples["norm"])[used])).sum())
         if exact:
             total = float(finite.sum()) * sum(one.mean_square for one in totals.values())
         rows = []
         for name, shape in file.parameters.items():
-            known, norms = totals.get(name), wide(np.asarray(file.norms[name])[finite])
+            known, norms = totals.get(name), wide(np.asarray(file.norms[name])[used])
             n, length = norms.size, mean_gradient_norm(file, name)
             small, big = float(np.square(norms).mean()) if n else math.nan, length**2
             if known is not None and exact:

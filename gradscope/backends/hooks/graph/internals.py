@@ -1,12 +1,13 @@
 """All uses of torch's graph interfaces that are documented only for inspection.
 
 They are `Node.next_functions`, `Node._input_metadata`, `Node._sequence_nr`, `Node._saved_*`,
-calling a Node, `AccumulateGrad.variable` and `GradientEdge`. `probe` tests all of them before the
-first graph is read. If a torch release changes them, the backend raises and names the change. New
-uses belong into this module and into `probe`.
+calling a Node, `AccumulateGrad.variable`, `GradientEdge` and the engine's `run_backward`. `probe`
+tests all of them before the first graph is read. If a torch release changes them, the backend
+raises and names the change. New uses belong into this module and into `probe`.
 """
 
 import re
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -62,6 +63,26 @@ def edge(node: Node, output: int) -> "torch.autograd.graph.GradientEdge":
     return torch.autograd.graph.GradientEdge(node, output)
 
 
+def backward(
+    losses: Tensor, weights: Tensor, edges: Sequence["torch.autograd.graph.GradientEdge"]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradient of Σᵢ wᵢ Lᵢ by each edge, or None; the graph is kept.
+
+    `torch.autograd.grad` takes twice as long for a small model. With `grad_outputs`, it also
+    imports torch's symbolic shapes, which takes a third of a second.
+
+    Args:
+        losses: Losses of any shape, with their graph.
+        weights: Their weights, of the same shape.
+        edges: Handles of operations' outputs; see `edge`.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    keep_graph, create_graph, allow_unused = True, False, True
+    asked = (losses,), (weights,), keep_graph, create_graph, tuple(edges), allow_unused
+    found: tuple[Tensor | None, ...] = engine.run_backward(*asked, accumulate_grad=False)
+    return found
+
+
 def moment(node: Node) -> int:
     """Return a number that increases with the time of the forward operation."""
     return node._sequence_nr()
@@ -82,9 +103,10 @@ def saved(node: Node, name: str) -> Any:
     Raises:
         UnsupportedError: Operations of this kind do not save this value.
     """
-    if not hasattr(type(node), f"_saved_{name}"):
-        raise torch_changed("the hooks backend", f"{kind(node)} has no _saved_{name}")
-    value = getattr(node, f"_saved_{name}")
+    attribute = f"_saved_{name}"
+    if not hasattr(type(node), attribute):
+        raise torch_changed("the hooks backend", f"{kind(node)} has no {attribute}")
+    value = getattr(node, attribute)
     return value.detach() if isinstance(value, Tensor) else _signed(value)
 
 
@@ -177,6 +199,7 @@ def probe() -> None:
     table = root(torch.nn.functional.embedding(index, weight))
     total, ones = out.sum(), torch.ones_like(out)
     (gradient,) = torch.autograd.grad(total, [edge(node, 0)], retain_graph=True)
+    passed = backward(out, 2 * ones, [edge(node, 0), edge(table, 0)])
     leaves = [leaf(source) for source, _ in edges(node) if source is not None]
     expect(
         {
@@ -195,6 +218,10 @@ def probe() -> None:
             "the attributes _saved_*": ("_saved_beta" in constants(node), True),
             "an attribute that is not saved": (saved_attribute(node, "nothing"), None),
             "the gradient by a GradientEdge": (gradient.shape, out.shape),
+            "the engine's run_backward": (
+                [None if g is None else (g.shape, g.dtype) for g in passed],
+                [(out.shape, torch.float32), None],
+            ),
             "a Node's call": ([g is not None for g in pull(node, (ones,))], [True] * 3),
             "a Function's saved_tensors": ([t.shape for t in saved_tensors(custom)], [out.shape]),
             "a Function's apply": ([g is not None for g in pull(custom, (ones,))], [True]),

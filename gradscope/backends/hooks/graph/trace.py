@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradscope.backends.hooks.graph import internals
-from gradscope.model.problem import summed
 
 Output = tuple[int, int]  # (index of a node in its trace, index of the output)
 Listener = Callable[[int, Sequence[Tensor | None]], None]
@@ -75,17 +74,15 @@ class Trace:
         """
         if self.loss_weights is not None:
             weights = self.loss_weights if weights is None else self.loss_weights * weights
+        losses = self.losses
+        given = torch.ones_like(losses) if weights is None else weights.expand(losses.shape)
         nodes, listen = ((), None) if passing is None else passing
         handles = [
             self.nodes[k].register_prehook(partial(listen, k)) for k in nodes if listen is not None
         ]
         try:
-            gradients = torch.autograd.grad(
-                summed(self.losses, weights),
-                [internals.edge(self.nodes[node], output) for node, output in outputs],
-                retain_graph=True,
-                allow_unused=True,
-            )
+            edges = [internals.edge(self.nodes[node], output) for node, output in outputs]
+            gradients = internals.backward(losses, given.contiguous(), edges)
         finally:
             for handle in handles:
                 handle.remove()
