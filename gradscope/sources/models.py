@@ -29,6 +29,7 @@ from gradscope.sources.code import (
     user_file,
 )
 from gradscope.sources.formats import sha256, sha256_of_list
+from gradscope.sources.kwargs import fitting_arguments
 from gradscope.sources.weights import CheckpointReport, load_into, read
 from gradscope.sources.weights.adapters import base_of, is_adapter, with_adapter
 from gradscope.sources.weights.fit import (
@@ -103,15 +104,28 @@ def _whole(
 ) -> tuple[nn.Module, CheckpointReport]:
     with parameters_on_meta() if assign else nullcontext():
         made = _cast(build(model.factory, model.kwargs, model.mode), dtype)
-    return made, load_into(
-        made,
-        checkpoint.path,
-        key=checkpoint.key,
-        ignore=checkpoint.ignore or (),
-        unsafe_pickle=checkpoint.unsafe_pickle,
-        assign=assign,
-        asked=dtype,
-    )
+    try:
+        return made, load_into(
+            made,
+            checkpoint.path,
+            key=checkpoint.key,
+            ignore=checkpoint.ignore or (),
+            unsafe_pickle=checkpoint.unsafe_pickle,
+            assign=assign,
+            asked=dtype,
+        )
+    except CheckpointError as error:
+        found = fitting_arguments(model, checkpoint, _made) if "fit" in error.what else {}
+        if found:
+            lines = listed(
+                f"{name} = {_toml(new)} (not {_toml(old)})" for name, (old, new) in found.items()
+            )
+            error.remedy = f"All tensors fit with {lines}, under [model.kwargs]."
+        raise
+
+
+def _toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _cast(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:

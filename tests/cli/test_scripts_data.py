@@ -360,3 +360,75 @@ def test_a_dict_of_data_is_no_autoencoder(gradscope: Gradscope) -> None:
     torch.save(nn.ModuleDict({"fc": nn.Linear(4, 3)}).state_dict(), "net.pt")
     found = drafted(gradscope, "net.pt", "train.py:Rows")["dataset"]
     assert (found["inputs"], found["targets"]) == (["x"], ["kind"])
+
+
+DEEP = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self, config, depth, widen=10, ratio=0.5, bias=False, seed=3):
+        super().__init__()
+        assert (depth - 4) % 6 == 0
+        print("built")
+        wide = 2 * widen
+        self.first = nn.Linear(4, wide, bias=bias)
+        layers = [nn.Linear(wide, wide) for _ in range((depth - 4) // 6)]
+        self.layers = nn.ModuleList(layers)
+        self.last = nn.Linear(wide, int(wide * ratio))
+        self.heads = nn.ModuleList([nn.Linear(int(wide * ratio), 3) for _ in range(config.heads)])
+    def forward(self, x):
+        h = self.first(x)
+        for layer in self.layers:
+            h = layer(h)
+        return sum(head(self.last(h)) for head in self.heads)
+def rows():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(6, 4, generator=generator), torch.arange(6) % 3
+"""
+
+
+@CWD
+def test_arguments_with_which_all_tensors_fit(gradscope: Gradscope) -> None:
+    """The error names the values of numbers, truth values and entries of tables."""
+    Path("deep.py").write_text(DEEP)
+    tables = {"heads": 1}, {"heads": 2}
+    made = {"depth": 16, "widen": 3, "ratio": 0.7, "bias": True}
+    layers = {f"layers.{k}": nn.Linear(6, 6) for k in range(2)}
+    heads = {f"heads.{k}": nn.Linear(4, 3) for k in range(2)}
+    parts = {"first": nn.Linear(4, 6), **layers, "last": nn.Linear(6, 4), **heads}
+    state = {f"{k}.{n}": v for k, part in parts.items() for n, v in part.state_dict().items()}
+    torch.save(state, "net.pt")
+    lines = 'version = 1\n[model]\nfactory = "deep.py:Net"\n[model.kwargs]\n'
+    rest = '[checkpoint]\npath = "net.pt"\n[dataset]\npath = "deep.py:rows"\n'
+    rest += '[loss]\nname = "cross_entropy"\n'
+    config = "config = {{ heads = {heads} }}\n".format
+    given = "depth = 28\nwiden = 10\nratio = 0.5\nbias = false\nseed = 3\n"
+    Path("run.toml").write_text(lines + config(**tables[0]) + given + rest)
+    done = gradscope("check", "--config", "run.toml")
+    assert done.code == 3 and done.err.count("built") == 1
+    told = (
+        "config.heads = 2 (not 1), depth = 16 (not 28), widen = 3 (not 10), ratio = 0.7 (not 0.5)"
+    )
+    for part in (*told.split(", "), "bias = true (not false)"):
+        assert part in done.err
+    assert "seed" not in done.err
+    own = "".join(f"{k} = {str(v).lower()}\n" for k, v in made.items())
+    Path("run.toml").write_text(lines + config(**tables[1]) + own + rest)
+
+    def loss(parts: Any, x: Any, y: Any) -> Any:
+        h = parts["layers.1"](parts["layers.0"](parts["first"](x)))
+        h = parts["last"](h)
+        return nn.functional.cross_entropy(parts["heads.0"](h) + parts["heads.1"](h), y)
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = nn.ModuleList(parts.values())
+            self.names = [*parts]
+
+        def __getitem__(self, name: str) -> nn.Module:
+            return self.held[self.names.index(name)]
+
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).double()
+    expected = looped(Parts().double(), loss, x, torch.arange(6) % 3)
+    assert norms(gradscope) == pytest.approx(expected, rel=1e-5)

@@ -6,6 +6,7 @@ This module loads nothing into the model.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Any
 
 import torch
@@ -94,6 +95,25 @@ def fit_state(
         notes |= {f"The weights are read from several keys of the checkpoint: {parts}.": True}
     told = tuple(note for note, done in notes.items() if done)
     return Fit(cast, key, prefix, len(cast) - len(tied), told)
+
+
+def misfit(
+    model: nn.Module, content: Any, key: str | None, ignore: Sequence[str]
+) -> tuple[int, int]:
+    """Return the number of names in which a model and a checkpoint differ, and that of numbers.
+
+    The tensors of the model may be on the meta device.
+    """
+    expected: StateDict = model.state_dict()
+    _, state = _state_dict(content, expected, key)
+    kept = _without(_without_counter(state, expected), expected, ignore)
+    values = _without(_stripped(kept, expected)[1], expected, ignore)
+    values = {k: v for k, v in values.items() if k in expected or isinstance(v, Tensor)}
+    both = expected.keys() & values.keys()
+    shapes = [{k: getattr(own[k], "shape", ()) for k in both} for own in (expected, values)]
+    pairs = [(shapes[0][k], shapes[1][k]) for k in both]
+    sizes = sum(abs(prod(a) - prod(b)) + (a != b) for a, b in pairs)
+    return len(expected.keys() ^ values.keys()), sizes
 
 
 @dataclass(frozen=True)
