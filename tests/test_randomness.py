@@ -147,6 +147,7 @@ CASES: dict[str, Callable[[], Net]] = {
     "dirichlet": between(lambda h: h * torch.distributions.Dirichlet(h.exp()).rsample()),
     "into_a_given_tensor": between(given),
     "shuffled_and_back": between(shuffled_and_back),
+    "one_by_one": between(lambda h: torch.cat([noise(r) * torch.rand(()) for r in h.split(1)])),
     "generator_for_all": between(lambda h: h * torch.rand(O, generator=seeded())),
     "multinomial": between(lambda h: h * torch.multinomial(h.softmax(-1), 1)),
     "multinomial_order": between(lambda h: h.gather(1, torch.multinomial(h.softmax(-1), O))),

@@ -8,7 +8,8 @@ its gradient under this mask is as well defined as without a mask.
 The numbers of call k for sample i are a hash of (seed, k, i, entry), in the order of entries in a
 batch of one. The sample axis of a tensor of numbers is found by comparing batches of two and of
 three. A tensor without such an axis is the same for all samples. If the axis is merged with others,
-the losses decide: different numbers for one sample must change only the loss of this sample.
+the losses decide: different numbers for one sample must change only the loss of this sample. If the
+code runs once for each sample, in a loop, its calls repeat: repetition i belongs to sample i.
 
 The number of the call is stored in torch's own state, as the seed of the CPU's generator.
 Activation checkpointing restores this seed, so recomputed code draws the same numbers again.
@@ -73,10 +74,11 @@ class DrawAxis:
     shape: tuple[int, ...]  # for a single sample
     axis: int | None  # the sample axis, or None for numbers that all samples share
     before: int = 1  # entries of other axes merged before the samples (time-major: T)
+    period: int = 0  # the number of calls for a sample, if the code runs once for each sample
 
     def at(self, n: int) -> tuple[int, ...]:
-        """Return the shape for n samples."""
-        if self.axis is None:
+        """Return the shape for n samples, or for one of them if the code runs for each."""
+        if self.axis is None or self.period:
             return self.shape
         k = self.axis
         return (*self.shape[:k], self.shape[k] * n, *self.shape[k + 1 :])
@@ -84,7 +86,7 @@ class DrawAxis:
     @property
     def merged(self) -> int:
         """The number of entries of the axis per sample."""
-        return 1 if self.axis is None else self.shape[self.axis]
+        return 1 if self.axis is None or self.period else self.shape[self.axis]
 
     def arranged(self, each: Tensor) -> Tensor:
         """Arrange the numbers of each sample, (n, *shape), in the shape for n samples."""
@@ -130,7 +132,7 @@ class _ForwardPass:
         fitting = [
             (plan, place)
             for plan in self.plans
-            for place in plan.get(call, ())
+            for place in _places(plan, call, n)
             if place.kind == kind and place.at(n) in shapes
         ]
         self.plans = [plan for plan, _ in fitting]
@@ -325,8 +327,9 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def made(index: Tensor | None, one: tuple[int, ...], trial: int = 0) -> Tensor:
             with torch._C._DisableTorchDispatch():  # not a part of the model
-                return _numbers(self.seed, call, index, one, device, trial)
+                return _numbers(self.seed, own_call, index, one, device, trial)
 
+        own_call = call  # the number of the call for one sample
         if run.recorded is not None:
             run.recorded.append((call, kind, full))
             return made(None, full)[0]
@@ -340,8 +343,14 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
             shared = made(None, place.shape)[0]
             return shared.expand(n, *place.shape).reshape(full) if stacked else shared
         run.program = hash((run.program, run.picks))  # the program depends on the order of rows
-        each = made(run.index, place.shape)
         calls, trial = run.redraw
+        if place.period:
+            sample, own_call = divmod(call, place.period)
+            if not run.single:
+                other = trial if sample == 1 and own_call in calls else 0
+                found = made(run.index[sample : sample + 1], place.shape, other)
+                return found[0] if wrap is None else wrap(found)
+        each = made(run.index, place.shape)
         if call in calls:
             each[1] = made(run.index[1:2], place.shape, trial)[0]
         if stacked:
@@ -352,6 +361,8 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Find the sample axes of a model's draws; store and return the plan."""
         try:
             first, second = (self._record_calls(batch.resized(n), losses) for n in (2, 3))
+            if (looped := _looped(first, second)) is not None:
+                return self._learnt_loop(looped, first, batch, losses)
             if [call[:2] for call in first] != [call[:2] for call in second]:
                 raise _unclear("it draws different kinds of numbers for two and for three samples")
             plan: DrawPlan = {}
@@ -370,6 +381,22 @@ class FixedRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ) from error
         except Unplanned:  # raised with other numbers for one sample
             raise _unclear("its later draws depend on its earlier draws") from None
+        self._plans = [*(p for p in self._plans[-_PLANS:] if p != plan), plan]
+        return plan
+
+    def _learnt_loop(
+        self,
+        plan: DrawPlan,
+        first: list[Call],
+        batch: Batch,
+        losses: Callable[[Batch], Tensor],
+    ) -> DrawPlan:
+        """Store and return the plan of code that runs once for each sample, after a test."""
+        for k in range(min(len(batch), 3)):
+            if self._record_calls(batch.select(torch.tensor([k, k])), losses) != first:
+                raise _unclear("the kind or shape of a draw differs between samples")
+        if not self._is_own(plan, plan, batch.resized(3), losses):
+            raise _unclear("the draws of a loop over samples change several losses")
         self._plans = [*(p for p in self._plans[-_PLANS:] if p != plan), plan]
         return plan
 
@@ -570,6 +597,25 @@ def _unclear(why: str) -> UnsupportedError:
         f"cannot determine which of the model's random numbers belong to which sample: {why}",
         remedy=_REMEDY,
     )
+
+
+def _looped(two: list[Call], three: list[Call]) -> DrawPlan | None:
+    """Return the plan if equal draws repeat for each of two and of three samples, or None."""
+    period = len(two) // 2
+    one = [call[1:] for call in two[:period]]
+    if not one or [c[1:] for c in two] != one * 2 or [c[1:] for c in three] != one * 3:
+        return None
+    if [c[0] for c in three] != list(range(3 * period)):
+        return None  # a part is recomputed
+    return {k: (DrawAxis(kind, shape, 0, 1, period),) for k, (kind, shape) in enumerate(one)}
+
+
+def _places(plan: DrawPlan, call: int, n: int) -> tuple[DrawAxis, ...]:
+    """Return the sample axes of a call in a plan, for n samples."""
+    period = next((place.period for places in plan.values() for place in places), 0)
+    if not period:
+        return plan.get(call, ())
+    return plan[call % period] if call < n * period else ()
 
 
 def _place(kind: str, two: tuple[int, ...], three: tuple[int, ...]) -> DrawAxis:

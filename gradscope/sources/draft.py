@@ -37,12 +37,8 @@ from gradscope.sources.scripts.data import (
 )
 from gradscope.sources.scripts.losses import (
     is_complete,
-    loss_expression,
     loss_is_summed,
-    loss_method,
     losses_called,
-    own_loss,
-    reconstruction,
 )
 from gradscope.sources.scripts.models import (
     ONE_SAMPLE,
@@ -52,6 +48,7 @@ from gradscope.sources.scripts.models import (
     find_models,
     find_trained,
 )
+from gradscope.sources.scripts.sample_loss import SampleLoss, step_loss
 from gradscope.sources.scripts.stored import StoredArguments, stored_arguments
 from gradscope.sources.scripts.syntax import DEFAULT, Script
 from gradscope.sources.variables import Variables
@@ -133,12 +130,7 @@ _FILL_IN = "fill it in, or build the model in a function: --model FILE.py:FUNCTI
 
 _LOSSES = ("loss.py", "sample_loss.py")  # the names of a new file with a loss
 
-# a loss that a script computes with a method of the model
-_METHOD = """\
-# Write this loss in {file}, for one sample x with target y at a time. If the method returns one
-# number for each sample, call it once with all inputs: this is faster."""
-
-# a loss that is a function or a class of a script
+# a loss of a script with parts that are not known
 _OWN = """\
 # Write this loss in {file}. It returns one number for each sample: without a mean or a sum over
 # the samples."""
@@ -188,10 +180,10 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     given = stored.given
     result.unused |= given.unread
     called = losses_called(near, drafted.file, given) or losses_called(files, drafted.file, given)
-    each, line = ([], "") if loss else loss_method(files, drafted.file, given)
-    lines, own = ([], "") if loss or each else own_loss(files, drafted.file, given)
-    if not (loss or each or own):
-        lines, own = loss_expression(files, drafted.file, given)
+    made = function_of(str(data)) is not None and data.suffix.lower() != ".toml"
+    step = None if loss else _step(near, files, drafted, given, made_by if made else None)
+    if step is not None and step.name:
+        called = [step.name]
     found, why = "mse", "an example"
     described = data.suffix.lower() == ".toml"
     place, name = Path(), ""  # of data that a script makes
@@ -203,8 +195,8 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
             dataset_lines, place, name = _data_of_script(
                 result, str(data), folder, files, stored.given
             )
-        if not described and (same := reconstruction(files, drafted.file)):
-            of = f"the model's inputs are the targets of {same}"
+        if not described and step is not None and step.of_inputs:
+            of = f"the model's inputs are the targets of {step.line}"
             dataset_lines.append(f'targets = ["inputs"]  # guessed: {_comment(of)}')
             result.guessed["dataset.targets"] = f'["inputs"]: {of}'
         if drafted.loss:
@@ -222,7 +214,7 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
                 folder,
                 keywords=held,
                 forward=drafted.inputs,
-                loss=loss or ("loss.py:loss" if each else None),
+                loss=loss or ("loss.py:loss" if step is not None and not step.name else None),
                 called=called,
                 group=spec.dataset.group,
                 transforms=transforms_of(files),
@@ -231,8 +223,10 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     if shape and name:  # the inputs of a script's data
         dataset_lines.append(f"reshape = {_value({'inputs': shape})}  # guessed: {_comment(view)}")
         result.guessed["dataset.reshape"] = f"{_value({'inputs': shape})}: {view}"
-    keys = keys_of_batch(near, drafted.file, drafted.name) if name else ([], [])
-    if all(keys):
+    keys = step.keys if step is not None else ([], [])
+    if name and not all(keys):
+        keys = keys_of_batch(near, drafted.file, drafted.name)
+    if name and all(keys):
         why_keys = "the training uses these keys"
         for side, chosen in zip(("inputs", "targets"), keys, strict=True):
             dataset_lines = [each for each in dataset_lines if not each.startswith(f"{side} = ")]
@@ -243,22 +237,20 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
         dataset_lines.append(f"# do this in the data set: {_comment(changed)}")
     if spec.dataset.group is not None:
         dataset_lines.append(f"group = {quoted(spec.dataset.group)}")
-    if each:
-        head = ["import gradscope, torch", "@gradscope.model_loss"]
-        code = [*head, "def loss(model, inputs, targets):", *(f"    {text}" for text in each)]
-        found, loss_lines = _own_loss(result, code, line, _METHOD, folder)
-    elif own:
-        how = " For one sample at a time:" if "import torch" in lines else ""
-        code = lines or ["def loss(outputs, targets):", "    return ..."]
-        found, loss_lines = _own_loss(result, code, own, _OWN + how, folder)
+    written = step is not None and (not step.name or (step.reshaped and bool(name)))
+    if step is not None and written:
+        found, loss_lines = _own_loss(result, step, folder)
     else:
         summed = near if losses_called(near, drafted.file, given) else files
-        if loss is None and called and loss_is_summed(summed, drafted.file, given):
+        if loss is None and step is None and called and loss_is_summed(summed, drafted.file, given):
             why = "AN EXAMPLE: a nearby script adds several losses; write a function, "
             why += "FILE.py:FUNCTION"
             result.missing["loss.name"] = _REPLACE
         if loss is None and "loss.name" not in result.missing:
             result.guessed["loss.name"] = f"{found}: {why}"
+        if step is not None and step.notes and "loss.name" in result.guessed:
+            result.guessed["loss.name"] += f"; {'; '.join(step.notes)}"
+            why += f"; {'; '.join(step.notes)}"
         mark = "" if "loss.name" in result.missing else "guessed: "
         loss_lines = [] if loss else [f"# {mark}{_comment(why)}"]
     loss_lines.append(f"name = {quoted(_anchored(loss or found, folder))}")
@@ -283,30 +275,42 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     return result
 
 
-def _own_loss(
-    result: Draft, code: Sequence[str], line: str, how: str, folder: Path
-) -> tuple[str, list[str]]:
+def _step(
+    near: Sequence[Path],
+    files: Sequence[Path],
+    model: "_Model",
+    given: Mapping[str, Any],
+    data: Path | None,
+) -> SampleLoss | None:
+    """Return the loss of a training step in the nearest scripts, or in all scripts."""
+    found = step_loss(near, model.file, model.name, given, data)
+    return found or step_loss(files, model.file, model.name, given, data)
+
+
+def _own_loss(result: Draft, step: SampleLoss, folder: Path) -> tuple[str, list[str]]:
     """Return FILE.py:loss, and the lines of a run file for a loss of the user's code.
 
     The code is written to loss.py, or to sample_loss.py if loss.py exists, if it is complete.
 
     Args:
         result: The draft, to which the file is added.
-        code: The lines of the file, as far as they are known.
-        line: The line of a script with this loss.
-        how: A comment that says how to write the loss.
+        step: The loss.
         folder: The folder of the run file.
     """
-    file = next((name for name in _LOSSES if not (folder / name).exists()), "")
-    if file and is_complete("\n".join(code)):
-        result.files[file] = "\n".join([f"# {_comment(line)}", *code, ""])
+    imported = {f"{text.split()[1]}.py" for text in step.code if text.startswith("from ")}
+    free = (name for name in _LOSSES if name not in imported and not (folder / name).exists())
+    file = next(free, "")
+    line = "; ".join([step.line, *step.notes])
+    if file and not step.unknown and is_complete("\n".join(step.code)):
+        result.files[file] = "\n".join([f"# {_comment(line)}", *step.code, ""])
         result.missing.pop("loss.name", None)  # an example is not needed
-        result.guessed["loss.name"] = f"{file}:loss, a new file, for {line}"
-        return f"{file}:loss", [f"# guessed: {file} is a new file, for {_comment(line)}"]
+        result.guessed["loss.name"] = f"{file}:{step.function}, a new file, for {line}"
+        return f"{file}:{step.function}", [f"# guessed: {file} is a new file, for {_comment(line)}"]
     file = file or _LOSSES[0]
-    result.missing["loss.name"] = f"write {file}, as the run file shows, for {line}"
-    shown = [f"# {_comment(line)}", *how.format(file=file).splitlines()]
-    return f"{file}:loss", [*shown, *(f"#     {_comment(text)}" for text in code)]
+    lost = f". Not found: {listed(step.unknown)}" if step.unknown else ""
+    result.missing["loss.name"] = f"write {file}, as the run file shows, for {line}{lost}"
+    shown = [f"# {_comment(line + lost)}", *_OWN.format(file=file).splitlines()]
+    return f"{file}:{step.function}", [*shown, *(f"#     {_comment(text)}" for text in step.code)]
 
 
 @contextmanager

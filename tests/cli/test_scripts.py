@@ -16,8 +16,9 @@ from torch import nn
 
 import gradscope as package
 from gradscope.sources.code import Config
-from gradscope.sources.scripts.losses import loss_method, losses_called
+from gradscope.sources.scripts.losses import losses_called
 from gradscope.sources.scripts.models import find_models, find_trained
+from gradscope.sources.scripts.sample_loss import step_loss
 from tests.cli.conftest import Gradscope
 
 HEAD = """
@@ -768,7 +769,7 @@ def test_a_loss_of_the_models_method_is_shown_and_samples_of_a_variable_have_no_
     assert 'name = "loss.py:loss"' in Path("run.toml").read_text()
     code = Path("loss.py").read_text()
     assert code.startswith("# density.py: loss = -model.log_prob(x).mean()\n")
-    assert "[-model.log_prob(x[None]).mean() for x in inputs]" in code
+    assert "loss = -model.log_prob(x).mean()" in code and "def loss(model, inputs, targets)" in code
     done = gradscope("compute", "--config", "run.toml", "-o", "o.h5")
     assert done.code == 0, done.err
     errors = torch.arange(12.0).reshape(6, 2) - torch.tensor([1.0, 2.0])
@@ -786,7 +787,8 @@ def test_a_loss_of_torch_that_is_an_attribute_of_the_model(tmp_path: Path) -> No
         "loss = model.loss(model(x), y)\nloss.backward()\n"
     )
     files = sorted(tmp_path.glob("*.py"))
-    assert loss_method(files, tmp_path / "net.py") == ([], "")
+    found = step_loss(files, tmp_path / "net.py", "Net", {})
+    assert found is not None and found.name == "bce"
     assert losses_called(files, tmp_path / "net.py") == ["bce"]
 
 
@@ -835,8 +837,8 @@ def train(data, weight=0.5):
     ("criterion", "line", "shown"),
     [
         ("Focal(power=2)", "criterion(model(normalize(x)), y)", "criterion = Focal(power=2)"),
-        ("both", "both(model(x), y, weight)", "return ..."),
-        ("Smooth()", "criterion(model(normalize(x)), y)", "cross_entropy"),
+        ("both", "both(model(x), y, weight)", "weight"),
+        ("Smooth()", "criterion(model(normalize(x)), y)", "import Smooth"),
         ("nn.CrossEntropyLoss()", "criterion(model(x), y) / 4", "cross_entropy"),
         ("None", "F.cross_entropy(model(normalize(x)), y)", "cross_entropy"),
     ],
@@ -861,12 +863,15 @@ def test_a_loss_of_the_script_itself(
     if shown == "cross_entropy":
         assert f'name = "{shown}' in text and json.loads(done.out)["missing"] == []
         return
-    if shown == "return ...":
-        assert json.loads(done.out)["missing"] == ["loss.name"] and shown in text
-        assert f"# train.py: loss = {line}, with both of losses.py\n" in text
-        assert not Path("loss.py").exists()
+    if shown == "weight":
+        assert json.loads(done.out)["missing"] == ["loss.name"]
+        assert f"# train.py: loss = {line}. Not found: weight\n" in text
+        assert "#     from losses import both\n" in text and not Path("loss.py").exists()
         return
     code = Path("loss.py").read_text()
+    if shown == "import Smooth":
+        assert shown in code
+        return
     assert code.startswith(f"# train.py: loss = {line}\n") and shown in code
     Path("loss.py").write_text("# my own\n")  # an existing file is kept
     again = gradscope("init", "w.pt", "d.pt", "--json", "--overwrite")
@@ -1155,7 +1160,7 @@ def test_a_module_of_the_folder_above_that_takes_a_module_and_trains_a_method(
     assert '\n[model.kwargs.net]\nfactory = "../parts.py:MLP"  # guessed: the script passes' in text
     assert "\nn = 2  # guessed: the size of fc\n" in text
     each = "torch.stack([distance(y[None], model.slope(x[None])) for x, y in zip(inputs, targets)])"
-    assert "# train.py: loss = distance(y, found)\n" in text and each in text
+    assert "# train.py: loss = distance(y, found). Not found: args" in text
     Path("own.py").write_text(
         "import gradscope, torch\nfrom train import Field, MLP, data, distance\n"
         "@gradscope.model_loss\n"

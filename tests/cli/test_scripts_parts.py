@@ -113,7 +113,6 @@ def test_a_model_that_takes_a_module_and_returns_its_loss(
     inner = {"factory": "inner.py:Net", "width": 6, "kinds": 3}
     assert found["model"]["kwargs"] == {"steps": 7, "device": "cpu", "net": inner}
     assert found["compute"]["randomness"] == "fixed" and "dtype" not in found["dataset"]
-    assert 'model.criterion.reduction = "none"' in Path("loss.py").read_text()
     expected = looped(model, lambda model, x, c: model(x, c), inputs, kinds)
     assert norms(gradscope) == pytest.approx(expected, rel=1e-4)
 
@@ -198,13 +197,7 @@ def test_arguments_that_a_script_takes_from_parsed_options(gradscope: Gradscope)
     assert found["model"]["factory"] == "called.py:Attention"
     expected = {"n": 11, "width": 8, "pad": 3, "heads": 2, "tied": True}
     assert found["model"]["kwargs"] == expected
-    line = "# called.py: loss = token_loss(model(tokens), gold.view(-1), smooth=opt.smooth)"
-    assert line in Path("run.toml").read_text() and found["loss"]["name"] == "loss.py:loss"
-    Path("loss.py").write_text(
-        "import torch\nfrom called import token_loss\ndef loss(outputs, targets):\n"
-        "    rows = zip(outputs.view(*targets.shape, -1), targets)\n"
-        "    return torch.stack([token_loss(o, t, 0.1)[0] for o, t in rows])\n"
-    )
+    assert found["loss"]["name"] == "loss.py:loss"
 
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Any:
         return token_loss(model(x), y.view(-1), 0.1)[0]
@@ -268,16 +261,11 @@ def test_a_pickled_list_with_a_model_and_a_loss(gradscope: Gradscope) -> None:
     assert gradscope("init", "state.pt", "data.pt", "-o", "state.toml").code == 0
     found = drafted(gradscope, "all.pt", "data.pt", "--unsafe-pickle")
     assert found["model"]["factory"] == "checkpoint"
-    assert "def loss(model, inputs, targets):" in Path("loss.py").read_text()
-    Path("loss.py").write_text(
-        "import gradscope, torch\nfrom pickled import SplitCriterion\n@gradscope.model_loss\n"
-        "def loss(model, inputs, targets):\n    one = SplitCriterion()\n"
-        "    rows = zip(model(inputs), targets)\n"
-        "    return torch.stack([one(model.decoder.weight, h[None], y[None]) for h, y in rows])\n"
-    )
+    assert found["loss"]["name"] == "sample_loss.py:loss"  # the first run wrote loss.py
 
     def loss(model: Any, x: Tensor, y: Tensor) -> Any:
-        return nn.functional.cross_entropy(model(x) @ model.decoder.weight.T, y)
+        main = nn.functional.cross_entropy(model(x) @ model.decoder.weight.T, y)
+        return main + 0.1 * model(x).square().mean()
 
     assert norms(gradscope) == pytest.approx(looped(model, loss, inputs, targets), rel=1e-4)
 
@@ -368,9 +356,6 @@ def test_a_loss_of_torch_of_a_method_of_the_model(gradscope: Gradscope) -> None:
     torch.save(model.state_dict(), "coder.pt")
     torch.save((inputs, targets), "data.pt")
     drafted(gradscope, "coder.pt", "data.pt")
-    code = Path("loss.py").read_text()
-    assert "F.mse_loss(model.encode(x[None]), y[None]) for x, y in zip(inputs, targets)" in code
-    Path("loss.py").write_text(f"import torch.nn.functional as F\n{code}")
 
     def loss(model: Any, x: Tensor, y: Tensor) -> Any:
         return nn.functional.mse_loss(model.encode(x), y)
