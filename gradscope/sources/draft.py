@@ -223,7 +223,7 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     if shape and name:  # the inputs of a script's data
         dataset_lines.append(f"reshape = {_value({'inputs': shape})}  # guessed: {_comment(view)}")
         result.guessed["dataset.reshape"] = f"{_value({'inputs': shape})}: {view}"
-    keys = step.keys if step is not None else ([], [])
+    keys: tuple[Any, Any] = step.keys if step is not None else ([], [])
     if name and not all(keys):
         keys = keys_of_batch(near, drafted.file, drafted.name)
     if name and all(keys):

@@ -181,7 +181,7 @@ def keeps_numbers(node: ast.expr) -> bool:
     """Whether an expression has the numbers of a variable: no arithmetic, no other function."""
     if isinstance(node, ast.Subscript):
         entries = node.slice.elts if isinstance(node.slice, ast.Tuple) else []
-        return keeps_numbers(node.value) and not entries and not isinstance(node.slice, ast.Slice)
+        return keeps_numbers(node.value) and not entries
     if isinstance(node, ast.Attribute):
         return keeps_numbers(node.value)
     if isinstance(node, ast.Call):

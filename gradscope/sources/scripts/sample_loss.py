@@ -53,6 +53,7 @@ from gradscope.sources.training import is_main_block
 _RESULT = "_result"  # the variable of a step's loss
 _FLAT = re.compile(r"\.(view|reshape)\(-1,[^;]*\)$|flatten\(0, 1\)$")  # all positions on one axis
 _LOSS = re.compile(r"loss|crit(erion)?$|_entropy|objective", re.I)
+_NEW = re.compile(r"\b(ones|zeros|full|rand\w*|empty|eye|fill_|\w+_like)\(")  # constant targets
 _TARGETS = re.compile(r"^(y|t|tgt|gold|truth)\b|target|label|truth|_y$|^y_", re.I)
 # layers with weights, and models of packages
 _LAYERS = re.compile(
@@ -136,6 +137,7 @@ class _Slice:
     def targets(self) -> list[ast.expr]:
         """The variables, or parts of them, in the arguments of a loss next to the outputs."""
         value, _ = reduced_loss(self.value)
+        made = {name: ast.unparse(node) for name, node in self.values.items()}
         calls = [n for n in ast.walk(value) if isinstance(n, ast.Call) and len(n.args) > 1]
         of_outputs = [
             (call, [base_of(a) for a in call.args])
@@ -148,13 +150,8 @@ class _Slice:
             for base in parts
             if isinstance(base, ast.Name | ast.Subscript | ast.Attribute)
             and last_name(base) not in self.used
-            and (last_name(base) not in self._made or _TARGETS.search(last_name(base)))
+            and not _NEW.search(made.get(last_name(base), ""))
         ]
-
-    @property
-    def _made(self) -> set[str]:
-        """The variables that the step makes."""
-        return {n for line in self.kept if not line.outer for n in names_bound(line.node)}
 
     @property
     def value(self) -> ast.expr:
@@ -374,7 +371,7 @@ class _Writer:
                 return None  # a loss of torch: its name and the data say what it is
             unknown.append("the inputs and targets in a batch")
         keys = ([], []) if whole is None else whole
-        name, reshaped = self._name(sliced, parts, {**dict.fromkeys(both, BATCH)})
+        name, reshaped = self._name(sliced, parts.values, both)
         body = [ast.unparse(each.node) for each in sliced.kept if not each.outer]
         body[-1] = body[-1].replace(f"{_RESULT} = ", "return ", 1)
         arguments = [*models, *places]
@@ -448,8 +445,10 @@ class _Writer:
             targets = [entry for entry in dict.fromkeys(used) if entry not in given]
             keyed = [e for e in (*given, *targets) if len(e) == 2 and not str(e[1]).startswith(".")]
             known = bool(given) and len(keyed) == len(given) + len(targets)
+            if not known:
+                return given, targets, None
             keys = ([e[1] for e in given], [e[1] for e in targets or dict.fromkeys(used)])
-            return given, targets, keys if known and keys[1] else None
+            return given, targets, keys if keys[1] else None
         found = [e[1] for e in (*used, *given) if len(e) > 1]
         count = reader.count or max([*found, 0]) + 1
         if (BATCH,) in (*used, *given):  # for x in loader
@@ -460,7 +459,7 @@ class _Writer:
         return entries[:taken], entries[taken:], None
 
     def _name(
-        self, sliced: _Slice, parts: "_Parts", batch: Mapping[Entry, str]
+        self, sliced: _Slice, known: Mapping[str, ast.expr], batch: Collection[Entry]
     ) -> tuple[str, bool]:
         """Return the name of an equal loss of gradscope, or "", and whether the step reshapes."""
         value = _inlined(sliced.value, self.scripts)
@@ -468,7 +467,7 @@ class _Writer:
         if not isinstance(call, ast.Call):
             return "", False
         arguments = [*call.args, *(k.value for k in call.keywords if k.arg in ("input", "target"))]
-        values = {**sliced.values, **parts.values}
+        values = {**sliced.values, **known}
         name = last_name(call.func)
         if isinstance(call.func, ast.Attribute):  # model.loss of self.loss = nn.BCELoss()
             owned = (_only_value(name, each, ast.Attribute) for each in self.scripts)
@@ -485,7 +484,10 @@ class _Writer:
         plain = entries[0] == (OUTPUTS,) and entries[1] in batch
         if not plain or not (keeps_numbers(outputs) and keeps_numbers(targets)):
             return "", False
-        if {"mean", "sum", "permute", "transpose", "t"} & _methods(arguments[:2]):
+        parts = [n for each in arguments[:2] for n in ast.walk(each)]
+        if {"mean", "sum", "permute", "transpose", "t"} & _methods(arguments[:2]) or any(
+            isinstance(n, ast.Slice) for n in parts
+        ):
             return "", False
         sources = Sources(self.scripts[0], self.scripts)
         options = options_of(call, built, sources, self.given, reducers)
