@@ -37,6 +37,8 @@ _INDEX = re.compile(r"index out of range in self")
 _CHANNELS = re.compile(r"expected input\[[\d, ]+\] to have (\d+) channels")
 _PRODUCT = re.compile(r"cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
 _UNBATCHED = re.compile(r"Expected \dD \(unbatched\) or (\d)D \(batched\) input")
+_RECURRENT = re.compile(r"Expected input to be 2D or 3D, got \dD")
+_STEP = re.compile(r"must be equal to input_size\. Expected (\d+), got \d+")
 _IDS = re.compile(r"argument #1 'indices'")
 _SIZES = re.compile(r"size|shape|length|split|expand|index", re.I)
 _FIXED = re.compile(r"Guard failed|to be equal to \d+, but got")  # messages of exported programs
@@ -294,7 +296,22 @@ def _width_hint(text: str, batch: Batch) -> str | None:
     if len(inputs) != 1:
         return None
     size = inputs[0].shape[1:]
-    product, axes = _PRODUCT.search(text), _UNBATCHED.search(text)
+    product, axes, step = _PRODUCT.search(text), _UNBATCHED.search(text), _STEP.search(text)
+    most = 3 if _RECURRENT.search(text) else int(axes[1]) if axes is not None else 0
+    single = [k for k, n in enumerate(size) if n == 1]
+    extra = len(size) + 1 - most
+    if most and 0 < extra <= len(single):
+        kept = [n for k, n in enumerate(size) if k not in single[:extra]]
+        return (
+            f"The layer takes {most} axes, the samples' among them. A dataset spec says reshape = "
+            f"{{ NAME = {kept} }}."
+        )
+    if step is not None and size and prod(size) % int(step[1]) == 0:
+        kept = [prod(size) // int(step[1]), int(step[1])]
+        return (
+            f"The layer takes {step[1]} numbers at each step of a sequence. A dataset spec says "
+            f"reshape = {{ NAME = {kept} }}, if a sample is such a sequence."
+        )
     if axes is not None and len(size) < int(axes[1]) - 1:
         wanted = "[channels, height, width]" if axes[1] == "4" else "[channels, ...]"
         return (
@@ -310,9 +327,11 @@ def _width_hint(text: str, batch: Batch) -> str | None:
             f"The layer takes {width} numbers on the last axis. A dataset spec says reshape = "
             f"{{ NAME = [{width}] }}."
         )
+    given = prod(size[-1:])
+    columns = f' (columns = {{ NAME = ["ARRAY[0:{width}]"] }})' if width < given else ""
     return (
-        f"The layer takes {width} numbers on the last axis, and a sample has {prod(size[-1:])}: "
-        "name the columns that the model was trained on, or build the model for these."
+        f"The layer takes {width} numbers on the last axis, and a sample has {given}: name the "
+        f"columns that the model was trained on{columns}, or build the model for these."
     )
 
 

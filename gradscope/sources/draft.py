@@ -50,7 +50,7 @@ from gradscope.sources.scripts.models import (
 )
 from gradscope.sources.scripts.sample_loss import SampleLoss, step_loss
 from gradscope.sources.scripts.stored import StoredArguments, stored_arguments
-from gradscope.sources.scripts.syntax import DEFAULT, Script
+from gradscope.sources.scripts.syntax import DEFAULT, NOT_PROVED, Script
 from gradscope.sources.variables import Variables
 from gradscope.sources.weights import read
 from gradscope.sources.weights.fit import Joined, state_dict_under, state_dicts, stored_modules
@@ -472,11 +472,13 @@ def _model(
             or (not each.is_class and (not likely or _builds(each.file, likely)))
         ]
         likely = [*trained, *likely]
-    if likely and held is None and (built := find_built(files, likely[0])) is not None:
+    if likely and held is None and (built := find_built(files, likely[0], data)) is not None:
         options = command_line(built.file, built.name, files, {}, checkpoint)
         # the training may have set other options than the defaults
         assumed = any(each.why == DEFAULT for each in likely[0].arguments.values())
-        if likely[0].unknown or _reads_block(likely[0]) or (assumed and options is not None):
+        config = any("." in k and NOT_PROVED in v.why for k, v in likely[0].arguments.items())
+        certain = not (likely[0].unknown or _reads_block(likely[0]) or config)
+        if not certain or (assumed and options is not None):
             likely = [built, *likely]
     if held is not None:
         value, why = FROM_CHECKPOINT, f"the checkpoint's {held} describes the model"

@@ -194,6 +194,7 @@ def build(
         ModelError: The factory cannot be imported, raised, or returned no trainable model.
     """
     model: nn.Module = _made(factory, kwargs)
+    model = model.module if isinstance(model, nn.DataParallel) else model  # for several GPUs
     where = f"model factory {factory}"
     _require_trainable(model, where)
     with user_file(where):

@@ -467,7 +467,20 @@ MESSAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...], int, str, s
         layers(IMAGE, np.ones((N, 192), "f4")), (), 3, "inputs (12, 192)", f"{FITS}[channels",
     ),
     "too many columns": (
-        data(inputs=np.ones((N, 5), "f4")), (), 3, "takes 4 numbers on the last axis", "has 5",
+        data(inputs=np.ones((N, 5), "f4")), (), 3, "takes 4 numbers on the last axis, and a sample "
+        "has 5", 'columns = { NAME = ["ARRAY[0:4]"] }',
+    ),
+    "images for a recurrent layer": (
+        layers("nn.LSTM(3, 2, batch_first=True)", np.ones((N, 1, 5, 3), "f4")), (), 3,
+        "takes 3 axes", f"{FITS}[5, 3] }}",
+    ),
+    "rows for a recurrent layer": (
+        layers("nn.GRU(3, 2, batch_first=True)", np.ones((N, 15), "f4")), (), 3,
+        "takes 3 numbers at each step", f"{FITS}[5, 3] }}",
+    ),
+    "images for a convolution of sequences": (
+        layers("nn.Conv1d(5, 2, 1)", np.ones((N, 1, 5, 3), "f4")), (), 3,
+        "takes 3 axes", f"{FITS}[5, 3] }}",
     ),
     "images for a linear layer": (
         data(inputs=np.ones((N, 2, 2), "f4")), (), 3, "inputs (12, 2, 2)", f"{FITS}[4] }}",

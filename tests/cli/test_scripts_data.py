@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import gradscope as package
 from gradscope.config import DatasetSpec
 from gradscope.errors import CheckpointError, DatasetError
 from gradscope.sources.data import open_dataset
@@ -432,3 +433,99 @@ def test_arguments_with_which_all_tensors_fit(gradscope: Gradscope) -> None:
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).double()
     expected = looped(Parts().double(), loss, x, torch.arange(6) % 3)
     assert norms(gradscope) == pytest.approx(expected, rel=1e-5)
+
+
+CONFIG = """
+from dataclasses import dataclass
+import json, torch
+from torch import nn
+from rows import loaders
+class Easy(dict):
+    __getattr__ = dict.__getitem__
+@dataclass
+class Config:
+    batch: int = 5
+    depth: int = 2
+    shards: int = 0
+class Net(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.fc = nn.Sequential(*[nn.Linear(4, 4) for _ in range(cfg.depth)], nn.Linear(4, 3))
+    def forward(self, x): return self.fc(x)
+def train(cfg):
+    train_loader, test_loader = loaders(cfg)
+    model = nn.DataParallel(Net(cfg))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    criterion = nn.CrossEntropyLoss()
+    for x, y in train_loader:
+        loss = criterion(model(x), y)
+        loss.backward()
+    open("trained", "w").close()
+"""
+ROWS = """
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+def loaders(cfg):
+    x = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, torch.arange(9) % 3)
+    sampler = DistributedSampler(data, cfg.shards, 0) if cfg.shards else None
+    return DataLoader(data, cfg.batch, sampler=sampler), DataLoader(data, cfg.batch)
+"""
+CALLS = [
+    "def main(path='conf.json'):\n    with open(path) as file:\n"
+    "        cfg = Easy(json.load(file))\n    train(cfg)\nif __name__ == '__main__':\n    main()\n",
+    "if __name__ == '__main__':\n    cfg = Config(depth=1)\n    train(cfg)\n",
+    "def main():\n    import argparse\n    parser = argparse.ArgumentParser()\n"
+    "    parser.add_argument('--depth', type=int, default=1)\n"
+    "    parser.add_argument('--batch', default=4)\n"
+    "    parser.add_argument('--shards', default=0)\n"
+    "    args = parser.parse_args()\n    train(args)\nif __name__ == '__main__':\n    main()\n",
+]
+
+
+@CWD
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_data_and_models_of_a_function_with_a_config(
+    gradscope: Gradscope, call: str, prefix: str
+) -> None:
+    """The loaders come from another module, and the model is wrapped for several GPUs."""
+    Path("rows.py").write_text(ROWS)
+    Path("train.py").write_text(CONFIG + call)
+    Path("conf.json").write_text('{"batch": 4, "depth": 1, "shards": 1}')
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    torch.save({f"{prefix}fc.{k}": v for k, v in net.state_dict().items()}, "net.pt")
+    found = drafted(gradscope, "net.pt", "train.py:train_loader")
+    assert found["dataset"]["path"] == "train.py:train.train_loader"
+    assert found["model"]["factory"] == "train.py:train.model"
+    x = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)).double()
+    expected = looped(net.double(), error_of, x, torch.arange(9) % 3)
+    assert norms(gradscope) == pytest.approx(expected, rel=1e-5)
+    with package.open("o.h5") as file:
+        assert "fc.0.weight" in file.parameters
+    assert not Path("trained").exists()
+
+
+@CWD
+def test_the_script_of_the_data_builds_the_model(gradscope: Gradscope) -> None:
+    """Two scripts build the same class in main(); only the arguments of one fit the data."""
+    script = (
+        "import torch\nfrom net import Net\nfrom torch import nn\ndef main():\n"
+        "    size = max(1, 3)\n    net = Net(size * SCALE)\n"
+        "    rows = [(torch.arange(3.0) * k, k % 2) for k in range(5)]\n    TRAIN\n"
+    )
+    Path("net.py").write_text(
+        "from torch import nn\nclass Net(nn.Module):\n    def __init__(self, scale):\n"
+        "        super().__init__()\n        self.fc, self.scale = nn.Linear(3, 2), scale\n"
+        "    def forward(self, x): return self.fc(x) * self.scale\n"
+    )
+    train = "opt = torch.optim.SGD(net.parameters(), 1)\n    for x, y in rows:\n        loss = "
+    train += "nn.functional.cross_entropy(net(x[None]), torch.tensor([y]))\n        loss.backward()"
+    Path("a_test.py").write_text(script.replace("SCALE", "1").replace("TRAIN", "print(net)"))
+    Path("b_train.py").write_text(script.replace("SCALE", "2").replace("TRAIN", train))
+    Path("c_train.py").write_text(script.replace("SCALE", "3").replace("TRAIN", train))
+    Path("rows.py").write_text("rows = [([1.0, 2.0, 3.0], 1)]\n")
+    torch.save({f"fc.{k}": v for k, v in nn.Linear(3, 2).state_dict().items()}, "net.pt")
+    for data, factory in (("c_train", "c_train"), ("a_test", "a_test"), ("rows", "b_train")):
+        found = drafted(gradscope, "net.pt", f"{data}.py:rows", "--overwrite")
+        assert found["model"]["factory"] == f"{factory}.py:main.net"

@@ -191,15 +191,25 @@ def _wrapped(script: Script, scripts: Sequence[Script]) -> list[tuple[str, ast.A
     ]
 
 
-def find_built(files: Iterable[Path], model: FoundModel) -> FoundModel | None:
+def find_built(
+    files: Iterable[Path], model: FoundModel, data: Path | None = None
+) -> FoundModel | None:
     """Return the variable of a script's function that has a model of the class `model`, or None.
+
+    The script of the data is preferred, then scripts that train.
 
     Args:
         files: Python files. They are parsed, not run.
         model: A class with arguments that are not known.
+        data: The script of the data.
     """
     scripts = [script for file in files if (script := Script.read(file)) is not None]
-    for script in sorted(scripts, key=lambda each: not each.losses):  # first those that train
+    of_data = None if data is None else data.resolve()
+
+    def rank(script: Script) -> tuple[bool, bool]:
+        return (script.file.resolve() != of_data, not script.losses)
+
+    for script in sorted(scripts, key=rank):
         variables = Variables(script.tree, script.file)
         for name in variables.made_by({model.name}):
             place, _, own = name.partition(".")

@@ -17,7 +17,8 @@ from gradscope.sources.variables import MOVED
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
-DEFAULT = "the script's default; no tensor confirms it"
+NOT_PROVED = "no tensor confirms it"
+DEFAULT = f"the script's default; {NOT_PROVED}"
 Size = int | str | list[int]  # or a flag, or a choice
 # an expression, its value (a list for [Layer(k) for k in EXPRESSION]), the source's name
 Equation = tuple[ast.expr, Size, str]
@@ -436,7 +437,7 @@ class Sources:
                 for f in fields:
                     value = None if f.value is None else self.constant(f.value)
                     if value is not None and isinstance(f.target, ast.Name):
-                        why = f"the default of {name}; no tensor confirms it"
+                        why = f"the default of {name}; {NOT_PROVED}"
                         best[f.target.id] = Argument(value.value, why)
         return best
 
