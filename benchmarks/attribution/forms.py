@@ -29,7 +29,7 @@ from benchmarks.attribution.truth import FOLDER, Truth, load
 from gradscope.attribution.lds import lds
 
 FORMS = ("influence", "relative", "cosine")
-CURVATURES = ("identity", "ekfac", "shrunk")
+CURVATURES = ("identity", "ekfac", "shrunk", "auto")
 COLUMNS = ("LDS", "wrong labels", "by sum", "outliers", "copies")
 _FAULTS, _OUTLIERS, _NOISE = 0.1, 10, 0.1
 

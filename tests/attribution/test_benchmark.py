@@ -170,7 +170,9 @@ def test_each_curvature_and_form_is_a_line_of_the_table() -> None:
     small.losses[:] = np.random.default_rng(0).random(small.losses.shape)
     found = forms.measure(task, small, (0,))
     lines = forms.table("MLP", found)
-    assert len(lines) == 2 + 6 and all(line.count("|") == 8 for line in lines)
+    assert len(lines) == 2 + 2 * len(forms.CURVATURES) and all(
+        line.count("|") == 8 for line in lines
+    )
     np.testing.assert_allclose(
         found["ekfac", "relative"][[0, 1, 3, 4]], found["ekfac", "cosine"][[0, 1, 3, 4]]
     )
