@@ -161,3 +161,24 @@ def test_no_notice_where_none_is_wanted(run):
     done = run("Dead", "--json")
     assert done.err == ""
     assert any("every gradient is zero" in note for note in json.loads(done.out)["notes"])
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "what"),
+    [("Dead", 4, "every gradient is zero"), ("Lost", 7, "no gradient is finite")],
+)
+def test_a_check_that_proves_nothing_does_not_end_as_done(run, tmp_path, forked, model, code, what):
+    lost = "class Lost(Net):\n    def forward(self, x): return self.a(x) * float('nan')\n"
+    (tmp_path / "m.py").write_text(CODE + lost)
+    done = forked.run(
+        "check",
+        "w.pt",
+        "d.npz",
+        "--model",
+        f"m.py:{model}",
+        "--loss",
+        "mse",
+        cwd=tmp_path,
+        COLUMNS="400",
+    )
+    assert done.code == code and f"nothing is proved: {what}" in done.out

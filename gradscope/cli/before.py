@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from gradscope.cli.names import registries
-from gradscope.cli.options import NONFINITE, show, with_flags
+from gradscope.cli.options import NONFINITE, UNPROVED, show, with_flags
 from gradscope.config import RunSpec
 from gradscope.config.commands import CheckOptions, InitOptions, ListOptions
 from gradscope.process import stops, streams
@@ -96,3 +96,5 @@ def check(options: CheckOptions) -> None:
     show(found, render_inspection, json=options.as_json, verbose=options.verbose)
     if found.first.nonfinite:
         raise typer.Exit(NONFINITE)
+    if not found.certificate["proves"]:  # every gradient is zero
+        raise typer.Exit(UNPROVED)

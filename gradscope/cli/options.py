@@ -34,6 +34,7 @@ GROUPS = {
     "General": "",  # all other options
 }
 FEW_OPTIONS = 20  # a command with at most so many options shows one list
+UNPROVED = 4  # the exit code of a check that proved nothing
 NONFINITE = 7  # the exit code of a finished command with numbers that are not finite
 
 

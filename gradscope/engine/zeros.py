@@ -10,6 +10,7 @@ from gradscope.engine.certificate import Certificate
 from gradscope.model.problem import Problem
 
 NOTHING = "nothing is proved: every gradient is zero"
+NONE_FINITE = "nothing is proved: no gradient is finite"
 
 
 def unreached(problem: Problem, batch: Batch, names: Sequence[str]) -> tuple[str, ...]:
@@ -33,7 +34,8 @@ def zero_notes(problem: Problem, batch: Batch, proof: Certificate) -> list[str]:
     lost = unreached(problem, batch, proof.unused) if proof.unused else ()
     still = [name for name in proof.unused if name not in lost]
     which = batch.sample_batch.description
-    notes = [] if proof.proves else [f"{NOTHING} ({which})"]
+    nothing = NONE_FINITE if proof.nonfinite == proof.samples else NOTHING
+    notes = [] if proof.proves else [f"{nothing} ({which})"]
     if lost:
         notes.append(
             f"no loss of {which} depends on {listed(lost)}: the gradient is zero. If it should be "

@@ -165,7 +165,9 @@ def verdict(certificate: Mapping[str, Any]) -> Styled:
     if not verified:
         return Styled("NOT VERIFIED: verification was switched off", "bold yellow")
     if certificate.get("proves") is False:
-        return Styled("nothing is proved: every gradient is zero", "yellow")
+        finite = certificate.get("nonfinite", 0) != certificate.get("samples")
+        what = "every gradient is zero" if finite else "no gradient is finite"
+        return Styled(f"nothing is proved: {what}", "yellow")
     return Styled(str(certificate.get("verdict", "passed")), "green")
 
 

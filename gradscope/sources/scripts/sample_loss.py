@@ -51,7 +51,9 @@ from gradscope.sources.scripts.syntax import (
 from gradscope.sources.training import is_main_block
 
 _RESULT = "_result"  # the variable of a step's loss
-_FLAT = re.compile(r"\.(view|reshape)\(-1,[^;]*\)$|flatten\(0, 1\)$")  # all positions on one axis
+# functions whose results are written again
+_PLAIN = {"torch", "nn", "F", "functional", "math", "np", "numpy", "functools", "partial"}
+_PLAIN |= {"dict", "list", "tuple", "len", "float", "int", "range", "sum", "max", "min"}
 _LOSS = re.compile(r"loss|crit(erion)?$|_entropy|objective", re.I)
 _NEW = re.compile(r"\b(ones|zeros|full|rand\w*|empty|eye|fill_|\w+_like)\(")  # constant targets
 _TARGETS = re.compile(r"^(y|t|tgt|gold|truth)\b|target|label|truth|_y$|^y_", re.I)
@@ -190,7 +192,7 @@ class _Writer:
     def written(self) -> SampleLoss | None:
         """Return the loss, or None if the step does not train the model."""
         script = self.step.script
-        callers = self.step.callers
+        callers, near = self.step.callers, [script, *self.step.callers]
         model = Model(script, callers, self.name, lightning=self._lightning())
         options, defaults = read_options(self.scripts, self.given)
         model.losses = {name for each in self.scripts for name in each.torch_losses}
@@ -200,7 +202,7 @@ class _Writer:
         for _ in range(3):
             moves = Unmoved(options)
             reader = Reader(model, moves, replaced=True, known=known)
-            sliced = _sliced(reader.read(lines), reader)
+            sliced = _sliced(reader.read(lines), reader, near)
             if not known and (known := self._whole(sliced, reader)):
                 continue
             target = _mixed(sliced, self.scripts)
@@ -217,10 +219,10 @@ class _Writer:
             )
         line = f"{script.file.name}: {self._text()}"
         alone = self._computes_alone(sliced, model)
-        if alone or sliced.outputs != {OUTPUTS} or _FLAT.search(self._returned()):
+        if alone or sliced.outputs != {OUTPUTS} or any(map(_is_flat, self._returned())):
             moves = Unmoved(options)
             reader = Reader(model, moves, replaced=False, known=known)
-            sliced = _sliced(reader.read(lines), reader)
+            sliced = _sliced(reader.read(lines), reader, near)
             nodes = [n for kept in sliced.kept for n in ast.walk(kept.node)]
             calls = [n for n in nodes if isinstance(n, ast.Call)]
             if not any(model.is_call(n) or model.is_method(n) for n in calls):
@@ -358,7 +360,8 @@ class _Writer:
         parts.take(own, self.scripts)
         unknown = sorted(parts.unknown)
         places: dict[str, str] = {}
-        for name, entry in sliced.used.items():
+        used = sorted(sliced.used.items(), key=lambda each: (each[1][0] == BATCH, str(each[1])))
+        for name, entry in used:
             place = _place(entry, inputs, targets, of_inputs=of_inputs)
             if place is None:
                 unknown.append(name)
@@ -386,7 +389,7 @@ class _Writer:
         one = [f"def one({', '.join(arguments)}):"]
         one.append(f'    """Return the loss of a batch of one sample, as in {file}."""')
         one += [f"    {text}" for each in body for text in each.splitlines()]
-        structured = re.search(r"^[(\[{]", self._returned()) is not None
+        structured = any(isinstance(e, ast.Tuple | ast.List | ast.Dict) for e in self._returned())
         split = "samples({})" if structured and (OUTPUTS,) in outputs else "{}.split(1)"
         rows = [split.format(place) for place in places.values()] or ["..."]
         head = [f"def {function}(outputs, targets):"]
@@ -423,16 +426,16 @@ class _Writer:
             return {}
         return {text: (BATCH, k) for k, text in enumerate([*inputs, *targets])}
 
-    def _returned(self) -> str:
-        """Return the expressions that the model's forward returns, or "" if they are not known."""
+    def _returned(self) -> list[ast.expr]:
+        """Return the expressions that the model's forward returns, as far as it is known."""
         last = self.name.rpartition(".")[2]
         for script in self.scripts:
             node = script.classes.get(last)
             for method in node.body if node is not None else ():
                 if isinstance(method, ast.FunctionDef) and method.name == "forward":
                     ends = [n.value for n in ast.walk(method) if isinstance(n, ast.Return)]
-                    return "; ".join(ast.unparse(e) for e in ends if e is not None)
-        return ""
+                    return [e for e in ends if e is not None]
+        return []
 
     def _sides(
         self, sliced: _Slice, reader: Reader
@@ -503,6 +506,16 @@ class _Writer:
         return LOSSES[last_name(built.func)] + options, bool(reshaped)
 
 
+def _is_flat(node: ast.expr) -> bool:
+    """Whether an output, or one of a tuple, has the positions of all samples on one axis."""
+    if isinstance(node, ast.Tuple | ast.List):
+        return any(map(_is_flat, node.elts))
+    called = node.func if isinstance(node, ast.Call) else None
+    shaped = isinstance(called, ast.Attribute) and called.attr in ("view", "reshape")
+    sizes = [ast.unparse(each) for each in node.args] if isinstance(node, ast.Call) else []
+    return shaped and len(sizes) > 1 and sizes[0] == "-1"
+
+
 def _values(call: ast.Call) -> list[ast.expr]:
     return [keyword.value for keyword in call.keywords]
 
@@ -526,7 +539,7 @@ def _place(
     return None
 
 
-def _sliced(lines: Sequence[Line], reader: Reader) -> _Slice:
+def _sliced(lines: Sequence[Line], reader: Reader, scripts: Sequence[Script] = ()) -> _Slice:
     """Return the lines on which the last line depends."""
     found = _Slice([], {}, {_RESULT})
     for line in reversed(lines):
@@ -545,14 +558,37 @@ def _sliced(lines: Sequence[Line], reader: Reader) -> _Slice:
             if line.node.name not in found.free:
                 continue
             bound = {line.node.name}
+        importing = _importable(line.node, scripts) if line.outer else None
+        if importing is not None:
+            line = Line(importing, outer=True)
         found.kept.insert(0, line)
-        if isinstance(line.node, ast.Assign | ast.FunctionDef | ast.ClassDef):
+        if isinstance(line.node, ast.Assign | ast.FunctionDef | ast.ClassDef) or importing:
             found.free -= bound
         found.free |= names_read(line.node)
     for name in sorted(found.free & reader.made.keys()):  # parts that the script does not name
         found.used[name] = reader.made[name]
         found.free.discard(name)
     return found
+
+
+def _importable(node: ast.stmt, scripts: Sequence[Script]) -> ast.ImportFrom | None:
+    """Return the import of a global variable whose value is made by other code than torch's.
+
+    Its script may read files and parse arguments, so that the value is not written again.
+    """
+    if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
+        return None
+    name = node.targets[0].id
+    roots = {
+        ast.unparse(n.func).partition(".")[0] for n in ast.walk(node) if isinstance(n, ast.Call)
+    }
+    if roots <= _PLAIN or _LOSS.search(name):
+        return None
+    for script in scripts:
+        top = {last_name(n.targets[0]) for n in script.tree.body if isinstance(n, ast.Assign)}
+        if name in top and script.file.stem.isidentifier():
+            return ast.ImportFrom(script.file.stem, [ast.alias(name)], 0)
+    return None
 
 
 def _mixed(sliced: _Slice, scripts: Sequence[Script]) -> ast.expr | None:
@@ -679,7 +715,11 @@ class _Parts:
         if value is None:
             self.unknown.add(name)
             return
-        self._assign(assigned(name, value), script)
+        made = assigned(name, value)
+        if (importing := _importable(made, self.near)) is not None:
+            self.imports.append(ast.unparse(importing))
+            return
+        self._assign(made, script)
 
     def take(self, lines: Sequence[Line], scripts: Sequence[Script]) -> None:
         """Add the statements of a step before its loop."""
@@ -687,7 +727,9 @@ class _Parts:
             bound = names_bound(line.node)
             self._seen |= bound
             node = line.node
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            if isinstance(node, ast.ImportFrom):
+                self.imports.append(ast.unparse(node))
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
                 self._define(node.name, node, scripts[0])
             else:
                 self._assign(node, scripts[0])

@@ -40,6 +40,7 @@ _SIZES = re.compile(
     r"^(\w*_)?(batch_?size|bsz?|accum\w*|world_size|iter_size|update_freq)$|^steps$", re.I
 )
 _MIXES = re.compile(r"\(?1\.?0? - (\w+)\)? \*|\* \(1\.?0? - \w+\)")  # (1 - lam) * loss
+_COUNTERS = re.compile(r"^([eijknt]|ep|epoch|it|iteration|step|\w*idx)$")
 # loops over positions or epochs, not over batches
 _POSITIONS = re.compile(
     r"range\(|^count\(|perm(utation)?\(|\.split\(|chunk\(|ind(ices|ex)|idx|arange"
@@ -373,6 +374,7 @@ class Reader(ast.NodeTransformer):
         self.passed: dict[str, list[Entry | None]] = {}  # {outputs: the arguments of the call}
         self.arguments: dict[str, list[ast.expr]] = {}  # the same, as in the script
         self._calls: dict[str, str] = {}  # {call of the model: its outputs}
+        self._assumed = Line(ast.Pass())  # a parameter of a function that may be the batch
         self._versions: dict[str, int] = {}  # {variable: how often it was assigned}
 
     def read(self, lines: Sequence[Line]) -> list[Line]:
@@ -397,10 +399,11 @@ class Reader(ast.NodeTransformer):
         if isinstance(node, ast.FunctionDef):
             names = [a.arg for a in node.args.args]
             batch = [names[1]] if node.name == "training_step" and len(names) > 1 else []
-            batch += [name for name in names if _WHOLE.search(name) and name not in self.entries]
+            batch += [name for name in names if _WHOLE.search(name) and name not in self._versions]
             own = {name: (BATCH,) for name in batch[:1] if name not in self.model.names}
             self.entries |= own
-            return Line(ast.Pass(), own, loop=bool(own))
+            self._assumed = Line(ast.Pass(), dict(own), loop=bool(own))
+            return self._assumed
         assert isinstance(node, ast.For)
         target, called = node.target, ast.unparse(node.iter)
         if "enumerate(" in called and isinstance(target, ast.Tuple) and len(target.elts) == 2:
@@ -409,8 +412,12 @@ class Reader(ast.NodeTransformer):
             return Line(assigned(node.target, node.iter.elts[0]))
         for each in ast.walk(node.target):
             self.entries.pop(last_name(each), None)
-        if _POSITIONS.search(called):
+        if _POSITIONS.search(called) or _COUNTERS.search(last_name(node.target)):
             return Line(ast.Pass(), loop=True)
+        for name in self._assumed.binds:  # the batch is in the loop, not in a parameter
+            if self.entries.get(name) == (BATCH,):
+                del self.entries[name]
+        self._assumed.binds = {}
         return Line(ast.Pass(), self._bind(target, (BATCH,)), loop=True)
 
     def _bind(self, target: ast.expr, entry: Entry) -> dict[str, Entry]:
