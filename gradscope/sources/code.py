@@ -16,6 +16,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import linecache
+import os
 import re
 import sys
 import threading
@@ -55,7 +56,13 @@ from gradscope.model.locate import (
 )
 from gradscope.process.shortage import is_shortage
 from gradscope.process.stops import is_stop
-from gradscope.sources.training import Known, parses_arguments, without_training
+from gradscope.sources.training import (
+    Known,
+    is_main_block,
+    parses_arguments,
+    unordered_line,
+    without_training,
+)
 from gradscope.sources.variables import Variables
 
 # messages of torch on a machine without CUDA
@@ -155,6 +162,7 @@ def _variable(reference: str, module: ModuleType, kind: str) -> object:
             exec(compile(whole, str(path), "exec", dont_inherit=True), vars(module))
             vars(module)[key] = vars(module)[key]()
         shown = ", ".join(map(str, lines))
+        _note_order(module.__name__, path, found)
         told = f"Of {function} in {path.name}, only the lines for {variable} were run: {shown}."
         _notes.setdefault(module.__name__, {})[lines[0]] = told
     return vars(module)[key]
@@ -402,6 +410,7 @@ def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
             tree, line = without_training(ast.parse(content, str(path)), path)
             if line is not None:
                 _notes.setdefault(name, {})[line] = _training_note(path, line)
+            _note_order(name, path, (n for n in tree.body if not is_main_block(n)))
             package, folders = _package(path, tree)
             if package:  # for relative imports; importlib reads the name
                 spec.name, module.__package__ = f"{package}.{name}", package
@@ -419,6 +428,18 @@ def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
             error.remedy = f"{_ARGUMENTS}Or c{text}"  # type: ignore[attr-defined]
         raise
     return module, name
+
+
+def _note_order(key: str, path: Path, nodes: Iterable[ast.AST]) -> None:
+    """Record a note if code uses the order of a set, which differs between processes."""
+    line = unordered_line(nodes)
+    if line is not None and os.environ.get("PYTHONHASHSEED", "random") == "random":
+        text = linecache.getline(str(path), line).strip()
+        _notes.setdefault(key, {})[-line] = (  # other notes on this line have the key `line`
+            f"{path.name}, line {line}: {text} Each process has another order of texts in a set. "
+            "If a vocabulary depends on it, words have other numbers than in the training: sort "
+            "the set and train again, or set PYTHONHASHSEED as in the training."
+        )
 
 
 def _package(path: Path, tree: ast.Module) -> tuple[str, list[Path]]:

@@ -24,13 +24,13 @@ _INTEGERS = (*range(65), 96, 100, 101, 110, 121, 128, 152, 160, 161, 164, 169, 1
 _INTEGERS += (256, 264, 384, 512, 768, 1024)
 _FRACTIONS = (0.1, 0.125, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9, 1.0)
 _FLAGS = 3  # the most truth values to change together
-_SAME = 4  # a number is left as it is if so many values make no difference
+_SAME = 4  # a number is unchanged if so many values make no difference
 _RISING = 8  # larger numbers are not tried if so many in turn fit less well
 _ROUNDS = 3  # how often each number is changed
 
-Path = tuple[str, ...]  # of an argument: its keys in nested tables
+Path = tuple[str, ...]  # the keys of an argument in nested tables
 Misfit = tuple[int, int]  # the number of names that do not fit, and the difference of sizes
-_NEVER = (2**31, 0)  # of arguments that the factory refuses
+_NEVER = (2**31, 0)  # the factory refuses the arguments
 
 
 def fitting_arguments(

@@ -4,7 +4,7 @@ An import with these statements would train again and overwrite the script's che
 """
 
 import ast
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -12,6 +12,7 @@ from pathlib import Path
 
 _DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 PARSERS = {"parse_args", "parse_known_args"}
+_UNORDERED = {"sorted", "len", "sum", "max", "min", "set", "any", "all", "Counter"}
 _BACKWARD = ".backward"
 _FIT = {"fit", "train", "run"}  # methods of a trainer that train
 _PLACES = 2  # the folders to search for an imported file: the script's folder, and the one above
@@ -68,6 +69,41 @@ def trains(tree: ast.Module) -> bool:
         isinstance(node, ast.FunctionDef) and node.name == "training_step"
         for node in ast.walk(tree)
     )
+
+
+def unordered_line(nodes: Iterable[ast.AST]) -> int | None:
+    """Return the first line that uses the order of a set, as list(set(words)), or None.
+
+    The order of texts in a set differs between processes, unless PYTHONHASHSEED is set.
+    """
+    every = [inner for node in nodes for inner in ast.walk(node)]
+    sets: set[str] = set()
+
+    def is_set(node: ast.AST) -> bool:
+        of_set = isinstance(node, ast.Call) and _name_of_call(node) in ("set", "frozenset")
+        return of_set or isinstance(node, ast.Set | ast.SetComp) or getattr(node, "id", "") in sets
+
+    for node in every:
+        if isinstance(node, ast.Assign) and is_set(node.value):
+            sets |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    safe = {
+        id(inner)
+        for node in every
+        if isinstance(node, ast.Call) and _name_of_call(node) in _UNORDERED
+        for inner in ast.walk(node)
+    }
+    for node in every:
+        used: list[ast.AST] = []
+        if isinstance(node, ast.Call) and _name_of_call(node) in ("list", "tuple", "enumerate"):
+            used = [*node.args[:1]]
+        elif isinstance(node, ast.ListComp | ast.DictComp):
+            used = [part.iter for part in node.generators]
+        elif isinstance(node, ast.For):
+            stores = (n for n in ast.walk(node) if isinstance(n, ast.Subscript))
+            used = [node.iter] if any(isinstance(n.ctx, ast.Store) for n in stores) else []
+        if id(node) not in safe and any(map(is_set, used)):
+            return int(node.lineno)  # type: ignore[attr-defined]
+    return None
 
 
 def parses_arguments(tree: ast.Module) -> bool:

@@ -184,7 +184,7 @@ def test_arguments_in_a_file_near_the_checkpoint(gradscope: Gradscope, name: str
         pytest.importorskip("yaml")
         (Path("run") / name).parent.mkdir(parents=True)
         (Path("run") / name).write_text(FILES[name])
-        Path("run/log.json").write_text('{"power": 7}')  # the name is not that of arguments
+        Path("run/log.json").write_text('{"power": 7}')  # not a name for arguments
     else:
         Path("run").mkdir()
         stored |= {"power": 3, "config": {"act": None}}
@@ -529,3 +529,40 @@ def test_the_script_of_the_data_builds_the_model(gradscope: Gradscope) -> None:
     for data, factory in (("c_train", "c_train"), ("a_test", "a_test"), ("rows", "b_train")):
         found = drafted(gradscope, "net.pt", f"{data}.py:rows", "--overwrite")
         assert found["model"]["factory"] == f"{factory}.py:main.net"
+
+
+@CWD
+def test_keys_for_a_loss_of_several_terms(gradscope: Gradscope) -> None:
+    """The loss is a sum of variables, which a function of the batch returns."""
+    text = BATCHES.replace("out = net(batch)", "out = net(batch['x'])").replace(
+        'loss = nn.functional.cross_entropy(out, batch["kind"])',
+        'one, two = terms(out, batch["kind"], batch["scale"].cuda())\n    loss = one + two / 2',
+    )
+    Path("train.py").write_text(text)
+    torch.save(nn.ModuleDict({"fc": nn.Linear(4, 3)}).state_dict(), "net.pt")
+    found = drafted(gradscope, "net.pt", "train.py:Rows", "--loss", "mse")["dataset"]
+    assert (found["inputs"], found["targets"]) == (["x"], ["kind", "scale"])
+
+
+@CWD
+def test_a_vocabulary_of_a_set(gradscope: Gradscope, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A note names the line with the set."""
+    Path("words.py").write_text(
+        "import torch\nfrom torch import nn\ntexts = ['b a', 'a c']\n"
+        "def build(): return nn.Linear(3, 2)\n"
+        "def main():\n    words = list(set(' '.join(texts).split()))\n"
+        "    rows = [(torch.eye(3)[words.index(t[0])], k) for k, t in enumerate(texts)]\n"
+    )
+    torch.save(nn.Linear(3, 2).state_dict(), "net.pt")
+    Path("run.toml").write_text(
+        'version = 1\n[model]\nfactory = "torch.nn:Linear"\n[model.kwargs]\nin_features = 3\n'
+        'out_features = 2\n[checkpoint]\npath = "net.pt"\n[dataset]\npath = "words.py:main.rows"\n'
+        '[loss]\nname = "cross_entropy"\n'
+    )
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    done = gradscope("check", "--config", "run.toml")
+    told = " ".join(done.out.split())
+    assert "words.py, line 6: words = list(set(" in told and "sort the set" in told
+    Path("words.py").write_text(Path("words.py").read_text() + "\n# with a hash seed\n")
+    monkeypatch.setenv("PYTHONHASHSEED", "3")
+    assert "sort the set" not in " ".join(gradscope("check", "--config", "run.toml").out.split())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gradscope.sources.training import Known, training_in, without_training
+from gradscope.sources.training import Known, training_in, unordered_line, without_training
 
 # each file is imported by another file of the cycle
 FILES = {
@@ -45,3 +45,18 @@ def test_names_of_an_imported_script(tmp_path: Path) -> None:
         assert without_training(tree, tmp_path / "use.py")[1] == at
     tree = ast.parse("import use\nx = 1\nuse.s.fit(1)\n")
     assert without_training(tree, tmp_path / "main.py")[1] == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        ("x = 1\nwords = list(set(texts))", 2),
+        ("vocab = set(texts)\nids = {w: k for k, w in enumerate(vocab)}", 2),
+        ("names = {t for t in texts}\nfor n in names:\n    ids[n] = len(ids)", 2),
+        ("words = sorted(set(texts))\nn = len(list(set(texts)))", None),
+        ("for n in set(texts):\n    print(n)", None),
+        ("ids = [k for k in sorted(set(texts))]\nfound = set(x for x in {1, 2})", None),
+    ],
+)
+def test_the_order_of_a_set(code: str, line: int | None) -> None:
+    assert unordered_line(ast.parse(code).body) == line

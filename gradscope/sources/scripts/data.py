@@ -219,7 +219,7 @@ def keys_of_batch(
         calls = [n for name in script.owners for n in script.calls.get(name, ()) if n.args]
         for call in calls:
             inputs = [_key(node, script) for node in call.args]
-            losses = [n for _, value in script.losses for n in ast.walk(value)]
+            losses = [n for value in _values_of_loss(script) for n in ast.walk(value)]
             given = [a for n in losses if isinstance(n, ast.Call) for a in n.args]
             targets = [key for key in (_key(node, script) for node in given) if key]
             if all(inputs) and targets and not call.keywords:
@@ -227,6 +227,19 @@ def keys_of_batch(
             if len(inputs) == 1 and read and targets and not call.keywords:
                 return {key: key for key in read}, list(dict.fromkeys(targets))
     return [], []
+
+
+def _values_of_loss(script: Script) -> list[ast.expr]:
+    """Return the values of losses, and of the variables in them: nll, kl = f(...), nll + kl."""
+    found = [value for _, value in script.losses]
+    names = {n.id for value in found for n in ast.walk(value) if isinstance(n, ast.Name)}
+    for node in script.nodes:
+        called = node.value.func if isinstance(getattr(node, "value", None), ast.Call) else None  # type: ignore[attr-defined]
+        if isinstance(node, ast.Assign) and last_name(called or node) not in script.owners:
+            parts = (n for target in node.targets for n in ast.walk(target))
+            if any(isinstance(n, ast.Name) and n.id in names for n in parts):
+                found.append(node.value)
+    return found
 
 
 def _keys_read(model: Path | None, name: str) -> list[str]:

@@ -30,7 +30,7 @@ class StoredArguments(dict[str, Any]):
         super().__init__()
         self.files: dict[str, str] = {}  # {argument: file}, if the checkpoint does not have it
         self.unread: dict[str, str] = {}  # {file: why it is not read}
-        self.of_training: dict[str, Any] = {}  # those of a table in the checkpoint
+        self.of_training: dict[str, Any] = {}  # arguments in a table of the checkpoint
 
     def source(self, name: str) -> str:
         """Return "the checkpoint", or the name of a file."""
