@@ -346,6 +346,11 @@ def _users(error: BaseException) -> ModelError:
             f"Install {error.name.partition('.')[0]} for {sys.executable}, or put its folder on "
             f"PYTHONPATH.\n{shown}"
         )
+    if isinstance(error, FileNotFoundError) and (folder := _folder_with(error)) is not None:
+        remedy = (
+            f"The script opens {error.filename!r} relative to the working folder, and the file is "
+            f"below {folder}: run the command there.\n{shown}"
+        )
     if isinstance(error, AssertionError | RuntimeError) and _NO_CUDA.search(str(error)):
         remedy = (
             "This machine has no CUDA device. If an argument of the script selects the device, "
@@ -353,6 +358,16 @@ def _users(error: BaseException) -> ModelError:
             f"model, FILE.py:CLASS, instead of a function.\n{shown}"
         )
     return ModelError(f"your code {describe_raised(error)}", remedy=remedy)
+
+
+def _folder_with(error: FileNotFoundError) -> Path | None:
+    """Return the folder of the user's code, or above it, with the file that it did not find."""
+    name = error.filename
+    if not isinstance(name, str | os.PathLike) or Path(name).is_absolute():
+        return None
+    files = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    places = [place for file in files if not is_installed(file) for place in file.parents[:2]]
+    return next((place for place in places if (place / name).exists()), None)
 
 
 def _argparse_message(error: SystemExit) -> str | None:

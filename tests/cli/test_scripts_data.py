@@ -566,3 +566,29 @@ def test_a_vocabulary_of_a_set(gradscope: Gradscope, monkeypatch: pytest.MonkeyP
     Path("words.py").write_text(Path("words.py").read_text() + "\n# with a hash seed\n")
     monkeypatch.setenv("PYTHONHASHSEED", "3")
     assert "sort the set" not in " ".join(gradscope("check", "--config", "run.toml").out.split())
+
+
+@CWD
+def test_data_relative_to_the_folder_of_the_script(
+    gradscope: Gradscope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the folder in which the script runs."""
+    Path("deep/data").mkdir(parents=True)
+    Path("deep/data/rows.txt").write_text("1 2 3\n4 5 6\n")
+    Path("deep/train.py").write_text(
+        "import torch\nclass Rows(torch.utils.data.Dataset):\n    def __init__(self):\n"
+        "        with open('data/rows.txt') as file:\n"
+        "            self.rows = [[float(x) for x in line.split()] for line in file]\n"
+        "    def __len__(self): return len(self.rows)\n"
+        "    def __getitem__(self, k): return torch.tensor(self.rows[k]), k\n"
+    )
+    torch.save(nn.Linear(3, 2).state_dict(), "deep/net.pt")
+    Path("deep/run.toml").write_text(
+        'version = 1\n[model]\nfactory = "torch.nn:Linear"\n[model.kwargs]\nin_features = 3\n'
+        'out_features = 2\n[checkpoint]\npath = "net.pt"\n[dataset]\npath = "train.py:Rows"\n'
+        '[loss]\nname = "cross_entropy"\n'
+    )
+    done = gradscope("check", "--config", "deep/run.toml")
+    assert done.code == 3 and f"below {Path.cwd() / 'deep'}: run the command there" in done.err
+    monkeypatch.chdir("deep")
+    assert gradscope("check", "--config", "run.toml").code == 0
