@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+import gradscope as package
 from tests.cli.conftest import Gradscope
 from tests.cli.test_scripts_parts import CWD, in_folder, looped, norms
 
@@ -293,6 +294,17 @@ KINDS: dict[str, tuple[str, str, str, str, str, Any, str]] = {
 }
 
 
+KINDS["a target that is also an input"] = (
+    "self.b(code + F.one_hot(y, 4))",
+    "",
+    CLASSES,
+    "criterion = nn.CrossEntropyLoss()",
+    "out = model(x, y)\nloss = criterion(out, y) + out.mean()",
+    None,
+    "",
+)
+
+
 def _of(kind: str) -> str:
     returned, defined, targets, before, step, _, _ = KINDS[kind]
     indented = [
@@ -335,8 +347,123 @@ def test_the_loss_of_a_training_step(gradscope: Gradscope, kind: str) -> None:
     y = y.double() if y.is_floating_point() else y
 
     def loss(model: Any, x: Tensor, y: Tensor) -> Any:
+        if kind == "a target that is also an input":
+            out = model(x, y)
+            return F.cross_entropy(out, y) + out.mean()
         if KINDS[kind][5] is None:
             return F.cross_entropy(model(x).view(-1, 3), y.view(-1), ignore_index=-1)
         return KINDS[kind][5](Net.forward(model, x), x, y)
 
     assert rows == pytest.approx(looped(made, loss, x.double(), y), rel=1e-4)
+
+
+GAN = """
+import torch
+import torch.nn as nn
+class Generator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(2, 4)
+    def forward(self, z): return self.l(z)
+class Discriminator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.f = nn.Linear(4, 1)
+    def forward(self, x): return self.f(x).sigmoid()
+data = [(torch.arange(4.0) * k, k % 2) for k in range(5)]
+generator, discriminator = Generator(), Discriminator()
+generator = Generator()
+discriminator = Discriminator()
+optimizer_G = torch.optim.Adam(generator.parameters())
+optimizer_D = torch.optim.Adam(discriminator.parameters())
+criterion = nn.BCELoss()
+def main():
+    for epoch in range(2):
+        for imgs, _ in torch.utils.data.DataLoader(data, 2):
+            valid, fake = torch.ones(len(imgs), 1), torch.zeros(len(imgs), 1)
+            gen_imgs = generator(torch.randn(len(imgs), 2))
+            g_loss = criterion(discriminator(gen_imgs), valid)
+            g_loss.backward()
+            real_loss = criterion(discriminator(imgs), valid)
+            fake_loss = criterion(discriminator(gen_imgs.detach()), fake)
+            d_loss = (real_loss + fake_loss) / 2
+            d_loss.backward()
+"""
+
+
+@CWD
+def test_a_loss_that_needs_a_second_model_is_shown(gradscope: Gradscope) -> None:
+    """Its name is given, and no file is written: the weights of the second model are not known."""
+    Path("gan.py").write_text(GAN)
+    torch.save({"f.weight": torch.ones(1, 4), "f.bias": torch.ones(1)}, "d.pt")
+    found = json.loads(gradscope("init", "d.pt", "gan.py:data", "--json").out)
+    assert found["missing"] == ["loss.name"] and found["files"] == []
+    text = Path("run.toml").read_text()
+    assert "# gan.py: d_loss = (real_loss + fake_loss) / 2. Not found: generator\n" in text
+
+
+RANDOM = """
+import torch
+import torch.nn as nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mean, self.scale, self.back = nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(3, 4)
+    def forward(self, x):
+        mu, scale = self.mean(x), self.scale(x)
+        return self.back(mu + torch.randn_like(mu) * scale), mu
+    def loss(self, x):
+        recon, mu = self(x)
+        return (recon - x).square().sum() + mu.square().mean()
+data = [torch.arange(4.0) * k / 9 for k in range(6)]
+net = Net()
+optimizer = torch.optim.Adam(net.parameters())
+for x in torch.utils.data.DataLoader(data, 2):
+    LINES
+    loss.backward()
+"""
+
+
+SIZES = {"mean": (4, 3), "scale": (4, 3), "back": (3, 4)}
+
+
+class Noise(nn.Module):
+    """Its gradient is the noise of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.randn_like(x) * self.p
+
+
+@CWD
+@pytest.mark.parametrize(
+    "lines",
+    ["recon, mu = net(x)\n    loss = (recon - x).square().sum() + mu.square().mean()",
+     "loss = net.loss(x)"],
+)  # fmt: skip
+def test_a_loss_of_a_random_model(gradscope: Gradscope, lines: str) -> None:
+    """A sample has the same numbers if its loss calls the model once for each sample."""
+    Path("vae.py").write_text(RANDOM.replace("LINES", lines))
+    torch.manual_seed(0)
+    parts = {name: nn.Linear(*sizes) for name, sizes in SIZES.items()}
+    net = nn.ModuleDict(parts)
+    torch.save(net.state_dict(), "net.pt")
+    found = json.loads(gradscope("init", "net.pt", "vae.py:data", "--json").out)
+    assert found["missing"] == [] and found["files"] == ["loss.py"]
+    assert '\nrandomness = "fixed"' in Path("run.toml").read_text()
+    rows = norms(gradscope)
+    zeros = torch.zeros(6, 3)
+    noise = package.per_sample_gradients(
+        Noise(), lambda o, _: o.sum(1), zeros, torch.zeros(6), randomness="fixed"
+    )["p"]
+    x = torch.stack([torch.arange(4.0) * k / 9 for k in range(6)]).double()
+
+    def loss(model: Any, x: Tensor, eps: Tensor) -> Any:
+        mu = model["mean"](x)
+        recon = model["back"](mu + eps.double() * model["scale"](x))
+        return (recon - x).square().sum() + mu.square().mean()
+
+    assert rows == pytest.approx(looped(net.double(), loss, x, noise), rel=1e-4)

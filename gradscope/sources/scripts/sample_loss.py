@@ -91,6 +91,7 @@ class SampleLoss:
     notes: Sequence[str] = ()  # what the user should know
     of_inputs: bool = False  # whether the targets are the model's inputs
     keys: tuple[Sequence[str], Sequence[str]] = ((), ())  # the keys of a batch: inputs, targets
+    foreign: bool = False  # whether another model makes the inputs
 
 
 def step_loss(
@@ -118,7 +119,8 @@ def step_loss(
             made = _Writer(step, others, name, given, of_script=data is not None).written()
             if made is not None:
                 other = data is not None and script.file.resolve() != data.resolve()
-                found.append(((other, not made.name and bool(made.unknown)), made))
+                rank = (other, not made.name and bool(made.unknown), made.foreign)
+                found.append((rank, made))
     return min(found, key=lambda each: each[0])[1] if found else None
 
 
@@ -353,12 +355,18 @@ class _Writer:
         of_inputs = bool(both) and self.of_script and both <= {*inputs} and len(inputs) == 1
         of_inputs &= not of_model
         of_model |= not both <= {*targets} and not of_inputs
+        given = [e for e in next(iter(reader.passed.values()), []) if e is not None]
+        of_model |= not {*given} - {(BATCH,)} <= {*inputs}
+        if of_model and self.of_script and len(inputs) + len(targets) > 2 and whole is None:
+            inputs, targets = [*inputs, *targets], []  # all entries of a sample are inputs
         parts = _Parts(self.scripts, [self.scripts[0], *self.step.callers], model.others)
         for name in sorted(sliced.free - model.names):
             parts.add(name, self.scripts[0])
         own = [each for each in sliced.kept if each.outer]
         parts.take(own, self.scripts)
         unknown = sorted(parts.unknown)
+        foreign = [reader.foreign[k] for k in sorted(sliced.outputs) if k in reader.foreign]
+        unknown += [f"{text}, which another model makes" for text in foreign]
         places: dict[str, str] = {}
         used = sorted(sliced.used.items(), key=lambda each: (each[1][0] == BATCH, str(each[1])))
         for name, entry in used:
@@ -395,9 +403,9 @@ class _Writer:
         head = [f"def {function}(outputs, targets):"]
         if of_model:
             head = ["@gradscope.model_loss", f"def {function}(model, inputs, targets):"]
-            several = len(inputs) > 1
             if outputs:
-                head.append(f"    outputs = model({'*' if several else ''}inputs)")
+                taken = [_place(e, inputs, targets, of_inputs=False) or "inputs" for e in given]
+                head.append(f"    outputs = model({', '.join(taken) or 'inputs'})")
         head.append(f"    rows = zip({', '.join(rows)}, strict=True)")
         passed = ", ".join([*(["model"] * len(models)), "*row"])
         head.append(f"    return torch.stack([one({passed}) for row in rows]).flatten()")
@@ -405,7 +413,16 @@ class _Writer:
         helper = _SPLIT if "samples(" in "".join(rows) else []
         code = [*dict.fromkeys(imports), *parts.lines, *helper, *one, *head]
         return SampleLoss(
-            line, name, reshaped, code, function, unknown, self.notes, of_inputs, keys
+            line,
+            name,
+            reshaped,
+            code,
+            function,
+            unknown,
+            self.notes,
+            of_inputs,
+            keys,
+            bool(foreign),
         )
 
     def _whole(self, sliced: _Slice, reader: Reader) -> dict[str, Entry]:
@@ -429,6 +446,8 @@ class _Writer:
     def _returned(self) -> list[ast.expr]:
         """Return the expressions that the model's forward returns, as far as it is known."""
         last = self.name.rpartition(".")[2]
+        made = next((unmoved(s.values[last]) for s in self.scripts if last in s.values), None)
+        last = last_name(made.func) if isinstance(made, ast.Call) else last
         for script in self.scripts:
             node = script.classes.get(last)
             for method in node.body if node is not None else ():

@@ -374,6 +374,8 @@ class Reader(ast.NodeTransformer):
         self.passed: dict[str, list[Entry | None]] = {}  # {outputs: the arguments of the call}
         self.arguments: dict[str, list[ast.expr]] = {}  # the same, as in the script
         self._calls: dict[str, str] = {}  # {call of the model: its outputs}
+        self.foreign: dict[str, str] = {}  # {outputs: an argument that another model makes}
+        self._generated: set[str] = set()  # variables that other models make
         self._assumed = Line(ast.Pass())  # a parameter of a function that may be the batch
         self._versions: dict[str, int] = {}  # {variable: how often it was assigned}
 
@@ -477,6 +479,8 @@ class Reader(ast.NodeTransformer):
             entry = (BATCH,)
         if entry is not None and isinstance(target, ast.Name | ast.Tuple | ast.List):
             return [Line(assigned(target, value), self._bind(target, entry))]
+        if self.model.others & _called_in(value) or self._generated & names_read(value):
+            self._generated |= names_bound(target)
         value = self.visit(value)
         self._forget(target)
         if isinstance(target, ast.Name) and isinstance(value, ast.Name) and target.id == value.id:
@@ -523,6 +527,9 @@ class Reader(ast.NodeTransformer):
             made = [self._source(each) for each in passed]
             self.arguments[self._calls[key]] = passed
             self.passed[self._calls[key]] = [(BATCH,)] if whole else made
+            for each in passed:
+                if self._generated & names_read(each) or self.model.others & _called_in(each):
+                    self.foreign[self._calls[key]] = ast.unparse(each)
         return self._calls[key]
 
     def _source(self, node: ast.expr) -> Entry | None:
