@@ -477,6 +477,7 @@ def _model(
         # the training may have set other options than the defaults
         assumed = any(each.why == DEFAULT for each in likely[0].arguments.values())
         config = any("." in k and NOT_PROVED in v.why for k, v in likely[0].arguments.items())
+        config &= _is_called(built)
         certain = not (likely[0].unknown or _reads_block(likely[0]) or config)
         if not certain or (assumed and options is not None):
             likely = [built, *likely]
@@ -506,6 +507,12 @@ def _model(
     arguments = _arguments(result, best, folder)
     alone = any(argument.why == ONE_SAMPLE for argument in best.arguments.values())
     return _Model(lines, arguments, best.inputs, best.file, best.name, loss, best.random, alone)
+
+
+def _is_called(built: FoundModel) -> bool:
+    """Whether the values of the parameters are known in the function that builds a model."""
+    script, place = Script.read(built.file), built.name.rpartition(".")[0]
+    return script is not None and Variables(script.tree, built.file).is_called(place)
 
 
 def _reads_block(model: FoundModel) -> bool:

@@ -70,6 +70,14 @@ class Variables:
         }
         return [f"{f}.{name}" for f, name in found if self.statements(f, name) is not None]
 
+    def is_called(self, function: str) -> bool:
+        """Whether the script calls a function, or the function has no parameters."""
+        node = next((n for n in self.tree.body if getattr(n, "name", "") == function), None)
+        if not isinstance(node, ast.FunctionDef) or not (node.args.args or node.args.kwonlyargs):
+            return True
+        lines = (n for body in self._bodies.values() for line in body for n in ast.walk(line))
+        return any(isinstance(n, ast.Call) and _call_of(n, function) is not None for n in lines)
+
     @cached_property
     def _bodies(self) -> dict[str, Sequence[ast.stmt]]:
         own = (node for node in self.tree.body if isinstance(node, ast.FunctionDef))

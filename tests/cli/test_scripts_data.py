@@ -592,3 +592,17 @@ def test_data_relative_to_the_folder_of_the_script(
     assert done.code == 3 and f"below {Path.cwd() / 'deep'}: run the command there" in done.err
     monkeypatch.chdir("deep")
     assert gradscope("check", "--config", "run.toml").code == 0
+
+
+@CWD
+def test_a_function_that_nothing_calls_leaves_the_class(gradscope: Gradscope) -> None:
+    """The defaults of its parameters may not be the arguments of the training."""
+    Path("rows.py").write_text(ROWS)
+    script = CONFIG.replace("def train(cfg):", "def train(path='conf.json'):\n    cfg = read(path)")
+    read = "def read(path): return Easy(json.load(open(path)))\n"
+    Path("train.py").write_text(f"{script}{read}fire = print\nfire.Fire = fire\n")
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    torch.save({f"fc.{k}": v for k, v in net.state_dict().items()}, "net.pt")
+    found = drafted(gradscope, "net.pt", "train.py:train_loader")
+    assert found["model"]["factory"] == "train.py:Net"
+    assert "depth" in found["model"]["kwargs"]["cfg"]
