@@ -606,3 +606,26 @@ def test_a_function_that_nothing_calls_leaves_the_class(gradscope: Gradscope) ->
     found = drafted(gradscope, "net.pt", "train.py:train_loader")
     assert found["model"]["factory"] == "train.py:Net"
     assert "depth" in found["model"]["kwargs"]["cfg"]
+
+
+@CWD
+def test_classes_with_one_name_in_several_scripts(gradscope: Gradscope) -> None:
+    """A script that builds another class with this name is not asked."""
+    made = "class Model(nn.Module):\n    def __init__(self, NAME):\n        super().__init__()\n"
+    use = "import torch\nfrom NAME import Model\ndef main(n=3):\n    net = Model(n + 1)\n"
+    use += (
+        "    opt = torch.optim.SGD(net.parameters(), 1)\n    loss = net(1)\n    loss.backward()\n"
+    )
+    for name, layer in (("a_first", "self.conv = nn.Conv2d(size, 2, 3)"), ("b_second", "")):
+        layer = layer or "self.fc, self.power = nn.Linear(4, 3), power"
+        text = made.replace("NAME", "power" if "power" in layer else "size")
+        Path(f"{name}.py").write_text(f"from torch import nn\n{text}        {layer}\n")
+        if name == "a_first":
+            Path("a_train.py").write_text(use.replace("NAME", name))
+    Path("rows.py").write_text("rows = [([1.0, 2.0, 3.0, 4.0], 1)]\n")
+    torch.save({f"fc.{k}": v for k, v in nn.Linear(4, 3).state_dict().items()}, "net.pt")
+    found = drafted(gradscope, "net.pt", "rows.py:rows", "--loss", "mse")
+    assert found["model"]["factory"] == "b_second.py:Model"
+    Path("b_train.py").write_text(use.replace("NAME", "b_second"))
+    found = drafted(gradscope, "net.pt", "rows.py:rows", "--loss", "mse", "--overwrite")
+    assert found["model"]["factory"] == "b_train.py:main.net"

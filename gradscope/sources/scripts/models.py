@@ -196,7 +196,8 @@ def find_built(
 ) -> FoundModel | None:
     """Return the variable of a script's function that has a model of the class `model`, or None.
 
-    The script of the data is preferred, then scripts that train.
+    The script of the data is preferred, then scripts that train. If several scripts have a class
+    with this name, only scripts that import the file of the model count.
 
     Args:
         files: Python files. They are parsed, not run.
@@ -205,6 +206,9 @@ def find_built(
     """
     scripts = [script for file in files if (script := Script.read(file)) is not None]
     of_data = None if data is None else data.resolve()
+    own = next((each for each in scripts if each.file == model.file), None)
+    if own is not None and sum(model.name in each.classes for each in scripts) > 1:
+        scripts = [each for each in scripts if each is own or each.imports(own)]
 
     def rank(script: Script) -> tuple[bool, bool]:
         return (script.file.resolve() != of_data, not script.losses)
