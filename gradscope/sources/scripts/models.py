@@ -206,9 +206,9 @@ def find_built(
     """
     scripts = [script for file in files if (script := Script.read(file)) is not None]
     of_data = None if data is None else data.resolve()
-    own = next((each for each in scripts if each.file == model.file), None)
-    if own is not None and sum(model.name in each.classes for each in scripts) > 1:
-        scripts = [each for each in scripts if each is own or each.imports(own)]
+    defined = next((each for each in scripts if each.file == model.file), None)
+    if defined is not None and sum(model.name in each.classes for each in scripts) > 1:
+        scripts = [each for each in scripts if each is defined or each.imports(defined)]
 
     def rank(script: Script) -> tuple[bool, bool]:
         return (script.file.resolve() != of_data, not script.losses)
