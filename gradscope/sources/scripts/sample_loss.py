@@ -473,7 +473,8 @@ class _Writer:
             return given, targets, keys if keys[1] else None
         found = [e[1] for e in (*used, *given) if len(e) > 1]
         count = reader.count or max([*found, 0]) + 1
-        if (BATCH,) in (*used, *given):  # for x in loader
+        whole = (BATCH,) in used or ((BATCH,) in given and not found)
+        if whole:  # for x in loader
             return [(BATCH,)], [], None
         entries: list[Entry] = [(BATCH, k) for k in range(count)]
         taken = 1 if count <= 2 else len(passed) or 1
@@ -584,6 +585,12 @@ def _sliced(lines: Sequence[Line], reader: Reader, scripts: Sequence[Script] = (
         if isinstance(line.node, ast.Assign | ast.FunctionDef | ast.ClassDef) or importing:
             found.free -= bound
         found.free |= names_read(line.node)
+    branches = [line.node for line in found.kept if isinstance(line.node, ast.If)]
+    for branch in branches:  # each branch assigns the name
+        ends = [
+            {n for each in body for n in names_bound(each)} for body in (branch.body, branch.orelse)
+        ]
+        found.free -= ends[0] & ends[1]
     for name in sorted(found.free & reader.made.keys()):  # parts that the script does not name
         found.used[name] = reader.made[name]
         found.free.discard(name)
