@@ -335,11 +335,14 @@ class Model:
 
 
 def _given_attributes(script: Script, name: str) -> Iterator[str]:
-    """Yield X of self.X = X in the `__init__` of a class."""
+    """Yield X of self.X = X in the `__init__` of a class that calls self.X or a method of it."""
+    calls = (n.func for n in ast.walk(script.classes[name]) if isinstance(n, ast.Call))
+    called = {part for func in calls for part in ast.unparse(func).split(".")[1:2]}
     for node in ast.walk(script.classes[name]):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
             attribute = node.targets[0].attr
-            if last_name(node.value) and not _LOSSES.search(attribute):
+            given = last_name(node.value) and attribute in called
+            if given and not _LOSSES.search(attribute):
                 yield attribute
 
 
