@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gradscope.config import NONE, split_reference
+from gradscope.core.batch import map_tensors, tensors
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import article
 from gradscope.errors import GradscopeError, ModelError, RefusedError
@@ -54,8 +55,10 @@ from gradscope.model.locate import (
     is_users,
     own_lines,
 )
+from gradscope.model.problem import model_loss
 from gradscope.process.shortage import is_shortage
 from gradscope.process.stops import is_stop
+from gradscope.sources.loops import Loop, loop_named
 from gradscope.sources.training import (
     Known,
     is_main_block,
@@ -63,11 +66,12 @@ from gradscope.sources.training import (
     unordered_line,
     without_training,
 )
-from gradscope.sources.variables import Variables
+from gradscope.sources.variables import Variables, last_name_of_call
 
 # messages of torch on a machine without CUDA
 _NO_CUDA = re.compile("not compiled with CUDA|no NVIDIA driver|No CUDA GPUs|device\\(\\) is False")
 _PRIVATE = "_gradscope_"  # prefix of the module names of imported files
+_LOADS = {"load_state_dict", "load", "from_pretrained"}
 _IMPORTERS = {"import_module", "__import__"}
 _CORRECT = "Correct your code"
 _ARGUMENTS = (  # of a script that parses them when it is imported
@@ -114,8 +118,9 @@ def load_value(reference: str, kind: str, is_usable: Callable[[Any], bool]) -> A
         parts = tuple(getattr(found, part, None) for part in last.split(","))
         found = parts if len(parts) > 1 else parts[0]
         found = None if any(part is None for part in parts) else found
-    if found is None:
-        found = _variable(reference, module, kind)
+    if found is None or not is_usable(found):
+        made = _variable(reference, module, kind)
+        found = found if made is None else made
     if found is not None and is_usable(found):
         return found
     public = {k: v for k, v in vars(module).items() if is_usable(v) and not k.startswith("_")}
@@ -139,33 +144,103 @@ def _variable(reference: str, module: ModuleType, kind: str) -> object:
     """
     place, name = split_reference(reference)
     function, _, variable = name.rpartition(".")
-    if not (place.endswith(".py") and function):
+    if not place.endswith(".py"):
         return None
     key = f"{_PRIVATE}{name}"
     path = Path(place).absolute()
     if key not in vars(module):
         tree = ast.parse(path.read_bytes(), str(path))
+        if kind == "loss" and (loop := loop_named(tree, path, name)) is not None:
+            vars(module)[key] = _loss_of_loop(loop, module, reference)
+            return vars(module)[key]
+        if not function or kind == "loss":
+            return None
         variables = Variables(tree, path)
         found = variables.statements(function, variable)
         if found is None:
             return None
         lines = sorted({line.lineno for line in found if hasattr(line, "lineno")})
         shared = variables.globals_of(found)
-        body = [
-            *([ast.Global(shared)] if shared else []),
-            *found,
-            ast.Return(ast.parse(variable, mode="eval").body),
-        ]
-        made = ast.FunctionDef(key, ast.arguments([], [], None, [], [], None, []), body, [])
-        whole = ast.fix_missing_locations(ast.Module([made], []))
+        value = ast.parse(variable, mode="eval").body
         with user_file(f"{kind} {reference}"), loading(f"{place}:{name}", kind):
-            exec(compile(whole, str(path), "exec", dont_inherit=True), vars(module))
-            vars(module)[key] = vars(module)[key]()
+            vars(module)[key] = _run(found, value, shared, module)
         shown = ", ".join(map(str, lines))
         _note_order(module.__name__, path, found)
         told = f"Of {function} in {path.name}, only the lines for {variable} were run: {shown}."
         _notes.setdefault(module.__name__, {})[lines[0]] = told
     return vars(module)[key]
+
+
+def _run(
+    lines: Sequence[ast.stmt], value: ast.expr, shared: Sequence[str], module: ModuleType
+) -> Any:
+    """Run statements in a function of a module, and return a value.
+
+    The names `shared` are global.
+    """
+    body = [*([ast.Global([*shared])] if shared else []), *lines, ast.Return(value)]
+    name = f"{_PRIVATE}lines"
+    made = ast.FunctionDef(name, ast.arguments([], [], None, [], [], None, []), body, [])
+    whole = ast.fix_missing_locations(ast.Module([made], []))
+    exec(compile(whole, str(module.__file__), "exec", dont_inherit=True), vars(module))
+    return vars(module).pop(name)()
+
+
+def _loss_of_loop(loop: Loop, module: ModuleType, reference: str) -> Callable[..., Any]:
+    """Return the loss (model, inputs, targets) -> (n,) of a training loop, one sample at a time."""
+    path, place = Path(str(module.__file__)), module
+    with user_file(f"loss {reference}"), loading(reference, "loss"):
+        variables = Variables(ast.parse(path.read_bytes(), str(path)), path)
+        names = [ast.Name(name, ast.Load()) for name in loop.parameters]
+        held = ast.Dict([ast.Constant(name) for name in loop.parameters], [*names])
+        given = _run(loop.outer, held, variables.globals_of(loop.outer), module)
+        if loop.file != path:  # a function or a module that the script imports
+            made = vars(module)[loop.place.partition(".")[0]]
+            place = made if isinstance(made, ModuleType) else sys.modules[made.__module__]
+        exec(compile(loop.code, str(loop.file), "exec", dont_inherit=True), vars(place))
+        one = vars(place).pop("make_loss")(**given)
+    _require_own_weights(one, loop)
+    first, last = loop.lines
+    told = f"The loss is that of lines {first} to {last} of {loop.file.name}, for one sample each."
+    _notes.setdefault(module.__name__, {})[first] = told
+
+    @model_loss
+    @wraps(one)
+    def loss(model: nn.Module, inputs: Any, targets: Any) -> Tensor:
+        alone = (inputs,) if loop.unpacks and isinstance(inputs, Tensor) else inputs
+        batch = alone if targets is None else (inputs, targets)
+        sizes = {t.shape[:1] for t in tensors(batch)}
+        n = next(iter(sizes), ()) if len(sizes) == 1 else ()
+        rows = range(n[0]) if n else ()
+        each = [_row(batch, k if loop.of_samples else slice(k, k + 1)) for k in rows] or [batch]
+        with _without_cuda():
+            return torch.stack([one(model, sample).reshape(()) for sample in each])
+
+    return loss
+
+
+def _require_own_weights(one: Callable[..., Any], loop: Loop) -> None:
+    """Raise if a loss uses other trained modules than its model, whose weights are not known."""
+    code: CodeType = one.__code__
+    cells = (cell.cell_contents for cell in one.__closure__ or ())
+    values = dict(zip(code.co_freevars, cells, strict=True))
+    values |= {k: v for k, v in one.__globals__.items() if k in code.co_names}
+    values |= one.__kwdefaults__ or {}
+    loaded = any(last_name_of_call(n) in _LOADS for line in loop.every for n in ast.walk(line))
+    for name, value in values.items():
+        own = value.parameters() if isinstance(value, nn.Module) else ()
+        if any(p.requires_grad for p in own) and not loaded:
+            raise ModelError(
+                f"the lines {loop.lines[0]} to {loop.lines[1]} of {loop.file.name} use another "
+                f"trained model, {name!r}, whose weights are not in the checkpoint",
+                remedy="Write a function that builds one module of both, FILE.py:FUNCTION, and a "
+                "loss of this module: (model, inputs, targets), with @gradscope.model_loss.",
+            )
+
+
+def _row(batch: Any, k: int | slice) -> Any:
+    """Return one sample of a batch, or a batch with only this sample."""
+    return map_tensors(lambda t: t[k], batch)
 
 
 def code_digests(reference: str, kind: str) -> dict[str, str]:

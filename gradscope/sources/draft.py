@@ -26,6 +26,7 @@ from gradscope.sources.data.columns import SequenceColumn, StoredColumn, TextCol
 from gradscope.sources.data.files import open_arrays
 from gradscope.sources.data.python import INDICES
 from gradscope.sources.data.recipes import MASK
+from gradscope.sources.loops import Loop
 from gradscope.sources.scripts.command_line import command_line
 from gradscope.sources.scripts.data import (
     changed_batch,
@@ -35,6 +36,7 @@ from gradscope.sources.scripts.data import (
     reshaped_batch,
     transforms_of,
 )
+from gradscope.sources.scripts.loops import draws, is_plain, loss_of_loop
 from gradscope.sources.scripts.losses import (
     is_complete,
     loss_is_summed,
@@ -219,26 +221,35 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
                 group=spec.dataset.group,
                 transforms=transforms_of(files),
             )
-    shape, view = reshaped_batch(near, drafted.file)
+    changed = changed_batch(near, drafted.file)
+    known = (drafted.file, drafted.name)
+    loop = loss_of_loop(files, known, place, given) if name and loss is None else None
+    named = step is not None and bool(step.name) and not step.reshaped
+    plain = loop is None or (named and (is_plain(loop[1]) or (step is not None and step.mixed)))
+    used = None if plain else loop
+    changed = "" if used is not None else changed
+    shape, view = reshaped_batch(near, drafted.file) if used is None else ([], "")
     if shape and name:  # the inputs of a script's data
         dataset_lines.append(f"reshape = {_value({'inputs': shape})}  # guessed: {_comment(view)}")
         result.guessed["dataset.reshape"] = f"{_value({'inputs': shape})}: {view}"
     keys: tuple[Any, Any] = step.keys if step is not None else ([], [])
-    if name and not all(keys):
+    if name and used is None and not all(keys):
         keys = keys_of_batch(near, drafted.file, drafted.name)
-    if name and all(keys):
+    if name and used is None and all(keys):
         why_keys = "the training uses these keys"
         for side, chosen in zip(("inputs", "targets"), keys, strict=True):
             dataset_lines = [each for each in dataset_lines if not each.startswith(f"{side} = ")]
             dataset_lines.append(f"{side} = {_value(chosen)}  # guessed: {why_keys}")
             result.guessed[f"dataset.{side}"] = f"{_value(chosen)}: {why_keys}"
-    if changed := changed_batch(near, drafted.file):
+    if changed:
         result.missing["dataset"] = f"do this in the data set: {changed}"
         dataset_lines.append(f"# do this in the data set: {_comment(changed)}")
     if spec.dataset.group is not None:
         dataset_lines.append(f"group = {quoted(spec.dataset.group)}")
     written = step is not None and (not step.name or (step.reshaped and bool(name)))
-    if step is not None and written:
+    if used is not None:
+        found, loss_lines, dataset_lines = _loss_of_loop(result, *used, dataset_lines, folder)
+    elif step is not None and written:
         found, loss_lines = _own_loss(result, step, folder)
     else:
         summed = near if losses_called(near, drafted.file, given) else files
@@ -259,16 +270,20 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     texts = dict(zip(names, map("\n".join, sections), strict=True))
     mode = f"{quoted(spec.model.mode):<28}# eval or train"
     compute = _compute(spec, folder)
-    if drafted.random and "randomness" not in _given(spec, "compute"):
-        of = "each sample has its own numbers: the model's forward draws random numbers"
+    random = drafted.random or (used is not None and draws(used[1], used[0]))
+    if random and "randomness" not in _given(spec, "compute"):
+        part = "model's forward" if drafted.random else "training loop"
+        of = f"each sample has its own numbers: the {part} draws random numbers"
         compute.append(f'randomness = "fixed"  # guessed: {of}')
         result.guessed["compute.randomness"] = f"fixed: {of}"
     if drafted.alone and "batch_size" not in _given(spec, "compute"):
         compute = [line for line in compute if not line.startswith("# batch_size")]
         compute.append(f"batch_size = 1  # guessed: {ONE_SAMPLE}")
         result.guessed["compute.batch_size"] = f"1: {ONE_SAMPLE}"
-    run = [(drafted.file, drafted.name)] if drafted.file is not None else []
-    run += [(place, name)] if name else []
+    run: list[tuple[Path, str, Sequence[ast.stmt] | None]] = []
+    run += [(drafted.file, drafted.name, None)] if drafted.file is not None else []
+    run += [(place, name, None)] if name else []
+    run += [(used[0], used[1].name, used[1].every)] if used is not None else []
     argv = _command_line(result, run, files, given, checkpoint)
     texts |= {"compute": "\n".join(compute), "argv": argv}
     result.text = _TEMPLATE.format(mode=mode, **texts)
@@ -285,6 +300,25 @@ def _step(
     """Return the loss of a training step in the nearest scripts, or in all scripts."""
     found = step_loss(near, model.file, model.name, given, data)
     return found or step_loss(files, model.file, model.name, given, data)
+
+
+def _loss_of_loop(
+    result: Draft, file: Path, loop: Loop, dataset: Sequence[str], folder: Path
+) -> tuple[str, list[str], list[str]]:
+    """Return FILE.py:FUNCTION.loss for a training loop, and the lines of the loss and the data."""
+    first, last = loop.lines
+    found = _anchored(f"{file}:{loop.name}", folder)
+    why = f"lines {first} to {last} of {loop.file.name}, run for one sample at a time"
+    kept = [line for line in dataset if not line.startswith(("inputs = ", "targets = "))]
+    for side in ("inputs", "targets"):
+        result.guessed.pop(f"dataset.{side}", None)
+    if loop.keys:
+        inputs = _value({key: key for key in loop.keys})
+        kept += [f"inputs = {inputs}  # guessed: the keys that the loss uses", "targets = []"]
+        result.guessed["dataset.inputs"] = f"{inputs}: the keys that the loss uses"
+    result.missing.pop("loss.name", None)
+    result.guessed["loss.name"] = f"{found}: {why}"
+    return found, [f"# guessed: {why}"], kept
 
 
 def _own_loss(result: Draft, step: SampleLoss, folder: Path) -> tuple[str, list[str]]:
@@ -354,21 +388,29 @@ def _data_of_script(
 
 def _command_line(
     result: Draft,
-    code: Iterable[tuple[Path, str]],
+    code: Iterable[tuple[Path, str, Sequence[ast.stmt] | None]],
     files: Sequence[Path],
     given: Mapping[str, Any],
     checkpoint: Path,
 ) -> str:
-    """Return the line `argv` for the scripts of a model and of data, FILE.py:NAME each."""
-    lines = (command_line(file, name, files, given, checkpoint) for file, name in code)
-    found = next((line for line in lines if line is not None), None)
-    if found is None:
+    """Return the line `argv` for the scripts of a model, of data and of a loss.
+
+    Each is (file, name, statements), where statements are None for a variable of the file.
+    """
+    every = (command_line(file, name, files, given, checkpoint, own) for file, name, own in code)
+    lines = [line for line in every if line is not None]
+    if not lines:
         return _ARGV
+    found = next((line for line in lines if line.stored is not None), lines[0])
     if found.stored is None:
-        result.missing["model.argv"] = (
-            f"the arguments of the training, if {found.file.name} had any"
-        )
-        return f"argv = []  # fill in: {found.file.name} parses arguments when imported"
+        read = list(dict.fromkeys(flag for line in lines for flag in line.read))
+        used = listed(read[:_SHOWN] + ["others"] * (len(read) > _SHOWN))
+        if any(line.required for line in lines):
+            result.missing["model.argv"] = f"the arguments of the training, for {used}"
+            return f"argv = []  # fill in: {found.file.name} parses arguments when imported"
+        why = f"the defaults of {used}. Write those of your training if they differ"
+        result.guessed["model.argv"] = f"[]: {why}"
+        return f"argv = []  # guessed: {why}"
     why = f"stored in {found.source}"
     result.guessed["model.argv"] = f"{_value(found.stored)}: {why}"
     return f"argv = {_value(found.stored)}  # guessed: {why}"

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from gradscope.config import FROM_CHECKPOINT, CheckpointSpec, ModelSpec, is_fold
 from gradscope.core.precision import cast
 from gradscope.core.texts import article, listed
 from gradscope.errors import CheckpointError, ModelError, SpecError, located
+from gradscope.model.copies import deep_copy
 from gradscope.model.locate import first_line
 from gradscope.model.randomness import random_numbers_kept
 from gradscope.sources.code import (
@@ -230,7 +230,7 @@ def _copied(model: nn.Module) -> nn.Module:
         for value in vars(module).values()
         if isinstance(value, Tensor) and not value.is_leaf  # as of nn.utils.weight_norm
     }
-    return deepcopy(model, computed)
+    return deep_copy(model, computed)[0]
 
 
 def _argument(value: Any) -> Any:

@@ -173,7 +173,7 @@ def _training_names(tree: ast.Module, path: Path, known: Known) -> TrainingNames
     fresh = [(path, own)]
     for file, names in fresh:  # it grows: an imported file also imports
         for module, name, local in names.summary.imports:
-            other = _file_of(module, file)
+            other = file_of(module, file)
             if other is None:
                 continue
             if other not in known:
@@ -188,11 +188,22 @@ def _training_names(tree: ast.Module, path: Path, known: Known) -> TrainingNames
     return own
 
 
-def _file_of(module: str, path: Path) -> Path | None:
-    """Return the file of a module that the script `path` imports, if it is near the script."""
-    places = (folder.joinpath(*module.split(".")) for folder in path.parents[:_PLACES])
-    files = (place.with_suffix(".py") for place in places)
+def file_of(module: str, path: Path) -> Path | None:
+    """Return the file of a module that the script `path` imports, if it is near the script.
+
+    Folders to import from are the script's, the one above, and the working directory above both.
+    """
+    here = Path.cwd()
+    folders = [*path.parents[:_PLACES], *([here] if here in path.absolute().parents else [])]
+    files = (folder.joinpath(*module.split(".")).with_suffix(".py") for folder in folders)
     return next((file for file in files if file.is_file()), None)
+
+
+def parsed(file: Path) -> ast.Module | None:
+    """Return the tree of a Python file, or None if it cannot be read."""
+    with suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return ast.parse(file.read_bytes())
+    return None
 
 
 def _summary(file: Path) -> _Summary:

@@ -7,8 +7,8 @@ run: the assignments of the variables that it needs, changes of these variables,
 
 import ast
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -20,8 +20,9 @@ MOVED |= {"DataParallel", "DistributedDataParallel"}
 MAIN = "__main__"  # the name of the block if __name__ == "__main__"
 _COMPOUND = (ast.If, ast.For, ast.While, ast.With, ast.Try)
 _DEPTH = 4  # how many callers to follow for the values of parameters
+_IDLE = {"zero_grad", "step", "write", "close", "info"}  # methods that change no variable
 # methods that do not change what the variable is for: the checkpoint has the weights
-_NEUTRAL = {"load_state_dict", "train", "eval", "zero_grad", "step", "write", "close", "info"}
+_NEUTRAL = {"load_state_dict", "train", "eval", *_IDLE}
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Variables:
 
     tree: ast.Module
     path: Path  # the script's file
+    # functions and methods of other files that the script calls, by their names in the script
+    others: Mapping[str, ast.FunctionDef] = field(default_factory=dict)
 
     def statements(self, function: str, name: str) -> list[ast.stmt] | None:
         """Return the statements that compute a variable at its last assignment, or None.
@@ -42,14 +45,14 @@ class Variables:
         """
         names = {*name.split(",")}
         found = self._slice(function, names, _DEPTH)
-        if found is None or not names <= _bound_in(found):
+        if found is None or not names <= bound_in(found):
             return None
         return None if any(map(self._trains, found)) else found
 
     def places(self, name: str) -> list[str]:
         """Return the functions that compute a variable, or several "x,y", without training."""
         names = {*name.split(",")}
-        own = [place for place, body in self._bodies.items() if names <= _bound_in(body)]
+        own = [place for place, body in self._bodies.items() if names <= bound_in(body)]
         return [place for place in own if self.statements(place, name) is not None]
 
     def made_by(self, called: Collection[str], named: str = "(?!)") -> list[str]:
@@ -80,52 +83,162 @@ class Variables:
 
     @cached_property
     def _bodies(self) -> dict[str, Sequence[ast.stmt]]:
-        own = (node for node in self.tree.body if isinstance(node, ast.FunctionDef))
-        blocks = (node for node in self.tree.body if isinstance(node, ast.If))
-        found: dict[str, Sequence[ast.stmt]] = {node.name: node.body for node in own}
-        for node in filter(is_main_block, blocks):
+        found: dict[str, Sequence[ast.stmt]] = {k: f.body for k, f in self._functions.items()}
+        for node in (n for n in self.tree.body if isinstance(n, ast.If) and is_main_block(n)):
             found[MAIN] = node.body
         return found
+
+    @cached_property
+    def _functions(self) -> dict[str, ast.FunctionDef]:
+        """The functions, and the methods as CLASS.METHOD."""
+        found = {n.name: n for n in self.tree.body if isinstance(n, ast.FunctionDef)}
+        for node in (n for n in self.tree.body if isinstance(n, ast.ClassDef)):
+            own = (n for n in node.body if isinstance(n, ast.FunctionDef))
+            found |= {f"{node.name}.{method.name}": method for method in own}
+        return found
+
+    def _function(self, name: str) -> ast.FunctionDef | None:
+        return self._functions.get(name) or self.others.get(name)
+
+    @cached_property
+    def _top(self) -> Sequence[ast.stmt]:
+        """The statements at the top level, without definitions and the block of __main__."""
+        kinds = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+        return [n for n in self.tree.body if not isinstance(n, kinds) and not is_main_block(n)]
+
+    @cached_property
+    def imported(self) -> list[ast.stmt]:
+        """The statements at the top level that an import runs: those in front of the training."""
+        ends = [k for k, line in enumerate(self._top) if self._trains(line)]
+        return [*self._top[: min(ends, default=None)]]
 
     @cached_property
     def _trains(self) -> Callable[[ast.AST], bool]:
         return training_in(self.tree, self.path)
 
-    def _slice(self, function: str, names: set[str], depth: int) -> list[ast.stmt] | None:
-        """Return the statements that compute variables of a function, after those of callers."""
-        body = self._bodies.get(function)
-        if body is None or depth == 0:
+    def computing(
+        self, function: str, names: set[str], given: Collection[str] = ()
+    ) -> list[ast.stmt] | None:
+        """Return the statements that compute variables of a function, or None; see `statements`.
+
+        The variables `given` are known. Their statements are left out, and no other statement may
+        read them.
+        """
+        found = self._slice(function, names, _DEPTH, frozenset(given))
+        unknown = any({*given} & names_in(line) for line in found or ())
+        return None if unknown else found
+
+    def _slice(
+        self,
+        function: str,
+        names: set[str],
+        depth: int,
+        given: frozenset[str] = frozenset(),
+        until: ast.AST | None = None,
+    ) -> list[ast.stmt] | None:
+        """Return the statements that compute variables of a function, after those of callers.
+
+        With `until`, they are in front of this node; otherwise up to the last assignment.
+        """
+        if depth == 0:
             return None
-        found, needed = self._needed(body, names, _bound_in(body), is_main=function == MAIN)
-        node = next((n for n in self.tree.body if getattr(n, "name", "") == function), None)
-        if not isinstance(node, ast.FunctionDef):
-            return found
-        arguments = node.args
-        known = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-        wanted = [name for name in known if name in needed]
-        calls = [
-            (place, call)
-            for place, other in self._bodies.items()
-            for node in (n for line in other for n in ast.walk(line))
-            if isinstance(node, ast.Call)
-            and place != function
-            and (call := _call_of(node, function)) is not None
-        ]
-        for place, call in calls if wanted else ():
-            given = _given(call, arguments, wanted)
-            nodes = [n for value in given.values() for n in ast.walk(value)]
-            read = {n.id for n in nodes if isinstance(n, ast.Name)}
-            before = self._slice(place, read, depth - 1)
-            if len(given) == len(wanted) and before is not None:
-                passed = [_assignment(k, v) for k, v in given.items() if _name(v) != k]
-                return [*before, *passed, *found]
+        if function == "":  # the import runs the other statements
+            rest = self._top[len(self.imported) :]
+            front = rest if until is None else in_front_of(rest, until)
+            return self.needed(front, names, bound_in(rest), given)[0]
+        body = self._bodies.get(function)
+        if body is None:
+            return None
+        front, is_main = body if until is None else in_front_of(body, until), function == MAIN
+        whole = until is not None
+        own = bound_in(body)
+        found, needed = self.needed(front, names, own, given, is_main=is_main, whole=whole)
+        before = self.of_parameters(function, needed, given, depth)
+        return None if before is None else [*before, *found]
+
+    def of_parameters(
+        self, function: str, names: set[str], given: Collection[str] = (), depth: int = _DEPTH
+    ) -> list[ast.stmt] | None:
+        """Return the statements that compute parameters of a function, from its callers, or None.
+
+        The parameters in `given` are known. Names that are no parameters are ignored.
+        """
+        node = self._function(function)
+        if node is None:
+            return []
+        arguments, known = node.args, parameters(node)
+        wanted = [name for name in known if name in names and name not in given]
+        instance: list[ast.stmt] | None = []
+        if known[:1] == ["self"] and "self" in wanted:
+            instance = self._instance(function.rpartition(".")[0], depth)
+            wanted = [name for name in wanted if name != "self"]
+        if instance is None or not wanted:
+            return instance
+        for place, call, found in self._calls_of(function):
+            passed = _given(call, arguments, wanted)
+            read = {n.id for v in passed.values() for n in ast.walk(v) if isinstance(n, ast.Name)}
+            held = _given(call, arguments, [*given])
+            outer = frozenset(n.id for n in held.values() if isinstance(n, ast.Name))
+            before = self._slice(place, read, depth - 1, outer, found)
+            if len(passed) == len(wanted) and before is not None:
+                own = [_assignment(k, v) for k, v in passed.items() if _name(v) != k]
+                if any(outer & names_in(line) for line in (*before, *own)):
+                    return None  # a value of a variable that is given
+                return [*instance, *before, *own]
         defaults = _given(ast.Call(ast.Name(""), [], []), arguments, wanted)
         if len(defaults) < len(wanted):
             return None
-        return [*(_assignment(k, v) for k, v in defaults.items()), *found]
+        return [*instance, *(_assignment(k, v) for k, v in defaults.items())]
 
-    def _needed(
-        self, body: Sequence[ast.stmt], names: set[str], own: set[str], *, is_main: bool = False
+    def passed(self, function: str, names: Collection[str], depth: int = _DEPTH) -> set[str]:
+        """Return the parameters of a function to which callers pass some variables or attributes.
+
+        A caller may have the variable from its own callers.
+        """
+        node = self._function(function)
+        if node is None or depth == 0:
+            return set()
+        found = set[str]()
+        for place, call, _ in self._calls_of(function):
+            given = _given(call, node.args, parameters(node))
+            held = {*names, *self.passed(place, names, depth - 1)}
+            found |= {k for k, v in given.items() if (_name(v) or _attribute(v)) in held}
+        return found
+
+    def _calls_of(self, function: str) -> list[tuple[str, ast.Call, ast.AST]]:
+        """Return the calls of a function or a method: (place, call, its node in the tree).
+
+        The place of the top level is "".
+        """
+        owner, _, name = function.rpartition(".")
+        bodies = {**self._bodies, "": self._top}
+        return [
+            (place, call, node)
+            for place, body in bodies.items()
+            for node in (n for line in body for n in ast.walk(line))
+            if isinstance(node, ast.Call)
+            and place != function
+            and (call := _call_of(node, name, is_method=bool(owner))) is not None
+        ]
+
+    def _instance(self, kind: str, depth: int) -> list[ast.stmt] | None:
+        """Return the statements that make an object of a class, and assign it to `self`."""
+        for place, call, node in self._calls_of(kind):
+            read = {name for value in (*call.args, *call.keywords) for name in names_in(value)}
+            before = self._slice(place, read, depth - 1, until=node)
+            if before is not None:
+                return [*before, _assignment("self", call)]
+        return None
+
+    def needed(
+        self,
+        body: Sequence[ast.stmt],
+        names: set[str],
+        own: set[str],
+        given: Collection[str] = (),
+        *,
+        is_main: bool = False,
+        whole: bool = False,
     ) -> tuple[list[ast.stmt], set[str]]:
         """Return the statements on which variables depend, and all names that they read.
 
@@ -134,22 +247,36 @@ class Variables:
             names: The variables.
             own: The names that the function assigns. A method called on another name, such as a
                 module's function, changes no variable.
+            given: Variables that are known.
             is_main: Whether the names are global, so that functions and classes read them.
+            whole: Whether statements after the last assignment of the variables also count.
         """
-        ends = [k for k, line in enumerate(body) if not names.isdisjoint(_bound(line))]
+        names = names - {*given}
+        ends = [k for k, line in enumerate(body) if not names.isdisjoint(bound(line))]
+        last = len(body) - 1 if whole else max(ends, default=-1)
         needed, found = set(names), list[ast.stmt]()
-        for line in reversed(body[: max(ends, default=-1) + 1]):
+        for line in reversed(body[: last + 1]):
             if isinstance(line, ast.For | ast.While) and self._trains(line):
                 lines = _first_round(line, needed)
-                inner, reads = self._needed(lines, needed & _bound_in(lines), own)
+                inner, reads = self.needed(lines, needed & bound_in(lines), own, given)
                 found, needed = [*inner, *found], needed | reads
                 continue
             kept = isinstance(line, ast.Global | ast.Nonlocal) or _seeds(line)
-            if kept or not needed.isdisjoint({*_bound(line), *_changed(line, own)}):
+            idle = _IDLE if given else _NEUTRAL  # other models have weights of their own
+            if kept or not needed.isdisjoint({*bound(line), *_changed(line, own, idle)}):
                 found.insert(0, line)
-                needed |= {n.id for n in ast.walk(line) if isinstance(n, ast.Name)}
+                needed |= {n.id for n in ast.walk(line) if isinstance(n, ast.Name)} - {*given}
                 needed |= self._read_by(needed) & own if is_main else set()
         return found, needed
+
+    def reads(self, names: set[str]) -> set[str]:
+        """Return what functions, and the statements that the import runs, read to make names."""
+        needed = self.needed(self.imported, names, bound_in(self.imported))[1]
+        return needed | self._read_by(needed | names)
+
+    def globals_read(self, names: set[str]) -> set[str]:
+        """Return the names of the block of __main__ that names, functions and classes read."""
+        return (names | self._read_by(names)) & bound_in(self._bodies.get(MAIN, ()))
 
     def _read_by(self, names: set[str]) -> set[str]:
         """Return the names that functions and classes of the script read, also indirectly."""
@@ -165,47 +292,61 @@ class Variables:
 
     def reads_block(self, name: str) -> bool:
         """Whether a class or function reads variables of the block if __name__ == "__main__"."""
-        top = _bound_in(node for node in self.tree.body if not is_main_block(node))
-        return bool(self._read_by({name}) & _bound_in(self._bodies.get(MAIN, ())) - top)
+        top = bound_in(node for node in self.tree.body if not is_main_block(node))
+        return bool(self._read_by({name}) & bound_in(self._bodies.get(MAIN, ())) - top)
 
     def globals_of(self, statements: Sequence[ast.stmt]) -> list[str]:
         """Return the names that statements assign and that are global in the script."""
-        return sorted(_bound_in(statements) & _bound_in(self._bodies.get(MAIN, ())))
+        return sorted(bound_in(statements) & bound_in(self._bodies.get(MAIN, ())))
 
 
 def _free(node: ast.AST) -> set[str]:
     """Return the names that a function or a class reads and does not bind."""
     if isinstance(node, ast.ClassDef):
         every = (*node.body, *node.bases, *node.decorator_list)
-        return {name for part in every for name in _free(part)} - _bound_in(node.body)
+        return {name for part in every for name in _free(part)} - bound_in(node.body)
     nodes = [*ast.walk(node)]
     names = [n for n in nodes if isinstance(n, ast.Name)]
-    bound = {n.id for n in names if isinstance(n.ctx, ast.Store)}
-    bound |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+    own = {n.id for n in names if isinstance(n.ctx, ast.Store)}
+    own |= {n.arg for n in nodes if isinstance(n, ast.arg)}
     shared = {name for n in nodes if isinstance(n, ast.Global) for name in n.names}
     read = {n.id for n in names if isinstance(n.ctx, ast.Load)}
-    return read - (bound - shared if isinstance(node, ast.FunctionDef) else set())
+    return read - (own - shared if isinstance(node, ast.FunctionDef) else set())
 
 
-def _call_of(node: ast.Call, function: str) -> ast.Call | None:
+def parameters(function: ast.FunctionDef) -> list[str]:
+    """Return the names of the parameters of a function, without *args and **kwargs."""
+    own = function.args
+    return [a.arg for a in (*own.posonlyargs, *own.args, *own.kwonlyargs)]
+
+
+def _call_of(node: ast.Call, function: str, *, is_method: bool = False) -> ast.Call | None:
     """Return a call of a function: f(x), launch(f, args=(x,)) or spawn(f, args=(x,)); or None.
 
-    torch.multiprocessing.spawn passes the number of the process first.
+    torch.multiprocessing.spawn passes the number of the process first. A method is called as
+    OWNER.METHOD(x).
     """
+    if is_method:
+        return node if _attribute(node.func) == function else None
     if _name(node.func) == function:
         return node
     passed = next((k.value for k in node.keywords if k.arg == "args"), None)
     if function not in map(_name, node.args) or not isinstance(passed, ast.Tuple):
         return None
-    first = [ast.Constant(0)] if _last_name_of_call(node) == "spawn" else []
+    first = [ast.Constant(0)] if last_name_of_call(node) == "spawn" else []
     return ast.Call(ast.Name(function), [*first, *passed.elts], [])
 
 
 def _assignment(name: str, value: ast.expr) -> ast.stmt:
-    return ast.Assign([ast.Name(name, ast.Store())], value)
+    made = ast.Assign([ast.Name(name, ast.Store())], value)
+    return ast.fix_missing_locations(ast.copy_location(made, value))
 
 
-def _given(call: ast.Call, arguments: ast.arguments, wanted: Sequence[str]) -> dict[str, ast.expr]:
+def _given(
+    call: ast.Call,
+    arguments: ast.arguments,
+    wanted: Sequence[str],
+) -> dict[str, ast.expr]:
     """Return the values of parameters: what a call passes, else their defaults."""
     if any(isinstance(a, ast.Starred) for a in call.args) or any(not k.arg for k in call.keywords):
         return {}
@@ -214,27 +355,61 @@ def _given(call: ast.Call, arguments: ast.arguments, wanted: Sequence[str]) -> d
     defaults = dict(zip(optional, arguments.defaults, strict=True))
     only = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     found = defaults | {a.arg: d for a, d in only if d is not None}
-    found |= dict(zip(names, call.args, strict=False))
+    found |= dict(zip(names[names[:1] == ["self"] :], call.args, strict=False))
     found |= {k.arg: k.value for k in call.keywords if k.arg}
     return {name: found[name] for name in wanted if name in found}
 
 
+def in_front_of(body: Sequence[ast.stmt], node: ast.AST) -> list[ast.stmt]:
+    """Return the statements that run before a node; a loop around it is in its first round."""
+    seen: list[ast.stmt] = []
+    for line in body:
+        if not any(inner is node for inner in ast.walk(line)):
+            seen.append(line)
+            continue
+        if isinstance(line, ast.For):
+            seen.append(first_of(line))
+        for block in blocks(line):
+            if any(inner is node for each in block for inner in ast.walk(each)):
+                return [*seen, *in_front_of(block, node)]
+        break
+    return seen
+
+
+def blocks(node: ast.stmt) -> list[list[ast.stmt]]:
+    """Return the blocks of statements in a for, while, with, if or try statement."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return []
+    return [value for key in ("body", "orelse", "finalbody") if (value := getattr(node, key, []))]
+
+
+def first_of(loop: ast.For) -> ast.stmt:
+    """Return the assignment of the first round of a loop."""
+    call = ast.Call(ast.Name("iter", ast.Load()), [loop.iter], [])
+    made = ast.Assign([loop.target], ast.Call(ast.Name("next", ast.Load()), [call], []))
+    return ast.fix_missing_locations(ast.copy_location(made, loop))
+
+
 def _first_round(loop: ast.For | ast.While, names: set[str]) -> list[ast.stmt]:
     """Return the statements of the first round of a loop that trains, up to the variables."""
-    ends = [k for k, line in enumerate(loop.body) if not names.isdisjoint(_bound(line))]
+    ends = [k for k, line in enumerate(loop.body) if not names.isdisjoint(bound(line))]
     lines = loop.body[: max(ends, default=-1) + 1]
     if isinstance(loop, ast.While):
         return lines
-    first = ast.Call(ast.Name("iter", ast.Load()), [loop.iter], [])
-    value = ast.Call(ast.Name("next", ast.Load()), [first], [])
-    return [ast.Assign([loop.target], value), *lines]
+    return [first_of(loop), *lines]
 
 
-def _bound_in(lines: Iterable[ast.stmt]) -> set[str]:
-    return {name for line in lines for name in _bound(line)}
+def names_in(node: ast.AST) -> set[str]:
+    """Return the names of variables in a tree."""
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
 
 
-def _bound(node: ast.stmt) -> Iterator[str]:
+def bound_in(lines: Iterable[ast.stmt]) -> set[str]:
+    """Return the names that statements assign, define or import."""
+    return {name for line in lines for name in bound(line)}
+
+
+def bound(node: ast.stmt) -> Iterator[str]:
     """Yield the names that a statement assigns, defines or imports."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
         yield node.name
@@ -243,7 +418,7 @@ def _bound(node: ast.stmt) -> Iterator[str]:
             if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
                 yield inner.id
             elif isinstance(inner, ast.Import | ast.ImportFrom):
-                yield from _bound(inner)
+                yield from bound(inner)
     elif isinstance(node, ast.Import | ast.ImportFrom):
         yield from (a.asname or a.name.partition(".")[0] for a in node.names)
     else:
@@ -252,7 +427,7 @@ def _bound(node: ast.stmt) -> Iterator[str]:
                 yield inner.id
 
 
-def _changed(node: ast.stmt, own: set[str]) -> Iterator[str]:
+def _changed(node: ast.stmt, own: set[str], idle: Collection[str]) -> Iterator[str]:
     """Yield the variables that a statement changes: NAME.x = 1, NAME["k"] = 1 and NAME.add(1)."""
     for inner in ast.walk(node):
         targets: Sequence[ast.expr] = ()
@@ -262,7 +437,7 @@ def _changed(node: ast.stmt, own: set[str]) -> Iterator[str]:
             targets = [inner.target]
         elif isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Call):
             called = inner.value.func
-            if isinstance(called, ast.Attribute) and called.attr not in _NEUTRAL:
+            if isinstance(called, ast.Attribute) and called.attr not in idle:
                 targets = [called]
         for target in targets:
             owner = target
@@ -274,25 +449,30 @@ def _changed(node: ast.stmt, own: set[str]) -> Iterator[str]:
 
 def _seeds(node: ast.stmt) -> bool:
     """Whether a statement is a call that seeds random numbers, as torch.manual_seed(0)."""
-    return isinstance(node, ast.Expr) and "seed" in _last_name_of_call(node.value).lower()
+    return isinstance(node, ast.Expr) and "seed" in last_name_of_call(node.value).lower()
 
 
 def _made(node: ast.expr) -> str:
     """Return NAME for NAME(...), also for NAME(...).to(device) and DataParallel(NAME(...))."""
-    while isinstance(node, ast.Call) and (_last_name_of_call(node) in MOVED):
+    while isinstance(node, ast.Call) and (last_name_of_call(node) in MOVED):
         inner = next(iter(node.args), None) if isinstance(node.func, ast.Name) else None
         owner = node.func.value if isinstance(node.func, ast.Attribute) else None
         moved = inner or (owner if isinstance(owner, ast.Call) else next(iter(node.args), None))
         if moved is None:
             break
         node = moved
-    return _last_name_of_call(node)
+    return last_name_of_call(node)
 
 
-def _last_name_of_call(node: ast.expr) -> str:
+def last_name_of_call(node: ast.AST) -> str:
+    """Return the last name of the function that is called, or "" for other nodes."""
     called = node.func if isinstance(node, ast.Call) else None
     return called.attr if isinstance(called, ast.Attribute) else _name(called)
 
 
 def _name(node: ast.expr | None) -> str:
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def _attribute(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else ""

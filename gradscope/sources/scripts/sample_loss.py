@@ -92,6 +92,7 @@ class SampleLoss:
     of_inputs: bool = False  # whether the targets are the model's inputs
     keys: tuple[Sequence[str], Sequence[str]] = ((), ())  # the keys of a batch: inputs, targets
     foreign: bool = False  # whether another model makes the inputs
+    mixed: bool = False  # whether the script mixes the samples of a batch, as mixup does
 
 
 def step_loss(
@@ -190,6 +191,7 @@ class _Writer:
     given: Mapping[str, Any]
     of_script: bool  # whether a script makes the data
     notes: list[str] = field(default_factory=list)
+    mixed: bool = False
 
     def written(self) -> SampleLoss | None:
         """Return the loss, or None if the step does not train the model."""
@@ -213,8 +215,9 @@ class _Writer:
             self.notes.append(
                 f"{script.file.name} mixes the samples of a batch: a sample alone has this loss"
             )
-            lines = [*lines, Line(assigned(_RESULT, target))]
+            lines, self.mixed = [*lines, Line(assigned(_RESULT, target))], True
         if moves.mixed:
+            self.mixed = True
             self.notes.append(
                 f"{script.file.name} mixes the samples of some batches: a sample alone has this "
                 "loss"
@@ -423,6 +426,7 @@ class _Writer:
             of_inputs,
             keys,
             bool(foreign),
+            self.mixed,
         )
 
     def _whole(self, sliced: _Slice, reader: Reader) -> dict[str, Entry]:
