@@ -33,7 +33,8 @@ Results go to stdout, progress and notices to stderr. `--json` prints one versio
 | `1` | a bug in gradscope |
 | `2` | a wrong option, run file or chain |
 | `3` | a wrong checkpoint, data set or result file |
-| `4` | refused: the model is not supported, or its samples are coupled |
+| `4` | refused: the model is not supported, or its samples are coupled; or `check` \
+proved nothing, because every gradient is zero |
 | `5` | `compare` found a difference |
 | `6` | the output cannot be written |
 | `7` | done, but some samples or numbers are not finite; they are flagged or counted |
