@@ -35,6 +35,7 @@ BATCH = "_batch"  # the variable with the batch, in the function that is made of
 STEP = "training_step"  # the method of Lightning
 _LOOPS = (ast.For, ast.While)
 _NEXT = {"next", "__next__"}
+_GETS = re.compile("batch", re.I)  # functions that return a batch
 _SCALES = {"scale", "scale_loss"}
 _SCALERS = re.compile(r"scaler|amp|accelerator|fabric", re.I)
 # sizes of batches, and numbers of batches that share an update
@@ -279,17 +280,18 @@ def _zero(name: str, place: ast.stmt) -> ast.stmt:
 def _loop(context: _Context, loop: ast.For | ast.While, before: Sequence[ast.stmt]) -> Loop | None:
     """Return what a loop computes, or None if its lines cannot be run for one sample."""
     lines, value = _until_backward(loop.body)
-    target, start = _batch(loop, lines)
+    target, rest = _batch(loop, lines)
     if value is None or target is None:
         return None
-    lines, value = _without_attributes(lines[start:], value)
+    numbered = isinstance(loop, ast.For) and rest is lines
+    lines, value = _without_attributes(rest, value)
     change = _Undivided(bound_in(lines))
     lines = [kept for line in lines if (kept := change.visit(deepcopy(line))) is not None]
     value = change.visit(deepcopy(value))
     own = bound_in([*before, *lines])
     body, needed = context.inner.needed(lines, names_in(value), own)
     batch = {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}
-    index = ast.walk(loop.target) if isinstance(loop, ast.For) and start == 0 else ()
+    index = ast.walk(loop.target) if numbered and isinstance(loop, ast.For) else ()
     for name in {n.id for n in index if isinstance(n, ast.Name)} & needed - batch:
         body.insert(0, _zero(name, loop))
     owners = context.owners
@@ -494,30 +496,71 @@ def _calls_backward(node: ast.AST) -> bool:
     return any(map(_is_backward, ast.walk(node)))
 
 
-def _batch(loop: ast.For | ast.While, lines: Sequence[ast.stmt]) -> tuple[ast.expr | None, int]:
-    """Return the variables of a batch, and the number of the statement after their assignment."""
-    for k, line in enumerate(lines):  # batch = next(batches)
-        value = line.value if isinstance(line, ast.Assign) else None
-        tried = line.body[0] if isinstance(line, ast.Try) and line.body else None
+def _batch(
+    loop: ast.For | ast.While, lines: Sequence[ast.stmt]
+) -> tuple[ast.expr | None, Sequence[ast.stmt]]:
+    """Return the variables of a batch, and the statements without their assignment.
+
+    They are the target of a loop over batches, or assigned: batch = next(batches), and in loops
+    over positions x, y = get_batch() and x = images[k : k + 32].
+    """
+    for k, line in enumerate(lines):
+        tried = line.body[0] if isinstance(line, ast.Try) and line.body else line
         if isinstance(tried, ast.Assign) and last_name_of_call(tried.value) in _NEXT:
-            return tried.targets[0], k + 1
-        if value is not None and last_name_of_call(value) in _NEXT:
-            return line.targets[0], k + 1  # type: ignore[attr-defined]
-    if isinstance(loop, ast.While):
-        return None, 0
+            return tried.targets[0], lines[k + 1 :]
+    target = _target(loop) if isinstance(loop, ast.For) else None
+    if target is not None:
+        return target, lines
+    for k, line in enumerate(lines):
+        if isinstance(line, ast.Assign) and _GETS.search(last_name_of_call(line.value)):
+            return line.targets[0], lines[k + 1 :]
+    return _sliced(loop, lines)
+
+
+def _target(loop: ast.For) -> ast.expr | None:
+    """Return the variables of a batch in a loop over batches, or None for other loops."""
     node, numbered, target = loop.iter, False, loop.target
     while isinstance(node, ast.Call):
         name = last_name_of_call(node)
         if name in ("range", "trange", "zip", "count"):
-            return None, 0
+            return None
         numbered |= name == "enumerate"
         if not node.args:
             break
         node = node.args[0]
-    if numbered:
-        inner = target.elts if isinstance(target, ast.Tuple) else []
-        return (inner[1], 0) if len(inner) == 2 else (None, 0)
-    return target, 0
+    if not numbered:
+        return target
+    inner = target.elts if isinstance(target, ast.Tuple) else []
+    return inner[1] if len(inner) == 2 else None
+
+
+def _sliced(
+    loop: ast.For | ast.While, lines: Sequence[ast.stmt]
+) -> tuple[ast.expr | None, Sequence[ast.stmt]]:
+    """Return the variables that are rows of arrays, x = images[k : k + 32]; inputs first."""
+    nodes = [n for line in lines for n in ast.walk(line)]
+    slices = [n.slice for n in nodes if isinstance(n, ast.Subscript)]
+    indices = {name for each in slices for name in names_in(each)}  # idx = order[k : k + 32]
+    start = names_in(loop.target) if isinstance(loop, ast.For) else set()
+    if start.isdisjoint(indices):
+        return None, lines
+    rows = [
+        line
+        for line in lines
+        if isinstance(line, ast.Assign)
+        and isinstance(line.targets[0], ast.Name)
+        and line.targets[0].id not in indices
+        and isinstance(line.value, ast.Subscript)
+        and not names_in(line.value.slice).isdisjoint(indices)
+    ]
+    names = [ast.unparse(line.targets[0]) for line in rows]
+    passed = {
+        name for n in nodes if isinstance(n, ast.Call) and n.args for name in names_in(n.args[0])
+    }
+    names.sort(key=lambda name: name not in passed)  # model(x), criterion(out, y)
+    made: list[ast.expr] = [ast.Name(name, ast.Store()) for name in names]
+    rest = [line for line in lines if line not in rows]
+    return (made[0] if len(made) == 1 else ast.Tuple(made, ast.Store())) if made else None, rest
 
 
 def _model_in(lines: Iterable[ast.stmt], owners: set[str]) -> str | None:

@@ -307,6 +307,69 @@ def _of_alone(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return (hidden[:, :4] - x).square().sum() + out.logsumexp(1).sum()
 
 
+# rows of arrays, selected by positions
+ROWS = """
+X, Y = data().tensors
+
+def main(batch=5):
+    model, criterion = Net(), nn.CrossEntropyLoss()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    order = torch.randperm(len(X))
+    for epoch in range(2):
+        for i in range(0, len(X), batch):
+            idx = order[i : i + batch]
+            y = Y[idx]
+            x = X[idx]
+            out, hidden = model(x * 3)
+            loss = criterion(out, y) + hidden.abs().mean()
+            loss.backward()
+            optimizer.step()
+    torch.save(model.state_dict(), "net.pt")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def _of_rows(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    out, hidden = model(x * 3)
+    return F.cross_entropy(out, y) + hidden.abs().mean()
+
+
+# a function that returns a batch, in a loop without an end; accumulated gradients
+GETS = """
+X, Y = data().tensors
+accumulation_steps = 4
+
+def get_batch(split):
+    chosen = torch.randint(len(X), (5,))
+    return X[chosen], Y[chosen]
+
+def train(model, optimizer, steps):
+    count = 0
+    while True:
+        x, y = get_batch("train")
+        out, hidden = model(x)
+        loss = F.cross_entropy(out, y) + (hidden * x.sum(1, keepdim=True)).square().mean()
+        loss = loss / accumulation_steps
+        loss.backward()
+        optimizer.step()
+        count += 1
+        if count == steps:
+            break
+
+if __name__ == "__main__":
+    model = Net()
+    train(model, optim.SGD(model.parameters(), lr=0.1), 3)
+    torch.save(model.state_dict(), "net.pt")
+"""
+
+
+def _of_gets(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    out, hidden = model(x)
+    return F.cross_entropy(out, y) + (hidden * x.sum()).square().mean()
+
+
 # Lightning's form
 STEP = """
 class Lit(Net):
@@ -377,9 +440,12 @@ def expected(loss: Callable[[nn.Module, Tensor, Tensor], Tensor], key: str = "")
         (IMPORTED, "script.py:loader", "script.py:train_one_epoch.loss", _of_engine, ""),
         (TEACHER, "script.py:loader", "script.py:main.loss", _of_teacher, ""),
         (ALONE, "script.py:loader", "script.py:main.loss", _of_alone, ""),
+        (ROWS, "script.py:X,Y", "script.py:main.loss", _of_rows, ""),
+        (GETS, "script.py:X,Y", "script.py:train.loss", _of_gets, ""),
         (STEP, "script.py:loader", "script.py:Lit.training_step.loss", _of_step, ""),
     ],
-    ids=["dicts", "top", "trainer", "method", "block", "imported", "teacher", "alone", "step"],
+    ids=["dicts", "top", "trainer", "method", "block", "imported", "teacher", "alone", "rows"]
+    + ["gets", "step"],
 )
 def test_the_loss_of_a_training_loop(
     gradscope: Gradscope,
