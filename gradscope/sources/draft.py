@@ -36,7 +36,7 @@ from gradscope.sources.scripts.data import (
     reshaped_batch,
     transforms_of,
 )
-from gradscope.sources.scripts.loops import draws, is_plain, loss_of_loop
+from gradscope.sources.scripts.loops import draws, is_plain, loss_of_loop, models_of_loops
 from gradscope.sources.scripts.losses import (
     is_complete,
     loss_is_summed,
@@ -406,7 +406,8 @@ def _command_line(
         read = list(dict.fromkeys(flag for line in lines for flag in line.read))
         used = listed(read[:_SHOWN] + ["others"] * (len(read) > _SHOWN))
         if any(line.required for line in lines):
-            result.missing["model.argv"] = f"the arguments of the training, for {used}"
+            of = used or "a required one"
+            result.missing["model.argv"] = f"the arguments of the training, for {of}"
             return f"argv = []  # fill in: {found.file.name} parses arguments when imported"
         why = f"the defaults of {used}. Write those of your training if they differ"
         result.guessed["model.argv"] = f"[]: {why}"
@@ -523,6 +524,8 @@ def _model(
         certain = not (likely[0].unknown or _reads_block(likely[0]) or config)
         if not certain or (assumed and options is not None):
             likely = [built, *likely]
+    if not (held or likely or usual):
+        likely = models_of_loops(data)
     if held is not None:
         value, why = FROM_CHECKPOINT, f"the checkpoint's {held} describes the model"
     elif likely:

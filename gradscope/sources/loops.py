@@ -61,6 +61,7 @@ class Loop:
     outer: tuple[ast.stmt, ...]  # lines of callers, for parameters of the function
     parameters: tuple[str, ...]  # these parameters, and names of the block if __name__ == ...
     file: Path  # the file with the loop, which the script may import
+    origin: str  # the variable of the script that is the model, FUNCTION.NAME, or ""
 
     @property
     def name(self) -> str:
@@ -433,6 +434,7 @@ def _finished(
         outer=tuple(found),
         parameters=tuple(parameters),
         file=context.file,
+        origin="" if "self" in model else callers.origin(place, model),
     )
 
 
@@ -447,7 +449,7 @@ def _until_backward(body: Sequence[ast.stmt]) -> tuple[list[ast.stmt], ast.expr 
     """Return the statements up to the first backward(), and the expression of its loss."""
     lines: list[ast.stmt] = []
     for line in body:
-        if not _calls_backward(line):
+        if not _calls_backward(line) or isinstance(line, ast.FunctionDef):
             lines += _spliced(line)
             continue
         inside = blocks(line)

@@ -8,6 +8,7 @@ run: the assignments of the variables that it needs, changes of these variables,
 import ast
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -205,6 +206,20 @@ class Variables:
             found |= {k for k, v in given.items() if (_name(v) or _attribute(v)) in held}
         return found
 
+    def origin(self, function: str, name: str, depth: int = _DEPTH) -> str:
+        """Return FUNCTION.NAME, or NAME at the top level, for the variable that a parameter is.
+
+        Without a caller that passes a variable, the result is "".
+        """
+        node = self._function(function)
+        if node is None or name not in parameters(node):
+            return f"{function}.{name}".removeprefix(".")
+        for place, call, _ in self._calls_of(function) if depth else ():
+            value = _given(call, node.args, [name]).get(name)
+            if isinstance(value, ast.Name):
+                return self.origin(place, value.id, depth - 1)
+        return ""
+
     def _calls_of(self, function: str) -> list[tuple[str, ast.Call, ast.AST]]:
         """Return the calls of a function or a method: (place, call, its node in the tree).
 
@@ -264,6 +279,7 @@ class Variables:
             kept = isinstance(line, ast.Global | ast.Nonlocal) or _seeds(line)
             idle = _IDLE if given else _NEUTRAL  # other models have weights of their own
             if kept or not needed.isdisjoint({*bound(line), *_changed(line, own, idle)}):
+                line = _pruned(line, needed, own)
                 found.insert(0, line)
                 needed |= {n.id for n in ast.walk(line) if isinstance(n, ast.Name)} - {*given}
                 needed |= self._read_by(needed) & own if is_main else set()
@@ -318,6 +334,37 @@ def parameters(function: ast.FunctionDef) -> list[str]:
     """Return the names of the parameters of a function, without *args and **kwargs."""
     own = function.args
     return [a.arg for a in (*own.posonlyargs, *own.args, *own.kwonlyargs)]
+
+
+def _pruned(line: ast.stmt, needed: set[str], own: set[str]) -> ast.stmt:
+    """Return a compound statement without calls of methods of variables that nothing else reads.
+
+    An example is a writer or a progress bar: writer.add_scalar("loss", loss).
+    """
+    calls = [n for n in ast.walk(line) if isinstance(n, ast.Expr) and _owner(n) in own - needed]
+    inside = {id(n) for call in calls for n in ast.walk(call)}
+    read = {n.id for n in ast.walk(line) if isinstance(n, ast.Name) and id(n) not in inside}
+    left = {id(call) for call in calls if _owner(call) not in read}
+    return _without(line, left) if left else line
+
+
+def _without(line: ast.stmt, left: set[int]) -> ast.stmt:
+    """Return a copy of a statement without the inner statements with some ids."""
+    made = copy(line)
+    for key in ("body", "orelse", "finalbody"):
+        block = getattr(line, key, None)
+        if isinstance(block, list):
+            kept = [_without(each, left) for each in block if id(each) not in left]
+            empty = [ast.copy_location(ast.Pass(), line)] if key == "body" else []
+            setattr(made, key, kept or empty)
+    return made
+
+
+def _owner(node: ast.stmt) -> str:
+    """Return NAME of the statement NAME.method(...), or ""."""
+    call = node.value if isinstance(node, ast.Expr) else None
+    called = call.func if isinstance(call, ast.Call) else None
+    return _name(called.value) if isinstance(called, ast.Attribute) else ""
 
 
 def _call_of(node: ast.Call, function: str, *, is_method: bool = False) -> ast.Call | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from gradscope.sources.loops import Loop, loops
 from gradscope.sources.scripts.losses import keeps_numbers, training_scripts
+from gradscope.sources.scripts.models import FoundModel
 from gradscope.sources.scripts.syntax import Script, last_name
 from gradscope.sources.variables import names_in
 
@@ -44,6 +45,15 @@ def loss_of_loop(
             if loop.place or name not in {*script.functions, *script.classes, *script.imported}:
                 return script.file, loop
     return None
+
+
+def models_of_loops(file: Path) -> list[FoundModel]:
+    """Return the variables that training loops of a script train, or of files that it imports."""
+    script = Script.read(file)
+    every = loops(script.tree, file) if script is not None else []
+    names = list(dict.fromkeys(loop.origin for loop in every if loop.origin))
+    why = f"{file.name} trains it"
+    return [FoundModel(file, name, False, 1.0, why, {}, []) for name in names]
 
 
 def _is_a(kind: str, name: str, script: Script) -> bool:
