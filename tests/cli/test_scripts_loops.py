@@ -444,7 +444,19 @@ def expected(loss: Callable[[nn.Module, Tensor, Tensor], Tensor], key: str = "")
         (GETS, "script.py:X,Y", "script.py:train.loss", _of_gets, ""),
         (STEP, "script.py:loader", "script.py:Lit.training_step.loss", _of_step, ""),
     ],
-    ids=["dicts", "top", "trainer", "method", "block", "imported", "teacher", "alone", "rows", "gets", "step"],
+    ids=[
+        "dicts",
+        "top",
+        "trainer",
+        "method",
+        "block",
+        "imported",
+        "teacher",
+        "alone",
+        "rows",
+        "gets",
+        "step",
+    ],
 )
 def test_the_loss_of_a_training_loop(
     gradscope: Gradscope,
