@@ -45,7 +45,7 @@ from torch.overrides import TorchFunctionMode
 from gradscope.config import NONE, split_reference
 from gradscope.core.batch import map_tensors, tensors
 from gradscope.core.registry import suggestion
-from gradscope.core.texts import article
+from gradscope.core.texts import article, listed
 from gradscope.errors import GradscopeError, ModelError, RefusedError
 from gradscope.model.locate import (
     describe_raised,
@@ -201,7 +201,8 @@ def _loss_of_loop(loop: Loop, module: ModuleType, reference: str) -> Callable[..
         one = vars(place).pop("make_loss")(**given)
     _require_own_weights(one, loop)
     first, last = loop.lines
-    told = f"The loss is that of lines {first} to {last} of {loop.file.name}, for one sample each."
+    told = f"The loss is that of lines {first} to {last} of {loop.file.name}, for one sample each"
+    told += f", with {listed(loop.first)} of the first round." if loop.first else "."
     _notes.setdefault(module.__name__, {})[first] = told
 
     @model_loss

@@ -309,6 +309,7 @@ def _loss_of_loop(
     first, last = loop.lines
     found = _anchored(f"{file}:{loop.name}", folder)
     why = f"lines {first} to {last} of {loop.file.name}, run for one sample at a time"
+    why += f", with {listed(loop.first)} of the first round" if loop.first else ""
     kept = [line for line in dataset if not line.startswith(("inputs = ", "targets = "))]
     for side in ("inputs", "targets"):
         result.guessed.pop(f"dataset.{side}", None)

@@ -26,8 +26,10 @@ from gradscope.sources.variables import (
     bound,
     bound_in,
     first_of,
+    is_first,
     last_name_of_call,
     names_in,
+    of_first_round,
     parameters,
 )
 
@@ -62,6 +64,7 @@ class Loop:
     parameters: tuple[str, ...]  # these parameters, and names of the block if __name__ == ...
     file: Path  # the file with the loop, which the script may import
     origin: str  # the variable of the script that is the model, FUNCTION.NAME, or ""
+    first: tuple[str, ...]  # variables that later rounds change, as a number of the epoch
 
     @property
     def name(self) -> str:
@@ -274,8 +277,7 @@ def _inner_loops(
 
 def _zero(name: str, place: ast.stmt) -> ast.stmt:
     """Return the assignment of the number of the first batch."""
-    made = ast.Assign([ast.Name(name, ast.Store())], ast.Constant(0))
-    return ast.fix_missing_locations(ast.copy_location(made, place))
+    return of_first_round(ast.Assign([ast.Name(name, ast.Store())], ast.Constant(0)), place)
 
 
 def _loop(context: _Context, loop: ast.For | ast.While, before: Sequence[ast.stmt]) -> Loop | None:
@@ -302,7 +304,7 @@ def _loop(context: _Context, loop: ast.For | ast.While, before: Sequence[ast.stm
     if model is None:
         return None
     body = [line for line in body if not _moves(line, model)]
-    return _finished(context, value, target, model, body, before)
+    return _finished(context, value, target, model, body, before, bound_in(loop.body))
 
 
 def _moves(line: ast.stmt, model: str) -> bool:
@@ -388,7 +390,7 @@ def _step(context: _Context) -> Loop | None:
     lines, needed = context.inner.needed(body[: ends[-1]], names_in(value), bound_in(body))
     for name in needed & {*names[2:]}:  # the number of the batch
         lines.insert(0, _zero(name, body[0]))
-    return _finished(context, value, ast.Name(names[1], ast.Store()), "self", lines, ())
+    return _finished(context, value, ast.Name(names[1], ast.Store()), "self", lines, (), set())
 
 
 def _finished(
@@ -398,8 +400,12 @@ def _finished(
     model: str,
     body: Sequence[ast.stmt],
     before: Sequence[ast.stmt],
+    changed: set[str],
 ) -> Loop | None:
-    """Return the loop with the lines in front of it, and those of its callers."""
+    """Return the loop with the lines in front of it, and those of its callers.
+
+    `changed` are the variables that the loop assigns.
+    """
     place, callers = context.place, context.callers
     taken = {model}  # "self.NAME" is no variable
     own = bound_in([*before, *body])
@@ -423,6 +429,8 @@ def _finished(
     if any(map(_calls_backward, (*lines, *found, *body))):
         return None
     variable = value.id if isinstance(value, ast.Name) else "loss"
+    rounds = {name for line in (*lines, *found, *body) if is_first(line) for name in bound(line)}
+    first = rounds | ({*_exposed([*body, ast.Expr(value)])} & changed - names)
     return Loop(
         place=place,
         variable=variable.removeprefix("self_"),
@@ -434,6 +442,7 @@ def _finished(
         outer=tuple(found),
         parameters=tuple(parameters),
         file=context.file,
+        first=tuple(sorted(first - taken)),
         origin="" if "self" in model else callers.origin(place, model),
     )
 

@@ -433,8 +433,19 @@ def blocks(node: ast.stmt) -> list[list[ast.stmt]]:
 def first_of(loop: ast.For) -> ast.stmt:
     """Return the assignment of the first round of a loop."""
     call = ast.Call(ast.Name("iter", ast.Load()), [loop.iter], [])
-    made = ast.Assign([loop.target], ast.Call(ast.Name("next", ast.Load()), [call], []))
+    value = ast.Call(ast.Name("next", ast.Load()), [call], [])
+    return of_first_round(ast.Assign([loop.target], value), loop)
+
+
+def of_first_round(made: ast.stmt, loop: ast.stmt) -> ast.stmt:
+    """Return a statement with a mark: it stands for the first round of a loop."""
+    made.first_round = True  # type: ignore[attr-defined]
     return ast.fix_missing_locations(ast.copy_location(made, loop))
+
+
+def is_first(line: ast.stmt) -> bool:
+    """Whether a statement stands for the first round of a loop."""
+    return hasattr(line, "first_round")
 
 
 def _first_round(loop: ast.For | ast.While, names: set[str]) -> list[ast.stmt]:

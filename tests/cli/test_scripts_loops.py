@@ -531,6 +531,25 @@ def test_random_numbers_of_a_loop_belong_to_samples(
 
 
 @CWD
+def test_numbers_that_the_training_changes_are_named(gradscope: Gradscope) -> None:
+    """The weight of a term grows with the epoch: the loss is that of the first epoch."""
+    changed = "F.cross_entropy(out, y) + (epoch + 1) * hidden.square().sum()"
+    script = BLOCK.replace("criterion(out, y) + penalty(hidden) + 0 * epoch", changed)
+    Path("script.py").write_text(HEAD + script)
+    torch.save(_net().state_dict(), "net.pt")
+    done = gradscope("init", "net.pt", "script.py:loader")
+    assert "with epoch of the first round" in " ".join(done.out.split())
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        out, hidden = model((x - 0.5) / 2)
+        return F.cross_entropy(out, y) + hidden.square().sum()
+
+    assert norms(gradscope) == pytest.approx(expected(loss), rel=1e-4)
+    done = gradscope("check", "--config", "run.toml")
+    assert "with epoch of the first round" in " ".join(done.out.split())
+
+
+@CWD
 def test_lines_with_another_trained_model_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights of the encoder are not in the checkpoint of the decoder."""
     script = TEACHER.replace('    teacher.load_state_dict(torch.load("teacher.pt"))\n', "")
