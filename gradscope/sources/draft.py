@@ -183,7 +183,8 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     result.unused |= given.unread
     called = losses_called(near, drafted.file, given) or losses_called(files, drafted.file, given)
     made = function_of(str(data)) is not None and data.suffix.lower() != ".toml"
-    step = None if loss else _step(near, files, drafted, given, made_by if made else None)
+    known = loss or (drafted.loss and not made)  # scripts nearby may train other models
+    step = None if known else _step(near, files, drafted, given, made_by if made else None)
     if step is not None and step.name:
         called = [step.name]
     found, why = "mse", "an example"
@@ -222,8 +223,8 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
                 transforms=transforms_of(files),
             )
     changed = changed_batch(near, drafted.file)
-    known = (drafted.file, drafted.name)
-    loop = loss_of_loop(files, known, place, given) if name and loss is None else None
+    trained = (drafted.file, drafted.name)
+    loop = loss_of_loop(files, trained, place, given) if name and loss is None else None
     named = step is not None and bool(step.name) and not step.reshaped
     plain = loop is None or (named and (is_plain(loop[1]) or (step is not None and step.mixed)))
     used = None if plain else loop
@@ -253,7 +254,8 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
         found, loss_lines = _own_loss(result, step, folder)
     else:
         summed = near if losses_called(near, drafted.file, given) else files
-        if loss is None and step is None and called and loss_is_summed(summed, drafted.file, given):
+        adds = called and not known and loss_is_summed(summed, drafted.file, given)
+        if adds and step is None:
             why = "AN EXAMPLE: a nearby script adds several losses; write a function, "
             why += "FILE.py:FUNCTION"
             result.missing["loss.name"] = _REPLACE

@@ -207,8 +207,8 @@ class _Context:
     place: str
     file: Path
     node: ast.AST
-    callers: Variables  # of the script
-    inner: Variables  # of the place's file
+    callers: Variables  # the variables of the script
+    inner: Variables  # the variables of the place's file
     owners: set[str]  # the variables with trained models
 
     @property
@@ -402,7 +402,7 @@ def _finished(
     before: Sequence[ast.stmt],
     changed: set[str],
 ) -> Loop | None:
-    """Return the loop with the lines in front of it, and those of its callers.
+    """Return the loop with the lines in front of it, and the lines of its callers.
 
     `changed` are the variables that the loop assigns.
     """
@@ -512,8 +512,8 @@ def _batch(
 ) -> tuple[ast.expr | None, Sequence[ast.stmt]]:
     """Return the variables of a batch, and the statements without their assignment.
 
-    They are the target of a loop over batches, or assigned: batch = next(batches), and in loops
-    over positions x, y = get_batch() and x = images[k : k + 32].
+    They are the target of a loop over batches, or are assigned by batch = next(batches). Loops over
+    positions assign x, y = get_batch(), or x = images[k : k + 32].
     """
     for k, line in enumerate(lines):
         tried = line.body[0] if isinstance(line, ast.Try) and line.body else line

@@ -23,7 +23,7 @@ def loss_of_loop(
     data: Path,
     given: Mapping[str, Any],
 ) -> tuple[Path, Loop] | None:
-    """Return the training loop whose loss gradscope can run as it is, and its script, or None.
+    """Return the training loop whose loss gradscope can run, and its script, or None.
 
     Args:
         files: Python files.
@@ -64,7 +64,7 @@ def _is_a(kind: str, name: str, script: Script) -> bool:
 
 
 def is_plain(loop: Loop) -> bool:
-    """Whether the model gets the inputs of (inputs, targets), or entries of a dict, as they are."""
+    """Whether the model gets the inputs of (inputs, targets), or entries of a dict, unchanged."""
     target = loop.target
     if isinstance(target, ast.Tuple) and len(target.elts) != 2:
         return False
