@@ -1,10 +1,11 @@
 """Curvature: the damped inverse of a Fisher matrix or of an approximation, from stored chains.
 
 Query rows are multiplied by (F + λ)⁻¹, layer by layer. A layer is a weight whose gradient has
-factors, with the bias that belongs to it (`blocks.layers`). Every other parameter uses its
-diagonal. The damping is relative: λ is α times the mean eigenvalue of the layer's block, so that α
-means the same in every layer and model. With α = 0 the inverse is the pseudo-inverse. With the mean
-gradient (`RemainingGradient`), α is a minimum and rises if training stopped early (`trusted`).
+factors, with the bias that belongs to it (`blocks.layers`), or a small parameter (`kfac:full=`).
+Every other parameter uses its diagonal. The damping is relative: λ is α times the mean eigenvalue
+of the layer's block, so that α means the same in every layer and model. With α = 0 the inverse is
+the pseudo-inverse. With the mean gradient (`RemainingGradient`), α is a minimum and rises if
+training stopped early (`trusted`).
 
 The empirical Fisher F = (1/N) Σ gᵢ gᵢᵀ is inverted exactly (`Gram`, `Moments`), for all entries of
 a row together or layer by layer.

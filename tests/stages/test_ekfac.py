@@ -65,19 +65,34 @@ class Words(nn.Module):
         return self.down(torch.tanh(self.up(self.norm(self.table(x)))))
 
 
-# parameters without factors, and how many numbers they have: with `full` each is one row
+class Positions(nn.Module):
+    """Words at positions, as three parameters without factors: the words are the output, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(7, 4), nn.Embedding(8, 4)
+        self.grid, self.up = nn.Parameter(torch.randn(1, 6, 4)), nn.Linear(4, 4)
+        self.many = nn.Embedding(9, 4)  # more rows than twice its columns
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.words(x) + self.places(torch.arange(x.shape[1])) + self.many(x)
+        hidden = torch.tanh(self.up(hidden))
+        return nn.functional.linear(hidden + self.grid[:, : x.shape[1]], self.words.weight)
+
+
+# parameters without factors, as rows and columns: with `full` each is one row, or a table
 SHORT = {
-    "convolution": {"2.bias": 4},
-    "twice": {"head.bias": 3},
-    "words": {"norm.weight": 4, "norm.bias": 4},
+    "convolution": {"2.bias": (1, 4)},
+    "twice": {"head.bias": (1, 3)},
+    "words": {"table.weight": (7, 4), "norm.weight": (1, 4), "norm.bias": (1, 4)},
 }
 Layers = dict[str, tuple[str | None, int, int, int, bool]]
 
 
 def layers_of(name: str, *, full: bool) -> Layers:
-    """The layers, with those short parameters that are one row."""
+    """The layers, with those short parameters that are one row or a table."""
     short = SHORT.get(name, {}) if full else {}
-    return LAYERS[name] | {own: (None, 1, 1, size, False) for own, size in short.items()}
+    return LAYERS[name] | {own: (None, 1, *sizes, False) for own, sizes in short.items()}
 
 
 def numbers(*shape: int) -> Tensor:
@@ -114,6 +129,8 @@ def example(name: str, n: int = 9) -> tuple[nn.Module, Tensor, Tensor]:
         model, x = Twice(), numbers(n, 4)
     elif name == "words":
         model, x = Words(), torch.randint(0, 7, (n, 5))
+    elif name == "positions":
+        model, x = Positions(), torch.randint(0, 7, (n, 5))
     else:
         model, x = InputsFirst(4, 3), numbers(n, 4)
     model = model.double()
@@ -214,7 +231,7 @@ def test_any_batch_size(name: str) -> None:
         batches = [every.select(cut) for cut in cuts]
         (chain,) = prepare_chains(scope.session, [bind("ekfac")], lambda: batches)
         again = accumulated(chain, [(scope.evaluate(batch).gradients,) for batch in batches])
-    for weight in LAYERS[name]:
+    for weight in layers_of(name, full=True):
         key = f"{weight}.eigenvalues"
         small = 1e-10 * whole_[key].max()
         # a basis of equal eigenvalues is any: but their sums are one
@@ -227,7 +244,7 @@ def test_any_batch_size(name: str) -> None:
 def test_a_short_parameter_has_its_whole_second_moment() -> None:
     rows = dense_rows("words")
     plain, ours = found("words", "kfac:full=4"), found("words", "ekfac:full=4")
-    assert "table.weight.diagonal" in plain and "up.bias.A" in plain  # 28 numbers, and 4
+    assert "norm.weight.diagonal" in found("words", "kfac:full=3") and "up.bias.A" in plain
     for own in ("norm.weight", "norm.bias"):
         moment = rows[own].T @ rows[own] / len(rows[own])
         np.testing.assert_allclose(plain[f"{own}.A"], moment, rtol=1e-10, atol=1e-14)
@@ -237,14 +254,116 @@ def test_a_short_parameter_has_its_whole_second_moment() -> None:
         np.testing.assert_allclose((vectors * values) @ vectors.T, moment, rtol=1e-9, atol=1e-14)
 
 
+def assert_decorrelated(
+    g: np.ndarray, weights: np.ndarray, factors: Mapping[str, Tensor], ours: Mapping[str, Tensor]
+) -> None:
+    """Compare the factors and moments {"A": ...} of a table with its rows (n, r, c), weighted."""
+    c = g.shape[2]
+    moment = np.einsum("i,irc,isc->rs", weights, g, g)
+    small = 1e-13 * np.abs(moment).max()
+    np.testing.assert_allclose(factors["B"], moment / c, rtol=1e-9, atol=small)
+    np.testing.assert_array_equal(factors["A"], np.eye(c))
+    np.testing.assert_array_equal(ours["A.vectors"].abs(), np.eye(c))
+    b, values = ours["B.vectors"].numpy(), ours["eigenvalues"].numpy()
+    right = np.einsum("i,irc->rc", weights, (b.T @ g) ** 2)
+    np.testing.assert_allclose(values, right, rtol=1e-9, atol=small)
+    np.testing.assert_allclose(b.T @ moment @ b, np.diag(values.sum(1)), rtol=1e-9, atol=10 * small)
+
+
+def of_parameter(found: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    return {k.removeprefix(f"{name}."): v for k, v in found.items() if k.startswith(f"{name}.")}
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_the_rows_of_a_table_are_decorrelated(dense: bool) -> None:
+    rows = dense_rows("positions")
+    model, x, y = example("positions")
+    batch = gradscope.Scope(model, "mse", backend="hooks").evaluate(Batch.of(x, y)).gradients
+    tables = {"words.weight": (7, 4), "places.weight": (8, 4), "grid": (6, 4)}
+    assert {batch[name].kind for name in tables} == {None, "scatter"}
+    if dense:
+        made = {k: DenseBlock(torch.from_numpy(rows[k])) for k in tables}
+        batch = Gradients({**batch, **made})
+    factors = run("kfac:bias=column,full=1", batch, (3,))
+    ours = run("ekfac:with=stored", batch, (4, 7), {k: v.numpy() for k, v in factors.items()})
+    for name, sizes in tables.items():
+        g = rows[name].reshape(-1, *sizes)
+        own = (of_parameter(found, name) for found in (factors, ours))
+        assert_decorrelated(g, np.full(len(g), 1 / len(g)), *own)
+    assert factors["many.weight.diagonal"].shape == (9, 4)
+    plain = {k: v.numpy() for k, v in run("kfac:bias=column", batch).items()}
+    stored = run("ekfac:with=stored", batch, (2,), plain)  # as of an earlier version
+    for name in tables:
+        right = np.mean(rows[name] ** 2, axis=0)
+        np.testing.assert_allclose(stored[f"{name}.diagonal"], right, rtol=1e-12)
+
+
+def test_a_complex_table() -> None:
+    draw = Draw(torch.complex128, 6, 5)
+    (block, rows), (layer, _) = draw.dense(4, 3), draw.outer(1, 2, 4, 3, (4, 3))
+    batch = Gradients({"l": layer, "w": block})
+    factors = run("kfac:full=1", batch, (2,))
+    ours = run("ekfac:with=stored", batch, (3,), {k: v.numpy() for k, v in factors.items()})
+    moment = np.einsum("irc,isc->rs", rows, rows.conj()) / len(rows)
+    np.testing.assert_allclose(factors["w.B"], moment / 3, rtol=1e-12)
+    b = ours["w.B.vectors"].numpy()
+    right = np.mean(np.abs(b.conj().T @ rows) ** 2, axis=0)
+    np.testing.assert_allclose(ours["w.eigenvalues"], right, rtol=1e-10)
+    off = b.conj().T @ moment @ b
+    np.testing.assert_allclose(off, np.diag(right.sum(1)), rtol=1e-10, atol=1e-12 * right.max())
+
+
+@pytest.mark.parametrize(
+    ("shape", "table"),
+    [
+        *(((1, 9), False), ((2, 9), True), ((9,), False), ((8, 4), True), ((9, 4), False)),
+        *(((4, 2, 4), True), ((3, 3, 4), False), ((2, 4096), True), ((2, 4097), False)),
+    ],
+)
+def test_which_parameters_are_tables(shape: tuple[int, ...], table: bool) -> None:
+    batch = Gradients({**pair(), "w": DenseBlock(torch.ones(6, *shape, dtype=torch.float64))})
+    assert {key for key in run("kfac:full=0", batch) if key[0] == "w"} == {"w.diagonal"}
+    state = reducer("kfac:full=1").start(batch)
+    assert ("rows:w" in state) == table and ("squares:w" in state) != table
+
+
+def test_the_rows_of_a_table_for_all_labels() -> None:
+    """The expectation over the labels, against one pass for each label."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(12, 3)).double()
+    x, y = torch.randint(0, 5, (8, 4)), torch.zeros(8, dtype=torch.int64)
+    how = {"labels": "exact", "backend": "hooks"}
+    factors = gradscope.expectation(model, "cross_entropy", "kfac:full=1", x, y, **how)
+    ours = gradscope.expectation(model, "cross_entropy", "ekfac:full=1", x, y, **how)
+    chances = torch.softmax(model(x).detach(), 1).numpy()
+    each = [
+        gradscope.per_sample_gradients(model, "cross_entropy", x, y + k, backend="loop")["0.weight"]
+        for k in range(3)
+    ]
+    own = (of_parameter(found, "0.weight") for found in (factors, ours))
+    assert_decorrelated(torch.cat(each).numpy(), chances.T.flatten() / 8, *own)
+
+
+def test_a_table_has_factors_in_every_batch_or_in_none() -> None:
+    """Its sums are never added to the sums of a layer of the same sizes."""
+    factored, _ = Draw(torch.float64, 6, 3).outer(1, 2, 5, 4, (5, 4))
+    made, layer = reducer("kfac:full=1"), pair()["l.weight"]
+    one, other = (
+        Gradients({"l": layer, "w": block})
+        for block in (factored, DenseBlock(factored.dense().clone()))
+    )
+    for first, second in ((one, other), (other, one)):
+        with pytest.raises(UnsupportedError, match="w is an outer product in some batches only"):
+            made.merge(made.start(first), made.start(second))
+
+
 def test_what_has_no_factors_is_said() -> None:
     model, x, y = example("words")
     with gradscope.Scope(model, "mse", backend="hooks") as scope:
         scope.expectation("ekfac:full=3", x, y)
         told = [note for note in scope.notes if "diagonal" in note]
     assert told == [
-        "ekfac: diagonal only, because there are no Kronecker factors: "
-        "table.weight, norm.weight, norm.bias"
+        "ekfac: diagonal only, because there are no Kronecker factors: norm.weight, norm.bias"
     ]
     with pytest.raises(UnsupportedError, match="kfac needs gradients as sums"):
         gradscope.expectation(model, "mse", "ekfac", x, y, backend="loop")
@@ -451,7 +570,11 @@ def test_batches_are_added_in_place_as_they_are_merged() -> None:
     made = reducer("kfac:bias=column,full=3")
     assert made.add is not None
     short = DenseBlock(torch.arange(18.0, dtype=torch.float64).reshape(6, 3))
-    every = [Gradients({**one, "short": short}) for one in (pair(), pair(last=1.0), pair())]
+    table = DenseBlock(torch.arange(36.0, dtype=torch.float64).reshape(6, 3, 2))
+    every = [
+        Gradients({**one, "short": short, "table": table})
+        for one in (pair(), pair(last=1.0), pair())
+    ]
     added: dict[str, Tensor] = {}
     for gradients in every:
         added = made.add(gradients, added)

@@ -64,6 +64,7 @@ from gradscope.stages.transforms.base import Vector
 
 _BANDS, _BAND = 16, 128  # the bands of a symmetric product, and the least rows of a band
 _LARGE = 2**22  # the numbers of a parameter whose float64 form takes much memory
+_ROWS, _SIDE = 2, 4096  # the most rows of a table for each column, and the most of both
 _POSITIONS = 512  # the most products that are summed in float32
 _HELD = (1e-12, 1e12)  # if the largest number is in this range, float32 holds its square's digits
 
@@ -99,6 +100,9 @@ def kfac(
 
     A dense parameter without factors (for example of a norm layer) is a single row if it has at
     most `full` numbers. Then A is the full second moment E[g gᵀ], B is 1, and it has no diagonal.
+    If `full` is not 0, other parameters without factors can be tables, such as position embeddings.
+    The last axis of a table are its columns. It has at most twice as many rows as columns, and at
+    most 4,096 of both. Then B = E[G Gᵀ] / c, A is the identity (c, c), and it has no diagonal.
     """
     every = partial(_parts, bias, full)
     return Reducer(
@@ -131,6 +135,8 @@ def _parts(
         own = gradients.get(bias_of(name) or "") if bias == "column" else None
         if block.kind is None and 0 < prod(block.shape) <= full:
             yield name, _as_row(block, gradients.weights)
+        elif full and _is_table(block):
+            yield name, _as_table(block, gradients.weights)
         else:
             yield name, _sums(block, own, gradients.weights, (known or {}).get(name))
 
@@ -151,6 +157,10 @@ def _result(positions: str, state: State, *, in_place: bool = False) -> dict[str
             a, b = (a, b) if in_place else (a.clone(), b.clone())
             found[f"{name}.A"] = _symmetric(a).div_(by)
             found[f"{name}.B"] = _symmetric(b).div_(n)
+    for name, part in every.items():
+        if "rows" in part and name not in inside:
+            found[f"{name}.A"] = torch.diag(part["columns"] / n)
+            found[f"{name}.B"] = part["rows"] / n
     squares = {name: part["squares"] for name, part in every.items() if "squares" in part}
     return found | {f"{k}.diagonal": v / n for k, v in squares.items() if k not in inside}
 
@@ -225,6 +235,31 @@ def _as_row(block: Block, weights: Tensor | None) -> ParameterState:
     n = found.real.new_tensor(float(block.n if weights is None else len(weights)))
     # two tensors: the entries of a state are added in place
     return {"a": found, "b": n.reshape(1, 1).to(found.dtype, copy=True), "counted": n}
+
+
+def _is_table(block: Block) -> bool:
+    """Whether a parameter has no factors, and the matrices of a table have few numbers."""
+    *axes, c = block.shape or (1,)
+    return block.kind != "outer" and c <= _SIDE and 1 < prod(axes) <= min(_ROWS * c, _SIDE)
+
+
+def _as_table(block: Block, weights: Tensor | None) -> ParameterState:
+    """Return the sums of a table of c columns: Σ G Gᴴ / c (r, r), and N for each column (c,).
+
+    The names differ from the names of factors: other batches may not have factors.
+    """
+    *axes, c = block.shape
+    r, flat = prod(axes), _flat(weights)
+    dtype = wider(block.dtype, block.device)
+    found = torch.zeros(r, r, dtype=dtype, device=block.device)
+    for rows, tile in wide(block).tiles():
+        values = times(tile, None if flat is None else flat[rows].sqrt()).reshape(-1, r, c)
+        used = values.transpose(0, 1).flatten(1)  # (r, n·c)
+        (places,) = (used != 0).any(1).nonzero(as_tuple=True)  # a text uses the first positions
+        used = used[places]
+        found[places.unsqueeze(1), places] += used @ used.mH / c
+    n = float(block.n if weights is None else len(weights))
+    return {"rows": found, "columns": found.new_full((c,), n)}
 
 
 def _sums(
@@ -429,7 +464,8 @@ def ekfac(with_: Vector | None = None, full: int = 512) -> Reducer:
     over the data computes the factors with `kfac:bias=column`. G (r, c) is a sample's gradient as
     a matrix with its bias in the last column (or row). Groups add a leading axis to all three.
     The sum of the eigenvalues is E‖g‖². A dense parameter without factors of at most `full` numbers
-    is a single row (r = 1), with the eigenvalues of E[g gᵀ]. The remaining parameters have
+    is a single row (r = 1), with the eigenvalues of E[g gᵀ]. For a table of few rows (see `kfac`),
+    U_B has the eigenvectors of E[G Gᵀ], and U_A is the identity. The remaining parameters have
     NAME.diagonal (*shape), E[|g|²]. No transform may precede ekfac.
 
     `with=` computes the bases from a stored `kfac`, or loads them from a stored `ekfac`. Then there
