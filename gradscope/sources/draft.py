@@ -49,6 +49,7 @@ from gradscope.sources.scripts.models import (
     find_built,
     find_models,
     find_trained,
+    is_random,
 )
 from gradscope.sources.scripts.sample_loss import SampleLoss, step_loss
 from gradscope.sources.scripts.stored import StoredArguments, stored_arguments
@@ -408,8 +409,8 @@ def _command_line(
     if found.stored is None:
         read = list(dict.fromkeys(flag for line in lines for flag in line.read))
         used = listed(read[:_SHOWN] + ["others"] * (len(read) > _SHOWN))
-        if any(line.required for line in lines):
-            of = used or "a required one"
+        if required := list(dict.fromkeys(flag for line in lines for flag in line.required)):
+            of = listed([*required, *(flag for flag in read if flag not in required)][:_SHOWN])
             result.missing["model.argv"] = f"the arguments of the training, for {of}"
             return f"argv = []  # fill in: {found.file.name} parses arguments when imported"
         why = f"the defaults of {used}. Write those of your training if they differ"
@@ -493,7 +494,8 @@ def _model(
         lines = [f"factory = {quoted(_anchored(model, folder))}"]
         inputs = own.inputs if own else _forward(stored.content)
         arguments, place = _arguments(result, own, folder), Path(file) if file else None
-        random = own is not None and own.random
+        random = is_random(place, name, files) if place is not None else False
+        random |= own is not None and own.random
         return _Model(lines, arguments, inputs, place, name, random=random)
     held = _description(checkpoint)
     if len(stored_modules(stored.content)) == 1:
@@ -527,8 +529,8 @@ def _model(
         certain = not (likely[0].unknown or _reads_block(likely[0]) or config)
         if not certain or (assumed and options is not None):
             likely = [built, *likely]
-    if not (held or likely or usual):
-        likely = models_of_loops(data)
+    if not held and (not _builds(data, likely[:1]) if likely else not usual):
+        likely = [*models_of_loops(data), *likely]
     if held is not None:
         value, why = FROM_CHECKPOINT, f"the checkpoint's {held} describes the model"
     elif likely:
@@ -554,7 +556,8 @@ def _model(
     loss = "" if "num_labels" in best.arguments else _loss_of_class(best.name.partition(".")[0])
     arguments = _arguments(result, best, folder)
     alone = any(argument.why == ONE_SAMPLE for argument in best.arguments.values())
-    return _Model(lines, arguments, best.inputs, best.file, best.name, loss, best.random, alone)
+    random = best.random or is_random(best.file, best.name, files)
+    return _Model(lines, arguments, best.inputs, best.file, best.name, loss, random, alone)
 
 
 def _is_called(built: FoundModel) -> bool:
@@ -573,7 +576,8 @@ def _builds(file: Path, models: Sequence[FoundModel]) -> bool:
     """Whether a script has or imports the class of one of several models."""
     script = Script.read(file)
     others = [found for each in models if (found := Script.read(each.file)) is not None]
-    return script is not None and any(script is o or script.imports(o) for o in others)
+    same = [o.file.resolve() == file.resolve() for o in others]
+    return script is not None and (any(same) or any(map(script.imports, others)))
 
 
 def _architecture(checkpoint: Path) -> str:
@@ -736,7 +740,7 @@ def _checkpoint(
         fit = round(max(fits, default=0.0), 2)
         joined = isinstance(state, Joined)
         size = len({*shapes} - {_COUNTER})
-        return (joined and fit < _LIKELY, -fit, -size, bool(_AVERAGED & {*_words(key)}))
+        return (joined and fit < _LIKELY, -fit, bool(_AVERAGED & {*_words(key)}), -size)
 
     plain = [each for each in weights if not isinstance(each[1], Joined)]
     several = len({frozenset(shapes.items()) for *_, shapes in plain}) > 1 and len(plain) <= _FEW

@@ -22,6 +22,7 @@ from gradscope.sources.variables import (
     MAIN,
     MOVED,
     Variables,
+    assignment,
     blocks,
     bound,
     bound_in,
@@ -191,7 +192,10 @@ def loops(tree: ast.Module, path: Path, owners: Iterable[str] = ()) -> list[Loop
         if isinstance(node, ast.FunctionDef) and node.name == STEP:
             found.append(_step(context))
         body = node.body if isinstance(node, ast.FunctionDef | ast.If) else _top(tree)
-        found += [_loop(context, loop, before) for loop, before in _inner_loops(body, ())]
+        inside = [*_inner_loops(body, ())]
+        if isinstance(node, ast.FunctionDef) and not inside and any(map(_calls_backward, body)):
+            inside = [(loop, []) for loop in _around(context, node)]
+        found += [_loop(context, loop, before) for loop, before in inside]
     return [loop for loop in found if loop is not None]
 
 
@@ -229,10 +233,48 @@ def _imported(tree: ast.Module, path: Path) -> list[tuple[str, str, Path, ast.Mo
         else:
             continue
         for alias, module, name in every:
-            file = file_of(module, path)
+            file = file_of(module, path) or _exported(module, name, path)
             if file is not None and (other := parsed(file)) is not None:
                 found.append((alias, name, file, other))
     return found
+
+
+def _exported(package: str, name: str, path: Path) -> Path | None:
+    """Return the file of a name that the __init__.py of a package nearby imports, or None."""
+    place = file_of(f"{package}.__init__", path) if name else None
+    if place is None or (tree := parsed(place)) is None:
+        return None
+    for node in (n for n in tree.body if isinstance(n, ast.ImportFrom) and n.module):
+        if name in (a.asname or a.name for a in node.names):
+            return file_of(str(node.module).removeprefix(f"{package}."), place)
+    return None
+
+
+def _around(context: _Context, function: ast.FunctionDef) -> Iterator[ast.For | ast.While]:
+    """Yield loops with the statements of a function that trains on one batch.
+
+    The batch is taken in the function, batch = next(batches), or is passed by a loop that calls it:
+    for x, y in loader: train(x, y), or train(*get_batch()).
+    """
+    yield ast.copy_location(ast.While(ast.Constant(True), function.body, []), function)
+    names = [name for name in context.given if name != "self"]
+    for loop, call in context.callers.looped_calls(context.place):
+        if any(isinstance(each, ast.Starred) for each in call.args):
+            given: list[ast.expr] = [ast.Name(name, ast.Store()) for name in names]
+            target: ast.expr = ast.Tuple(given, ast.Store())
+            passed, source = list[ast.stmt](), ast.Name("batches", ast.Load())
+        else:
+            read = names_in(loop.target)
+            values = context.callers.given(function, call)
+            passed = [
+                ast.copy_location(assignment(k, v), function)
+                for k, v in values.items()
+                if names_in(v) & read
+            ]
+            target, source = loop.target, loop.iter  # type: ignore[assignment]
+        if passed or source is not loop.iter:
+            made = ast.For(target, source, [*passed, *function.body], [])
+            yield ast.fix_missing_locations(ast.copy_location(made, function))
 
 
 def _places(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
@@ -443,8 +485,17 @@ def _finished(
         parameters=tuple(parameters),
         file=context.file,
         first=tuple(sorted(first - taken)),
-        origin="" if "self" in model else callers.origin(place, model),
+        origin=_origin(context, model),
     )
+
+
+def _origin(context: _Context, model: str) -> str:
+    """Return the variable of the script that is the model, FUNCTION.NAME, or none: ""."""
+    owner, _, attribute = model.rpartition(".")
+    if owner == "self":
+        kind = context.place.rpartition(".")[0]
+        return context.callers.origin_of_attribute(kind, attribute)
+    return "" if model == "self" else context.callers.origin(context.place, model)
 
 
 def _cut(before: Sequence[ast.stmt], variables: Variables) -> list[ast.stmt]:
@@ -517,8 +568,16 @@ def _batch(
     """
     for k, line in enumerate(lines):
         tried = line.body[0] if isinstance(line, ast.Try) and line.body else line
-        if isinstance(tried, ast.Assign) and last_name_of_call(tried.value) in _NEXT:
+        if not isinstance(tried, ast.Assign):
+            continue
+        value = _unmoved(tried.value)
+        if last_name_of_call(value) in _NEXT:
             return tried.targets[0], lines[k + 1 :]
+        if isinstance(value, ast.Subscript) and last_name_of_call(value.value) in _NEXT:
+            entry = ast.Subscript(ast.Name("_next", ast.Load()), value.slice, ast.Load())
+            first = ast.Assign(tried.targets, entry)  # x = next(batches)[0]
+            made = ast.fix_missing_locations(ast.copy_location(first, tried))
+            return ast.Name("_next", ast.Store()), [made, *lines[k + 1 :]]
     target = _target(loop) if isinstance(loop, ast.For) else None
     if target is not None:
         return target, lines
@@ -526,6 +585,15 @@ def _batch(
         if isinstance(line, ast.Assign) and _GETS.search(last_name_of_call(line.value)):
             return line.targets[0], lines[k + 1 :]
     return _sliced(loop, lines)
+
+
+def _unmoved(value: ast.expr) -> ast.expr:
+    """Return CALL of CALL.to(device)."""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        if value.func.attr not in MOVED:
+            break
+        value = value.func.value
+    return value
 
 
 def _target(loop: ast.For) -> ast.expr | None:

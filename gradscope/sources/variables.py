@@ -182,14 +182,14 @@ class Variables:
             outer = frozenset(n.id for n in held.values() if isinstance(n, ast.Name))
             before = self._slice(place, read, depth - 1, outer, found)
             if len(passed) == len(wanted) and before is not None:
-                own = [_assignment(k, v) for k, v in passed.items() if _name(v) != k]
+                own = [assignment(k, v) for k, v in passed.items() if _name(v) != k]
                 if any(outer & names_in(line) for line in (*before, *own)):
                     return None  # a value of a variable that is given
                 return [*instance, *before, *own]
         defaults = _given(ast.Call(ast.Name(""), [], []), arguments, wanted)
         if len(defaults) < len(wanted):
             return None
-        return [*instance, *(_assignment(k, v) for k, v in defaults.items())]
+        return [*instance, *(assignment(k, v) for k, v in defaults.items())]
 
     def passed(self, function: str, names: Collection[str], depth: int = _DEPTH) -> set[str]:
         """Return the parameters of a function to which callers pass some variables or attributes.
@@ -206,6 +206,35 @@ class Variables:
             found |= {k for k, v in given.items() if (_name(v) or _attribute(v)) in held}
         return found
 
+    def origin_of_attribute(self, kind: str, attribute: str) -> str:
+        """Return the variable from which a class has self.NAME, as `origin`, or ""."""
+        made = self._function(f"{kind}.__init__")
+        if made is None:
+            return ""
+        held = (n for n in ast.walk(made) if isinstance(n, ast.Assign))
+        values = [n.value for n in held if _attribute(n.targets[0]) == attribute]
+        names = {name for value in values for name in names_in(value)} & {*parameters(made)}
+        for name in sorted(names - {"self"}):
+            for place, call, _ in self._calls_of(kind):
+                value = _given(call, made.args, [name]).get(name)
+                if isinstance(value, ast.Name):
+                    return self.origin(place, value.id)
+        return ""
+
+    def given(self, function: ast.FunctionDef, call: ast.Call) -> dict[str, ast.expr]:
+        """Return the values of a function's parameters in a call."""
+        return _given(call, function.args, parameters(function))
+
+    def looped_calls(self, function: str) -> Iterator[tuple[ast.For, ast.Call]]:
+        """Yield the calls of a function inside loops, each with the innermost loop around it."""
+        bodies = {**self._bodies, "": self._top}
+        for place, call, node in self._calls_of(function):
+            inside = (n for line in bodies[place] for n in ast.walk(line))
+            around = [n for n in inside if isinstance(n, ast.For)]
+            loops = [n for n in around if any(inner is node for inner in ast.walk(n))]
+            if loops:
+                yield loops[-1], call
+
     def origin(self, function: str, name: str, depth: int = _DEPTH) -> str:
         """Return FUNCTION.NAME, or NAME at the top level, for the variable that a parameter is.
 
@@ -213,7 +242,9 @@ class Variables:
         """
         node = self._function(function)
         if node is None or name not in parameters(node):
-            return f"{function}.{name}".removeprefix(".")
+            places = dict.fromkeys((function, MAIN))  # otherwise it is global
+            within = (k for k in places if name in bound_in(self._bodies.get(k, ())))
+            return f"{next(within, '')}.{name}".removeprefix(".")
         for place, call, _ in self._calls_of(function) if depth else ():
             value = _given(call, node.args, [name]).get(name)
             if isinstance(value, ast.Name):
@@ -242,7 +273,7 @@ class Variables:
             read = {name for value in (*call.args, *call.keywords) for name in names_in(value)}
             before = self._slice(place, read, depth - 1, until=node)
             if before is not None:
-                return [*before, _assignment("self", call)]
+                return [*before, assignment("self", call)]
         return None
 
     def needed(
@@ -384,7 +415,8 @@ def _call_of(node: ast.Call, function: str, *, is_method: bool = False) -> ast.C
     return ast.Call(ast.Name(function), [*first, *passed.elts], [])
 
 
-def _assignment(name: str, value: ast.expr) -> ast.stmt:
+def assignment(name: str, value: ast.expr) -> ast.stmt:
+    """Return the statement NAME = VALUE."""
     made = ast.Assign([ast.Name(name, ast.Store())], value)
     return ast.fix_missing_locations(ast.copy_location(made, value))
 

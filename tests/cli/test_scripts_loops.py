@@ -370,6 +370,72 @@ def _of_gets(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out, y) + (hidden * x.sum()).square().mean()
 
 
+# functions that train on one batch: passed by a loop, drawn in the function, or unpacked
+PASSED = """
+def train_batch(net, images, labels, optimizer, scale=2.0):
+    optimizer.zero_grad()
+    out, hidden = net(images * scale)
+    loss = F.cross_entropy(out, labels) + hidden.square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+def main():
+    model = Net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(data(), batch_size=4)
+    for epoch in range(2):
+        for i, (a, b) in enumerate(loader):
+            total = train_batch(model, a.to("cuda" if torch.cuda.is_available() else "cpu"), b,
+                                optimizer)
+    torch.save(model.state_dict(), "net.pt")
+
+if __name__ == "__main__":
+    main()
+"""
+DRAWN = (
+    PASSED.replace("net, images, labels, optimizer", "net, optimizer, batches")
+    .replace("optimizer.zero_grad()", "images, labels = next(batches)")
+    .replace(
+        """        for i, (a, b) in enumerate(loader):
+            total = train_batch(model, a.to("cuda" if torch.cuda.is_available() else "cpu"), b,
+                                optimizer)
+""",
+        "        train_batch(model, optimizer, iter(loader))\n",
+    )
+)
+STARRED = """
+def chosen():
+    k = torch.randint(12, (5,))
+    return [t[k] for t in data().tensors]
+
+net = Net()
+optimizer = optim.SGD(net.parameters(), lr=0.1)
+
+def train(images, labels):
+    optimizer.zero_grad()
+    total = 0
+    for k in (1, 3):
+        out, hidden = net(images * k)
+        total += F.cross_entropy(out, labels) + hidden.square().mean()
+    total.backward()
+    optimizer.step()
+
+for step in range(4):
+    train(*chosen())
+torch.save(net.state_dict(), "net.pt")
+"""
+
+
+def _of_passed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    out, hidden = model(x * 2)
+    return F.cross_entropy(out, y) + hidden.square().mean()
+
+
+def _of_starred(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return _of_passed(model, x / 2, y) + _of_passed(model, x * 1.5, y)
+
+
 # Lightning's form
 STEP = """
 class Lit(Net):
@@ -442,6 +508,9 @@ def expected(loss: Callable[[nn.Module, Tensor, Tensor], Tensor], key: str = "")
         (ALONE, "script.py:loader", "script.py:main.loss", _of_alone, ""),
         (ROWS, "script.py:X,Y", "script.py:main.loss", _of_rows, ""),
         (GETS, "script.py:X,Y", "script.py:train.loss", _of_gets, ""),
+        (PASSED, "script.py:loader", "script.py:train_batch.loss", _of_passed, ""),
+        (DRAWN, "script.py:loader", "script.py:train_batch.loss", _of_passed, ""),
+        (STARRED, "script.py:data", "script.py:train.total", _of_starred, ""),
         (STEP, "script.py:loader", "script.py:Lit.training_step.loss", _of_step, ""),
     ],
     ids=[
@@ -455,6 +524,9 @@ def expected(loss: Callable[[nn.Module, Tensor, Tensor], Tensor], key: str = "")
         "alone",
         "rows",
         "gets",
+        "passed",
+        "drawn",
+        "starred",
         "step",
     ],
 )

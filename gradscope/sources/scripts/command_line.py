@@ -24,7 +24,7 @@ class CommandLine:
     stored: Sequence[str] | None  # the arguments that the checkpoint stores, or None
     source: str  # where they are stored
     read: Sequence[str] = ()  # the options that the code reads
-    required: bool = False  # whether an option or a positional argument is required
+    required: Sequence[str] = ()  # the options and positional arguments that are required
 
 
 def command_line(
@@ -74,7 +74,7 @@ def command_line(
     beside, source = ({}, "") if known & own.keys() else options_near(checkpoint, known)
     stored = _written(options, beside or own)
     read = _options_read([*(lines or ()), *_defined(script, name)], near, options)
-    required = any(option.required for option in options)
+    required = [option.flag or option.name for option in options if option.required]
     if stored is None and not (read or required):
         return None
     return CommandLine(file, stored, source or "the checkpoint", read, required)

@@ -8,13 +8,12 @@ from typing import Any
 from gradscope.sources.loops import Loop, loops
 from gradscope.sources.scripts.losses import keeps_numbers, training_scripts
 from gradscope.sources.scripts.models import FoundModel
+from gradscope.sources.scripts.parts import DRAWS
 from gradscope.sources.scripts.syntax import Script, last_name
 from gradscope.sources.variables import names_in
 
-# functions whose results are random
-_DRAWS = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"}
-_DRAWS |= {"normal", "normal_", "uniform_", "bernoulli", "bernoulli_", "multinomial", "dropout"}
-_DRAWS |= {"sample", "rsample", "uniform", "beta", "choice", "random", "shuffle", "poisson"}
+# more functions that draw, in the lines of a loop
+_DRAWS = {*DRAWS, "dropout", "sample", "uniform", "beta", "choice", "random", "shuffle", "poisson"}
 
 
 def loss_of_loop(

@@ -70,6 +70,18 @@ class FoundModel:
         return f"{self.package or self.file}:{self.name}"
 
 
+def is_random(file: Path, name: str, files: Iterable[Path]) -> bool:
+    """Whether the class of a variable FILE.py:NAME draws random numbers in forward."""
+    script = Script.read(file)
+    value = None if script is None else script.values.get(name.rpartition(".")[2])
+    made = unmoved(value) if value is not None else None
+    if script is None or not isinstance(made, ast.Call):
+        return False
+    others = [found for each in files if (found := Script.read(each)) is not None]
+    sources, own = Sources(script, [script, *others]), last_name(made.func)
+    return sources.is_module(own) and _with_modules(sources, own).random
+
+
 def find_models(
     files: Iterable[Path], shapes: Shapes, given: Mapping[str, Any] | None = None
 ) -> list[FoundModel]:

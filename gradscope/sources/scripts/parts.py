@@ -76,8 +76,9 @@ _PLAIN = re.compile(
 )
 _REGISTER = {"register_buffer", "register_parameter", "add_module", "setattr"}
 _COPIED = {"deepcopy", "copy"}  # functions that return a copy of a module
-_DRAWS = {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm"}
-_DRAWS |= {"bernoulli", "multinomial", "normal", "normal_", "uniform_", "bernoulli_", "rsample"}
+# functions whose results are random
+DRAWS = {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm"}
+DRAWS |= {"bernoulli", "multinomial", "normal", "normal_", "uniform_", "bernoulli_", "rsample"}
 
 
 @dataclass(frozen=True)
@@ -330,7 +331,7 @@ class ModelClass:
             own = {
                 last_name(name) for name in called if dotted_name(name) == f"self.{last_name(name)}"
             }
-            if not _DRAWS.isdisjoint({*map(last_name, called)} - own):
+            if not DRAWS.isdisjoint({*map(last_name, called)} - own):
                 return True
             waiting += own - seen
             seen |= own
