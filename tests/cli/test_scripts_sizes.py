@@ -263,3 +263,22 @@ def test_a_default_that_the_tensors_contradict_must_be_filled_in(classes: Module
     )
     assert find_models([Path("sized.py")], {"first.weight": (1, 7)})[0].unknown == []
     assert find_models([Path("sized.py")], {"first.weight": (1, 9)})[0].unknown == ["a", "b"]
+
+
+def test_a_tensor_of_values_has_no_sizes(tmp_path: Path) -> None:
+    """gamma is a value, not the number of its values; the width is a size."""
+    file = tmp_path / "valued.py"
+    file.write_text(
+        "import torch\nfrom torch import nn\nclass Valued(nn.Module):\n"
+        "    def __init__(self, gamma, width, scale):\n        super().__init__()\n"
+        "        self.gamma = nn.Parameter(torch.Tensor([gamma]))\n"
+        "        self.scale = nn.Parameter(torch.tensor([scale, 1.0]))\n"
+        "        self.rows = nn.Parameter(torch.Tensor(2, width))\n"
+    )
+    shapes = {"gamma": (1,), "scale": (2,), "rows": (2, 5)}
+    (found,) = find_models([file], shapes, {"gamma": 24.0})
+    assert {name: each.value for name, each in found.arguments.items()} == {
+        "gamma": 24.0,
+        "width": 5,
+    }
+    assert found.unknown == ["scale"]

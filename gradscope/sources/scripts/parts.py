@@ -739,13 +739,20 @@ def _pattern(node: ast.expr) -> str:
     return "*"
 
 
+def _has_values(call: ast.Call) -> bool:
+    """Whether a call takes the values of a tensor: torch.tensor(x), torch.Tensor([gamma])."""
+    name, first = last_name(call.func), next(iter(call.args), None)
+    values = name in ("tensor", "as_tensor", "from_numpy", "full_like")
+    return values or (name.endswith("Tensor") and isinstance(first, ast.Tuple | ast.List))
+
+
 def sizes(part: Part, shapes: Shapes) -> Iterator[tuple[ast.expr, Size]]:
     """Yield (argument of a layer, its size), derived from the layer's tensors {name: shape}."""
     if part.call is None:
         return
     if part.kind == "parameter" and () not in shapes.values() and "" in shapes:
         made = next(iter(part.call.args), None)
-        if isinstance(made, ast.Call):
+        if isinstance(made, ast.Call) and not _has_values(made):
             arguments = list(made.args) or [k.value for k in made.keywords if k.arg == "size"]
             if len(arguments) == 1 and isinstance(arguments[0], ast.Tuple | ast.List):
                 arguments = list(arguments[0].elts)
