@@ -324,9 +324,20 @@ def _zero(name: str, place: ast.stmt) -> ast.stmt:
 
 def _loop(context: _Context, loop: ast.For | ast.While, before: Sequence[ast.stmt]) -> Loop | None:
     """Return what a loop computes, or None if its lines cannot be run for one sample."""
-    lines, value = _until_backward(loop.body)
+    ways = (_way(context, loop, before, *way) for way in _until_backward(loop.body))
+    return next((found for found in ways if found is not None), None)
+
+
+def _way(
+    context: _Context,
+    loop: ast.For | ast.While,
+    before: Sequence[ast.stmt],
+    lines: list[ast.stmt],
+    value: ast.expr,
+) -> Loop | None:
+    """Return what the statements up to one call of backward() compute, or None."""
     target, rest = _batch(loop, lines)
-    if value is None or target is None:
+    if target is None:
         return None
     numbered = isinstance(loop, ast.For) and rest is lines
     lines, value = _without_attributes(rest, value)
@@ -505,8 +516,11 @@ def _cut(before: Sequence[ast.stmt], variables: Variables) -> list[ast.stmt]:
     return [line for line in before if id(line) not in kept and not isinstance(line, run)]
 
 
-def _until_backward(body: Sequence[ast.stmt]) -> tuple[list[ast.stmt], ast.expr | None]:
-    """Return the statements up to the first backward(), and the expression of its loss."""
+def _until_backward(body: Sequence[ast.stmt]) -> Iterator[tuple[list[ast.stmt], ast.expr]]:
+    """Yield the statements up to a call of backward(), and the expression of its loss.
+
+    Branches of an if statement are different ways to the loss; later losses are not the first.
+    """
     lines: list[ast.stmt] = []
     for line in body:
         if not _calls_backward(line) or isinstance(line, ast.FunctionDef):
@@ -514,14 +528,14 @@ def _until_backward(body: Sequence[ast.stmt]) -> tuple[list[ast.stmt], ast.expr 
             continue
         inside = blocks(line)
         if not inside:
-            return lines, _loss_of(line)
+            yield lines, _loss_of(line)
+            return
         if isinstance(line, ast.With) and not _is_around(line):
-            return lines, None
-        for block in inside:
-            inner, value = _until_backward(block)
-            if value is not None:
-                return [*lines, *inner], value
-    return lines, None
+            return
+        found = [way for block in inside for way in _until_backward(block)]
+        yield from (([*lines, *inner], value) for inner, value in found)
+        if found:
+            return
 
 
 def _spliced(line: ast.stmt) -> list[ast.stmt]:
@@ -537,7 +551,7 @@ def _is_around(node: ast.With) -> bool:
     return all(last_name_of_call(call) in _AROUND for call in calls)
 
 
-def _loss_of(line: ast.stmt) -> ast.expr | None:
+def _loss_of(line: ast.stmt) -> ast.expr:
     """Return LOSS of LOSS.backward(), scaler.scale(LOSS).backward(), accelerator.backward(LOSS)."""
     call = next(node for node in ast.walk(line) if _is_backward(node))
     assert isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)

@@ -206,6 +206,13 @@ def parsed(file: Path) -> ast.Module | None:
     return None
 
 
+def definitions(file: Path) -> set[str]:
+    """Return the names of the functions and classes at the top level of a file."""
+    tree = parsed(file)
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return {node.name for node in tree.body if isinstance(node, kinds)} if tree else set()
+
+
 def _summary(file: Path) -> _Summary:
     """Return the names of a file. An unchanged file is parsed once."""
     with suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):

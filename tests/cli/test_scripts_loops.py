@@ -1,6 +1,8 @@
 """Losses that are the lines of a training loop: FILE.py:FUNCTION.loss."""
 
 import runpy
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -644,3 +646,43 @@ def test_a_loss_of_the_scripts_own_model_is_not_a_loss_of_another(change: tuple[
     Path("script.py").write_text(HEAD + BLOCK.replace(*change))
     with pytest.raises(ModelError, match=r"there is no 'train\.loss' in it"):
         load_function("script.py:train.loss", "loss")
+
+
+PICKLED = """
+import torch
+from torch import nn
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+    def forward(self, x): return self.fc(x)
+if __name__ == "__main__":
+    torch.manual_seed(3)
+    x, y = torch.randn(6, 4), torch.arange(6) % 3
+    torch.save(Own(), "own.pt")
+    torch.save((x, y), "d.pt")
+    open("runs", "a").write("ran ")
+"""
+
+
+@CWD
+def test_a_pickled_model_of_a_script_that_ran_as_main(gradscope: Gradscope) -> None:
+    """The pickle names __main__; the class is in a script of the folder, which is not run."""
+    Path("own.py").write_text(PICKLED)
+    subprocess.run([sys.executable, "own.py"], check=True)
+    arguments = ["own.pt", "d.pt", "--unsafe-pickle", "--loss", "cross_entropy"]
+    found = drafted(gradscope, *arguments)
+    assert found["model"]["factory"] == "checkpoint"
+    rows = norms(gradscope)
+    import own  # type: ignore[import-not-found]
+
+    torch.manual_seed(3)
+    x, y = torch.randn(6, 4), torch.arange(6) % 3
+    model = own.Own().double()
+    each = [
+        torch.autograd.grad(F.cross_entropy(model(a[None].double()), b[None]), model.parameters())
+        for a, b in zip(x, y, strict=True)
+    ]
+    want = [float(sum(g.square().sum() for g in grads)) ** 0.5 for grads in each]
+    assert rows == pytest.approx(want, rel=1e-5)
+    assert Path("runs").read_text() == "ran "

@@ -13,9 +13,10 @@ import re
 import sys
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path, PureWindowsPath
+from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -28,7 +29,7 @@ from gradscope.core.registry import suggestion
 from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError, InputError
 from gradscope.model.locate import first_line
-from gradscope.sources.code import importable
+from gradscope.sources.code import importable, load_value
 from gradscope.sources.formats import (
     checkpoint_readers,
     distinct,
@@ -40,6 +41,7 @@ from gradscope.sources.formats import (
     reading,
     require_regular,
 )
+from gradscope.sources.training import definitions
 
 TRUSTED = ("torch", "torch-legacy", "pickle")  # formats that can execute code with unsafe_pickle
 
@@ -202,10 +204,13 @@ def read_trusted(path: Path, name: str) -> Any:
                 return torch.jit.load(file, map_location="cpu")  # type: ignore[no-untyped-call]
             if kind == "torch.export":
                 return _program(torch.export.load(file))
+            reader = _reader((Path.cwd(), path.absolute().parent))
             if name == "pickle":
-                found = pickle.load(file)
+                found = reader.load(file)
             else:
-                found = torch.load(file, map_location="cpu", weights_only=False)
+                found = torch.load(
+                    file, map_location="cpu", pickle_module=reader, weights_only=False
+                )
             listed = isinstance(found, list | tuple)
             return {str(k): entry for k, entry in enumerate(found)} if listed else found
     except SystemExit as error:
@@ -214,9 +219,31 @@ def read_trusted(path: Path, name: str) -> Any:
     except (AttributeError, ImportError) as error:
         raise CheckpointError(
             f"a pickled object needs a module or name that is missing: {first_line(error)}",
-            remedy="Run in the folder of this module. Or save model.state_dict(), which needs no "
-            "modules.",
+            remedy="Run in the folder of this module, or of the script that defines the name. Or "
+            "save model.state_dict(), which needs no modules.",
         ) from error
+
+
+def _reader(folders: Sequence[Path]) -> ModuleType:
+    """Return the module pickle, for objects of classes that a script run as __main__ defines.
+
+    The scripts are in some folders. They are imported without their training.
+    """
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            if module == "__main__" and not hasattr(sys.modules[module], name):
+                for file in (file for place in folders for file in sorted(place.glob("*.py"))):
+                    if name in definitions(file):
+                        return load_value(f"{file}:{name}", "class", callable)
+            return super().find_class(module, name)
+
+    made = ModuleType(pickle.__name__)
+    vars(made).update(vars(pickle))
+    vars(made).update(
+        Unpickler=Unpickler, load=lambda file, **options: Unpickler(file, **options).load()
+    )
+    return made
 
 
 def _program(program: torch.export.ExportedProgram) -> nn.Module:
