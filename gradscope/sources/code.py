@@ -60,6 +60,7 @@ from gradscope.process.shortage import is_shortage
 from gradscope.process.stops import is_stop
 from gradscope.sources.loops import Loop, loop_named
 from gradscope.sources.training import (
+    PARSERS,
     Known,
     is_main_block,
     parses_arguments,
@@ -162,13 +163,33 @@ def _variable(reference: str, module: ModuleType, kind: str) -> object:
         lines = sorted({line.lineno for line in found if hasattr(line, "lineno")})
         shared = variables.globals_of(found)
         value = ast.parse(variable, mode="eval").body
-        with user_file(f"{kind} {reference}"), loading(f"{place}:{name}", kind):
+        with _running_lines(path, f"{place}:{name}", kind):
             vars(module)[key] = _run(found, value, shared, module)
         shown = ", ".join(map(str, lines))
         _note_order(module.__name__, path, found)
         told = f"Of {function} in {path.name}, only the lines for {variable} were run: {shown}."
         _notes.setdefault(module.__name__, {})[lines[0]] = told
     return vars(module)[key]
+
+
+@contextmanager
+def _running_lines(path: Path, reference: str, kind: str) -> Iterator[None]:
+    """Run lines of a script in the body; an error names the arguments that the script may parse."""
+    try:
+        with user_file(f"{kind} {reference}"), loading(reference, kind):
+            yield
+    except ModelError as error:
+        if any(name.encode() in path.read_bytes() for name in PARSERS):
+            _name_arguments(error)
+        raise
+
+
+def _name_arguments(error: BaseException) -> None:
+    """Add the arguments of the training, if there are none, to the remedy of the user's error."""
+    wrong = isinstance(error, ModelError) and (error.remedy or "").startswith(_CORRECT)
+    if wrong and not _arguments:
+        text = error.remedy[1:]  # type: ignore[attr-defined]
+        error.remedy = f"{_ARGUMENTS}Or c{text}"  # type: ignore[attr-defined]
 
 
 def _run(
@@ -189,7 +210,7 @@ def _run(
 def _loss_of_loop(loop: Loop, module: ModuleType, reference: str) -> Callable[..., Any]:
     """Return the loss (model, inputs, targets) -> (n,) of a training loop, one sample at a time."""
     path, place = Path(str(module.__file__)), module
-    with user_file(f"loss {reference}"), loading(reference, "loss"):
+    with _running_lines(path, reference, "loss"):
         variables = Variables(ast.parse(path.read_bytes(), str(path)), path)
         names = [ast.Name(name, ast.Load()) for name in loop.parameters]
         held = ast.Dict([ast.Constant(name) for name in loop.parameters], [*names])
@@ -513,10 +534,8 @@ def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
             exec(compile(tree, str(path), "exec", dont_inherit=True), vars(module))
     except BaseException as error:
         del sys.modules[name]
-        wrong = isinstance(error, ModelError) and (error.remedy or "").startswith(_CORRECT)
-        if wrong and not _arguments and parses_arguments(tree):
-            text = error.remedy[1:]  # type: ignore[attr-defined]
-            error.remedy = f"{_ARGUMENTS}Or c{text}"  # type: ignore[attr-defined]
+        if parses_arguments(tree):
+            _name_arguments(error)
         raise
     return module, name
 

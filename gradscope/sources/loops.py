@@ -175,10 +175,12 @@ def loops(tree: ast.Module, path: Path, owners: Iterable[str] = ()) -> list[Loop
     for alias, name, file, other in _imported(tree, path):
         for place, node in _places(other):
             first, dot, rest = place.partition(".")
-            if first == name:
-                places.append((alias + dot + rest, file, node))
-            elif not name and place not in ("", MAIN):  # a module: its functions
+            if place in ("", MAIN):
+                continue
+            if not name:  # a module: its functions
                 places.append((f"{alias}.{place}", file, node))
+            elif first == name:
+                places.append((alias + dot + rest, file, node))
     others = {
         place: node
         for place, file, node in places
@@ -342,7 +344,7 @@ def _way(
     numbered = isinstance(loop, ast.For) and rest is lines
     lines, value = _without_attributes(rest, value)
     change = _Undivided(bound_in(lines))
-    lines = [kept for line in lines if (kept := change.visit(deepcopy(line))) is not None]
+    lines = [_Unlooped().visit(change.visit(deepcopy(line))) for line in lines]
     value = change.visit(deepcopy(value))
     own = bound_in([*before, *lines])
     body, needed = context.inner.needed(lines, names_in(value), own)
@@ -398,7 +400,7 @@ class _Undivided(ast.NodeTransformer):
         self.generic_visit(node)
         return node.left if isinstance(node.op, ast.Div) and self._is_size(node.right) else node
 
-    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST | None:
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
         """Leave out LOSS /= SIZE."""
         self.generic_visit(node)
         divides = isinstance(node.op, ast.Div) and self._is_size(node.value)
@@ -414,6 +416,26 @@ class _Undivided(ast.NodeTransformer):
     def _is_size(self, node: ast.expr) -> bool:
         name = node.attr if isinstance(node, ast.Attribute) else _name(node)
         return bool(_SIZES.search(name)) and _name(node) not in self.own
+
+
+class _Unlooped(ast.NodeTransformer):
+    """Leaves out `continue` and `break` of the loop over batches."""
+
+    def visit_Continue(self, node: ast.Continue) -> ast.AST:
+        """Return `pass`."""
+        return ast.copy_location(ast.Pass(), node)
+
+    def visit_Break(self, node: ast.Break) -> ast.AST:
+        """Return `pass`."""
+        return ast.copy_location(ast.Pass(), node)
+
+    def visit_For(self, node: ast.For) -> ast.AST:
+        """Return an inner loop unchanged."""
+        return node
+
+    def visit_While(self, node: ast.While) -> ast.AST:
+        """Return an inner loop unchanged."""
+        return node
 
 
 class _Renamed(ast.NodeTransformer):

@@ -184,6 +184,9 @@ def penalty(hidden):
 
 def train(epoch):
     for batch_idx, (x, y) in enumerate(loader):
+        if len(x) < 4:  # the last batch
+            mean_of_last = mean
+            continue
         x = (x - mean) / 2
         optimizer.zero_grad()
         out, hidden = net(x)

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def loss_of_loop(
     scripts = [s for s in every if s.file in known or s.file.resolve() == data.resolve()]
     scripts.sort(key=lambda script: script.file.resolve() != data.resolve())
     for script in scripts:
-        for loop in loops(script.tree, script.file):
+        for loop in _loops(script):
             name = loop.name.partition(".")[0]
             if loop.model == "self" and not _is_a(loop.place.split(".")[-2], model[1], script):
                 continue  # training_step of a module that wraps the model
@@ -49,10 +50,17 @@ def loss_of_loop(
 def models_of_loops(file: Path) -> list[FoundModel]:
     """Return the variables that training loops of a script train, or of files that it imports."""
     script = Script.read(file)
-    every = loops(script.tree, file) if script is not None else []
+    every = [] if script is None else _loops(script)
     names = list(dict.fromkeys(loop.origin for loop in every if loop.origin))
     why = f"{file.name} trains it"
     return [FoundModel(file, name, False, 1.0, why, {}, []) for name in names]
+
+
+def _loops(script: Script) -> list[Loop]:
+    """Return the training loops of a script; unusual code has none."""
+    with suppress(RecursionError, SyntaxError):
+        return loops(script.tree, script.file)
+    return []
 
 
 def _is_a(kind: str, name: str, script: Script) -> bool:
