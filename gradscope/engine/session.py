@@ -463,7 +463,7 @@ class Session:
         asked = self.settings
         if self._evaluate is None:
             refused = not self._quick or len(self._fallbacks) < len(self._candidates())
-            if refused and len(self._fallbacks) > 1:
+            if (refused or self._one_by_one) and len(self._fallbacks) > 1:
                 self._fallbacks = self._fastest_first(batch)
             self.backend = self._fallbacks.pop(0)
             backend = backend_of(self.backend, asked.rows, own_loss=asked.own_loss)
@@ -562,7 +562,15 @@ class Session:
         return order
 
     def _candidates(self) -> list[str]:
-        return [*candidates(self.settings.backend, own_loss=self.settings.own_loss)]
+        found = [*candidates(self.settings.backend, own_loss=self.settings.own_loss)]
+        others = [name for name in found if name != "hooks"]
+        return others if others and self._one_by_one else found
+
+    @property
+    def _one_by_one(self) -> bool:
+        """Whether the loss calls the model for one sample at a time: `hooks` would take long."""
+        loops = getattr(self.problem.function, "one_by_one", False)
+        return bool(loops) and self.settings.backend == AUTO
 
     def _audit(
         self, batch: Batch, request: Request, number: int, plan: AuditPlan, evaluation: Evaluation

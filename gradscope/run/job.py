@@ -228,6 +228,8 @@ def prepare(spec: RunSpec) -> Job:
         InputError: An input cannot be read, or inputs do not match each other.
     """
     code.give_arguments(spec.model.argv)
+    code.keep_unchanged(spec.checkpoint.path)
+    before = _stamp(spec.checkpoint.path)
     asked, (chains, loss) = spec.compute, resolve_names(spec)
     labels.require(asked.labels, loss, chains)
     shard = _shard(asked.shard, chains)
@@ -249,7 +251,6 @@ def prepare(spec: RunSpec) -> Job:
     require_compression(compression)
     torch.manual_seed(asked.seed)
     together = asked.sharded and dist.is_available() and dist.is_initialized()
-    before = _stamp(spec.checkpoint.path)
     with seeded(asked.seed):
         loaded, model = _in_turn(spec) if together else _built(spec)
     own_order = is_model_loss(loss)  # a model loss calls the model with its own order of inputs

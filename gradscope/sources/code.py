@@ -46,7 +46,7 @@ from gradscope.config import NONE, split_reference
 from gradscope.core.batch import map_tensors, tensors
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import article, listed
-from gradscope.errors import GradscopeError, ModelError, RefusedError
+from gradscope.errors import CheckpointError, GradscopeError, ModelError, RefusedError
 from gradscope.model.locate import (
     describe_raised,
     device_lost_error,
@@ -87,6 +87,7 @@ _neighbours: dict[str, dict[str, ModuleType]] = {}  # {folder: {name: module in 
 _codes: dict[str, dict[str, str]] = {}  # {module: {file: digest of its code}}
 _notes: dict[str, dict[int, str]] = {}  # {module: {line: note on its import}}
 _importing: list[dict[int, str]] = []  # the notes of the files that are being imported
+_checkpoint = Path()  # the checkpoint that the user's code must not save
 _arguments: tuple[str, ...] = ()  # the command-line arguments of the user's scripts
 
 
@@ -226,7 +227,6 @@ def _loss_of_loop(loop: Loop, module: ModuleType, reference: str) -> Callable[..
     told += f", with {listed(loop.first)} of the first round." if loop.first else "."
     _notes.setdefault(module.__name__, {})[first] = told
 
-    @model_loss
     @wraps(one)
     def loss(model: nn.Module, inputs: Any, targets: Any) -> Tensor:
         alone = (inputs,) if loop.unpacks and isinstance(inputs, Tensor) else inputs
@@ -238,7 +238,8 @@ def _loss_of_loop(loop: Loop, module: ModuleType, reference: str) -> Callable[..
         with _without_cuda():
             return torch.stack([one(model, sample).reshape(()) for sample in each])
 
-    return loss
+    loss.one_by_one = True  # type: ignore[attr-defined]
+    return model_loss(loss)
 
 
 def _require_own_weights(one: Callable[..., Any], loop: Loop) -> None:
@@ -280,6 +281,35 @@ def give_arguments(arguments: Iterable[str]) -> None:
     """Set the command-line arguments that the user's scripts find in sys.argv."""
     global _arguments
     _arguments = tuple(arguments)
+
+
+def keep_unchanged(checkpoint: Path) -> None:
+    """Set the checkpoint that the user's code must not save while it is imported."""
+    global _checkpoint
+    _checkpoint = checkpoint.absolute()
+
+
+@contextmanager
+def _keeping_checkpoint() -> Iterator[None]:
+    """Refuse calls of torch.save in the body that would overwrite the checkpoint."""
+    save = torch.save
+
+    @wraps(save)
+    def checked(value: Any, f: Any, *args: Any, **options: Any) -> None:
+        place = Path(f).absolute() if isinstance(f, str | os.PathLike) else None
+        if place is not None and _checkpoint in (place, *place.parents):
+            raise CheckpointError(
+                "your code saves this checkpoint while it is imported: it trains again",
+                where=str(f),
+                remedy='Put the training under if __name__ == "__main__".',
+            )
+        save(value, f, *args, **options)
+
+    torch.save = checked  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.save = save
 
 
 class Config(dict[str, Any]):
@@ -410,7 +440,7 @@ def user_file(what: str, file: Path | str = "") -> Iterator[None]:
     except MemoryError:
         raise
     except BaseException as error:  # the user's code can raise anything
-        if is_stop(error):
+        if is_stop(error) or isinstance(error, CheckpointError):
             raise
         raise _users(error).at(what) from error
     finally:
@@ -658,7 +688,8 @@ def _recording_code(key: str) -> Iterator[None]:
     _importing.append(_notes.setdefault(key, {}))
     sys.meta_path.insert(0, finder)
     try:
-        yield
+        with _keeping_checkpoint():
+            yield
     finally:
         sys.meta_path.remove(finder)
         _importing.pop()

@@ -46,6 +46,7 @@ from gradscope.sources.scripts.models import (
     ONE_SAMPLE,
     FoundModel,
     arguments_of,
+    defaults_left,
     find_built,
     find_models,
     find_trained,
@@ -116,8 +117,8 @@ mode = {mode}
 {dataset}
 
 [loss]
-# a name from `gradscope list losses`, or FILE.py:FUNCTION
-# (outputs, targets) -> one number a sample
+# a name from `gradscope list losses`; FILE.py:FUNCTION, (outputs, targets) -> one number a sample;
+# or the loss of the training loop in a function, FILE.py:FUNCTION.loss
 {loss}
 
 [compute]
@@ -493,7 +494,7 @@ def _model(
         own = next((each for each in known if (each.file, each.name) == (given, name)), None)
         lines = [f"factory = {quoted(_anchored(model, folder))}"]
         inputs = own.inputs if own else _forward(stored.content)
-        arguments, place = _arguments(result, own, folder), Path(file) if file else None
+        arguments, place = _arguments(result, own, folder, files), Path(file) if file else None
         random = is_random(place, name, files) if place is not None else False
         random |= own is not None and own.random
         return _Model(lines, arguments, inputs, place, name, random=random)
@@ -554,7 +555,7 @@ def _model(
         return _Model(lines, [], _forward(stored.content), loss=loss)
     best = likely[0]
     loss = "" if "num_labels" in best.arguments else _loss_of_class(best.name.partition(".")[0])
-    arguments = _arguments(result, best, folder)
+    arguments = _arguments(result, best, folder, files)
     alone = any(argument.why == ONE_SAMPLE for argument in best.arguments.values())
     random = best.random or is_random(best.file, best.name, files)
     return _Model(lines, arguments, best.inputs, best.file, best.name, loss, random, alone)
@@ -601,7 +602,9 @@ def _forward(content: Any) -> Sequence[str]:
     return list(inspect.signature(models[0].forward).parameters) if len(models) == 1 else ()
 
 
-def _arguments(result: Draft, found: FoundModel | None, folder: Path) -> list[str]:
+def _arguments(
+    result: Draft, found: FoundModel | None, folder: Path, files: Sequence[Path]
+) -> list[str]:
     """Return the lines for the known arguments of a model, and for the arguments to fill in."""
     if found is None:
         return []
@@ -622,6 +625,11 @@ def _arguments(result: Draft, found: FoundModel | None, folder: Path) -> list[st
         table, _, key = name.rpartition(".")
         lines.setdefault(table, []).append(f"# {_key(key)} =  # {_NO_VALUE}")
         result.missing[f"model.kwargs.{name}"] = _FILL_IN
+    if left := defaults_left(found, files) if found.is_class else {}:
+        why = f"defaults of {found.name}, which no tensor confirms"
+        lines[""] += [f"# {_key(k)} = {_value(v)}  # one of the {why}" for k, v in left.items()]
+        held = listed(f"{k} = {_value(v)}" for k, v in left.items())
+        result.guessed["model.kwargs"] = f"{held}: {why}"
     tables = [".".join(["model.kwargs", *map(_key, t.split("."))]) if t else "" for t in lines]
     blocks = zip(tables, lines.values(), strict=True)
     return [line for table, own in blocks for line in ([f"\n[{table}]"] * bool(table) + own)]

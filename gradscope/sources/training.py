@@ -60,7 +60,27 @@ def training_in(
         if isinstance(target, ast.Name)
         for method in _FIT
     }
+    fits |= _methods_of_objects(tree, own, known)
     return lambda node: own.trains(_names_in(node), known, methods | fits)
+
+
+def _methods_of_objects(tree: ast.Module, own: "TrainingNames", known: "Known") -> set[str]:
+    """Return OBJECT.METHOD for methods that train, of objects of classes in other files.
+
+    An example is exp.train, after exp = Exp(args) and Exp = Experiment, imported from exp.py.
+    """
+    files = {local: file for local, file, _ in own.imported}
+    found = set[str]()
+    for node in (n for n in tree.body if isinstance(n, ast.Assign)):
+        target = node.targets[0]
+        if not isinstance(target, ast.Name):
+            continue
+        if isinstance(node.value, ast.Name) and node.value.id in files:  # a second name
+            files[target.id] = files[node.value.id]
+        file = files.get(_name_of_call(node.value))
+        methods = set() if file is None else known[file].methods - {".__init__", ".forward"}
+        found |= {f"{target.id}{method}" for method in methods}
+    return found
 
 
 def trains(tree: ast.Module) -> bool:

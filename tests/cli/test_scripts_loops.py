@@ -689,3 +689,56 @@ def test_a_pickled_model_of_a_script_that_ran_as_main(gradscope: Gradscope) -> N
     want = [float(sum(g.square().sum() for g in grads)) ** 0.5 for grads in each]
     assert rows == pytest.approx(want, rel=1e-5)
     assert Path("runs").read_text() == "ran "
+
+
+EXPERIMENT = """
+import torch
+from torch import nn
+class Basic:
+    def __init__(self, width):
+        self.model = nn.Linear(4, width)
+class Experiment(Basic):
+    def train(self, name):
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        for x, y in loader:
+            loss = nn.functional.cross_entropy(self.model(x), y) + x.square().sum()
+            loss.backward()
+            optimizer.step()
+        torch.save(self.model.state_dict(), name)
+loader = [(torch.ones(2, 4), torch.zeros(2, dtype=torch.long))]
+"""
+RUNNER = """
+import torch
+from experiment import Experiment
+Kind = Experiment
+exp = Kind(3)
+data = torch.utils.data.TensorDataset(torch.ones(5, 4), torch.arange(5) % 3)
+CALL
+"""
+
+
+@CWD
+@pytest.mark.parametrize(
+    ("call", "saves"),
+    [
+        ('exp.train("net.pt")', False),  # the training is recognised, and is not run
+        ('getattr(exp, "tr" + "ain")("net.pt")', True),  # it is not: the save is refused
+        ('import pathlib; exec(pathlib.Path("more.py").read_text())', True),
+    ],
+)
+def test_a_script_that_trains_by_a_method_of_an_imported_class(
+    gradscope: Gradscope, call: str, saves: bool
+) -> None:
+    """The checkpoint is never overwritten."""
+    Path("experiment.py").write_text(EXPERIMENT)
+    Path("main.py").write_text(RUNNER.replace("CALL", call))
+    Path("more.py").write_text("exp.train('net.pt')")
+    torch.manual_seed(0)
+    torch.save(nn.Linear(4, 3).state_dict(), "net.pt")
+    before = Path("net.pt").read_bytes()
+    run = ["net.pt", "main.py:data", "--model", "main.py:exp.model", "--loss", "cross_entropy"]
+    done = gradscope("compute", *run, "-t", "norm", "-o", "o.h5")
+    assert Path("net.pt").read_bytes() == before
+    assert (done.code, Path("o.h5").exists()) == ((3, False) if saves else (0, True)), done.err
+    if saves:
+        assert "your code saves this checkpoint while it is imported" in " ".join(done.err.split())

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gradscope.sources.models import _argument
-from gradscope.sources.scripts.models import find_models
+from gradscope.sources.scripts.models import defaults_left, find_models
 
 CLASSES = """
 import torch
@@ -282,3 +282,32 @@ def test_a_tensor_of_values_has_no_sizes(tmp_path: Path) -> None:
         "width": 5,
     }
     assert found.unknown == ["scale"]
+
+
+HEADS = """
+from torch import nn
+class Attending(nn.Module):
+    def __init__(self, width, heads=8, kind="full", drop=0, bias=True, deep=3):
+        super().__init__()
+        self.query = nn.Linear(width, width)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "left"),
+    [
+        ("net = {'a': Attending}[args.kind](8, heads=args.heads)", {"heads", "kind", "deep"}),
+        ("net = Attending(8)", set()),  # the script uses the defaults
+        ("net = Attending(8, heads=count())", set()),  # to be filled in
+        ("net = Attending(**options)", {"heads", "kind", "deep"}),
+    ],
+)
+def test_defaults_that_the_training_may_have_set(
+    tmp_path: Path, script: str, left: set[str]
+) -> None:
+    (tmp_path / "attending.py").write_text(HEADS)
+    (tmp_path / "train.py").write_text(f"from attending import Attending\n{script}\n")
+    files = sorted(tmp_path.glob("*.py"))
+    found = find_models(files, {"query.weight": (8, 8), "query.bias": (8,)})[0]
+    assert {*defaults_left(found, files)} == left
+    assert ("heads" in found.unknown) is ("count()" in script)

@@ -32,7 +32,8 @@ def reference_of(
         DatasetError: The script does not make data with this name.
     """
     script = Script.read(file)
-    if script is None or "." in name:
+    place, _, last = name.rpartition(".")
+    if script is None or (place and not _is_unknown(script, place, last)):
         return f"{file}:{name}", ""
     top = {*script.top, *script.imported}
     names, line = arrays_of_batch(script, name) if kind == "data" else ([], "")
@@ -53,6 +54,13 @@ def reference_of(
         if known
         else "Name a function: FILE.py:NAME.",
     )
+
+
+def _is_unknown(script: Script, place: str, name: str) -> bool:
+    """Whether FUNCTION.NAME, or CLASS.METHOD.NAME, is no variable that can be computed."""
+    first, _, method = place.partition(".")
+    inside = place in script.functions or (bool(method) and first in script.classes)
+    return inside and Variables(script.tree, script.file).statements(place, name) is None
 
 
 def loaders(files: Iterable[Path]) -> list[str]:

@@ -48,6 +48,9 @@ _LOADER = ".from_pretrained"
 _WRAPPER = 0.5  # the largest fit of a class whose only part may be the model
 
 
+_IDLE = re.compile(r"drop|seed|init|eps|momentum|device|name|verbose|norm_first", re.I)
+
+
 @dataclass(frozen=True)
 class FoundModel:
     """A class or function of a script that may build the model of a checkpoint."""
@@ -68,6 +71,42 @@ class FoundModel:
     def reference(self) -> str:
         """FILE.py:NAME, or package.module:NAME."""
         return f"{self.package or self.file}:{self.name}"
+
+
+def defaults_left(found: FoundModel, files: Iterable[Path]) -> dict[str, Any]:
+    """Return the numbers and texts that are defaults of a class, unless calls use the defaults.
+
+    The training may have set them, as in `classes[args.model](heads=args.heads)`. No tensor has
+    their size.
+    """
+    script = Script.read(found.file)
+    node = None if script is None else script.classes.get(found.name)
+    methods = [] if node is None else [n for n in node.body if isinstance(n, ast.FunctionDef)]
+    made = next((method for method in methods if method.name == "__init__"), None)
+    if made is None:
+        return {}
+    own = parameters_of(made.args, skip=1)
+    scripts = [other for each in files if (other := Script.read(each)) is not None]
+    calls = [call for each in scripts for call in each.calls.get(found.name, ())]
+    plain = [call for call in calls if not _is_open(call)]
+    given = {name for call in plain for name in bound_arguments(call, list(own))}
+    known = {name.partition(".")[0] for name in (*found.arguments, *found.unknown)}
+    return {
+        name: node.value
+        for name, node in own.items()
+        if isinstance(node, ast.Constant)
+        and type(node.value) in (int, str)
+        and name not in known
+        and (name in given or not plain)
+        and not _IDLE.search(name)
+    }
+
+
+def _is_open(call: ast.Call) -> bool:
+    """Whether a call has arguments that are not in the script: f(*args), f(**options)."""
+    return any(isinstance(a, ast.Starred) for a in call.args) or any(
+        keyword.arg is None for keyword in call.keywords
+    )
 
 
 def is_random(file: Path, name: str, files: Iterable[Path]) -> bool:

@@ -16,7 +16,6 @@ from gradscope.sources.scripts.syntax import (
     assigned_pairs,
     bound_arguments,
     copy_of,
-    dotted_name,
     is_plain,
     key_of,
     last_name,
@@ -227,7 +226,7 @@ class Unmoved(ast.NodeTransformer):
             re.search(r"torch\.\w*(float|int|long|double|half|bool)|dtype", t) for t in texts
         )
         if name in _MOVES and not kind:
-            function = not method or (dotted_name(node.func) or "").endswith(".Variable")
+            function = not method or name == "Variable"  # torch.autograd.Variable(x)
             inner = next(iter(node.args), None) if function else node.func.value  # type: ignore[attr-defined]
             if inner is not None:
                 return self.visit(inner)  # type: ignore[no-any-return]
