@@ -71,7 +71,7 @@ def _methods_of_objects(tree: ast.Module, own: "TrainingNames", known: "Known") 
     """
     files = {local: file for local, file, _ in own.imported}
     found = set[str]()
-    for node in (n for n in tree.body if isinstance(n, ast.Assign)):
+    for node in (n for n in ast.walk(tree) if isinstance(n, ast.Assign)):
         target = node.targets[0]
         if not isinstance(target, ast.Name):
             continue

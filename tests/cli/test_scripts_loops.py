@@ -722,6 +722,7 @@ CALL
     ("call", "saves"),
     [
         ('exp.train("net.pt")', False),  # the training is recognised, and is not run
+        ('for k in range(2):\n    now = Kind(3)\n    now.train("net.pt")', False),
         ('getattr(exp, "tr" + "ain")("net.pt")', True),  # it is not: the save is refused
         ('import pathlib; exec(pathlib.Path("more.py").read_text())', True),
     ],
