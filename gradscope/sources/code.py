@@ -142,10 +142,10 @@ def load_value(reference: str, kind: str, is_usable: Callable[[Any], bool]) -> A
 def _variable(reference: str, module: ModuleType, kind: str) -> object:
     """Return the variable NAME of FILE.py:FUNCTION.NAME, or None if it is not known.
 
-    Only the statements that compute it are run, once. Several variables, "x,y", are a tuple.
+    Only the statements that compute it are run, once. Several variables, "x,y", are a tuple. The
+    name may go on with attributes of the variable, FUNCTION.NAME.model.
     """
     place, name = split_reference(reference)
-    function, _, variable = name.rpartition(".")
     if not place.endswith(".py"):
         return None
     key = f"{_PRIVATE}{name}"
@@ -155,12 +155,13 @@ def _variable(reference: str, module: ModuleType, kind: str) -> object:
         if kind == "loss" and (loop := loop_named(tree, path, name)) is not None:
             vars(module)[key] = _loss_of_loop(loop, module, reference)
             return vars(module)[key]
-        if not function or kind == "loss":
+        if kind == "loss":
             return None
         variables = Variables(tree, path)
-        found = variables.statements(function, variable)
-        if found is None:
+        computed = _computed(variables, name)
+        if computed is None:
             return None
+        function, variable, found = computed
         lines = sorted({line.lineno for line in found if hasattr(line, "lineno")})
         shared = variables.globals_of(found)
         value = ast.parse(variable, mode="eval").body
@@ -168,9 +169,21 @@ def _variable(reference: str, module: ModuleType, kind: str) -> object:
             vars(module)[key] = _run(found, value, shared, module)
         shown = ", ".join(map(str, lines))
         _note_order(module.__name__, path, found)
-        told = f"Of {function} in {path.name}, only the lines for {variable} were run: {shown}."
+        of = function or "the training"
+        told = f"Of {of} in {path.name}, only the lines for {variable} were run: {shown}."
         _notes.setdefault(module.__name__, {})[lines[0]] = told
     return vars(module)[key]
+
+
+def _computed(variables: Variables, name: str) -> tuple[str, str, list[ast.stmt]] | None:
+    """Return the place of a variable, the variable with attributes, and its statements, or None."""
+    parts = name.split(".")
+    for k in reversed(range(len(parts))):
+        place = ".".join(parts[:k])
+        lines = variables.statements(place, parts[k])
+        if lines:
+            return place, ".".join(parts[k:]), lines
+    return None
 
 
 @contextmanager

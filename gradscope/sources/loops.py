@@ -615,12 +615,20 @@ def _batch(
             made = ast.fix_missing_locations(ast.copy_location(first, tried))
             return ast.Name("_next", ast.Store()), [made, *lines[k + 1 :]]
     target = _target(loop) if isinstance(loop, ast.For) else None
-    if target is not None:
+    if target is not None and not _is_number(target, lines):
         return target, lines
     for k, line in enumerate(lines):
         if isinstance(line, ast.Assign) and _GETS.search(last_name_of_call(line.value)):
             return line.targets[0], lines[k + 1 :]
     return _sliced(loop, lines)
+
+
+def _is_number(target: ast.expr, lines: Sequence[ast.stmt]) -> bool:
+    """Whether a loop's variable is the number of a batch: data = load_batch(k)."""
+    reads = [line for line in lines if _name(target) in names_in(line)]
+    values = [line.value for line in reads[:1] if isinstance(line, ast.Assign)]
+    gets = (isinstance(v, ast.Call) and _GETS.search(last_name_of_call(v)) for v in values)
+    return isinstance(target, ast.Name) and any(gets) and len(reads) == 1
 
 
 def _unmoved(value: ast.expr) -> ast.expr:

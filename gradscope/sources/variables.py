@@ -143,7 +143,7 @@ class Variables:
         """
         if depth == 0:
             return None
-        if function == "":  # the import runs the other statements
+        if function == "":  # the import runs the statements in front of the training
             rest = self._top[len(self.imported) :]
             front = rest if until is None else in_front_of(rest, until)
             return self.needed(front, names, bound_in(rest), given)[0]

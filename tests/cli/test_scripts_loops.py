@@ -441,6 +441,18 @@ def _of_starred(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return _of_passed(model, x / 2, y) + _of_passed(model, x * 1.5, y)
 
 
+NUMBERED = GETS.replace(
+    '    while True:\n        x, y = get_batch("train")',
+    """
+    for number in batches:
+        x, y = get_batch(number)""",
+).replace(
+    "accumulation_steps = 4",
+    """accumulation_steps = 4
+batches = [*range(8)]""",
+)
+
+
 # Lightning's form
 STEP = """
 class Lit(Net):
@@ -513,6 +525,7 @@ def expected(loss: Callable[[nn.Module, Tensor, Tensor], Tensor], key: str = "")
         (ALONE, "script.py:loader", "script.py:main.loss", _of_alone, ""),
         (ROWS, "script.py:X,Y", "script.py:main.loss", _of_rows, ""),
         (GETS, "script.py:X,Y", "script.py:train.loss", _of_gets, ""),
+        (NUMBERED, "script.py:X,Y", "script.py:train.loss", _of_gets, ""),
         (PASSED, "script.py:loader", "script.py:train_batch.loss", _of_passed, ""),
         (DRAWN, "script.py:loader", "script.py:train_batch.loss", _of_passed, ""),
         (STARRED, "script.py:data", "script.py:train.total", _of_starred, ""),
@@ -529,6 +542,7 @@ def expected(loss: Callable[[nn.Module, Tensor, Tensor], Tensor], key: str = "")
         "alone",
         "rows",
         "gets",
+        "numbered",
         "passed",
         "drawn",
         "starred",
@@ -737,7 +751,8 @@ def test_a_script_that_trains_by_a_method_of_an_imported_class(
     torch.manual_seed(0)
     torch.save(nn.Linear(4, 3).state_dict(), "net.pt")
     before = Path("net.pt").read_bytes()
-    run = ["net.pt", "main.py:data", "--model", "main.py:exp.model", "--loss", "cross_entropy"]
+    made = "now" if "now" in call else "exp"  # an object that is made in the loop that trains
+    run = ["net.pt", "main.py:data", "--model", f"main.py:{made}.model", "--loss", "cross_entropy"]
     done = gradscope("compute", *run, "-t", "norm", "-o", "o.h5")
     assert Path("net.pt").read_bytes() == before
     assert (done.code, Path("o.h5").exists()) == ((3, False) if saves else (0, True)), done.err

@@ -8,6 +8,7 @@ import ast
 import builtins
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,8 +118,10 @@ def step_loss(
     for script in training_scripts(files, model, given)[0]:
         for step in steps_of(script, scripts):
             others = [script, *(other for other in scripts if other.file != script.file)]
-            made = _Writer(step, others, name, given, of_script=data is not None).written()
-            if made is not None:
+            made = None
+            with suppress(TypeError, ValueError, LookupError, AttributeError, RecursionError):
+                made = _Writer(step, others, name, given, of_script=data is not None).written()
+            if made is not None:  # no script, however unusual, ends the search
                 other = data is not None and script.file.resolve() != data.resolve()
                 rank = (other, not made.name and bool(made.unknown), made.foreign)
                 found.append((rank, made))
@@ -475,7 +478,7 @@ class _Writer:
                 return given, targets, None
             keys = ([e[1] for e in given], [e[1] for e in targets or dict.fromkeys(used)])
             return given, targets, keys if keys[1] else None
-        found = [e[1] for e in (*used, *given) if len(e) > 1]
+        found = [e[1] for e in (*used, *given) if len(e) > 1 and isinstance(e[1], int)]
         count = reader.count or max([*found, 0]) + 1
         whole = (BATCH,) in used or ((BATCH,) in given and not found)
         if whole:  # for x in loader
