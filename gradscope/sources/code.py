@@ -35,7 +35,7 @@ from contextlib import (
 from functools import wraps
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -223,17 +223,16 @@ def _run(
 
 def _loss_of_loop(loop: Loop, module: ModuleType, reference: str) -> Callable[..., Any]:
     """Return the loss (model, inputs, targets) -> (n,) of a training loop, one sample at a time."""
-    path, place = Path(str(module.__file__)), module
+    path, names = Path(str(module.__file__)), vars(module)
     with _running_lines(path, reference, "loss"):
         variables = Variables(ast.parse(path.read_bytes(), str(path)), path)
-        names = [ast.Name(name, ast.Load()) for name in loop.parameters]
-        held = ast.Dict([ast.Constant(name) for name in loop.parameters], [*names])
+        values: list[ast.expr] = [ast.Name(name, ast.Load()) for name in loop.parameters]
+        held = ast.Dict([ast.Constant(name) for name in loop.parameters], values)
         given = _run(loop.outer, held, variables.globals_of(loop.outer), module)
         if loop.file != path:  # a function or a module that the script imports
-            made = vars(module)[loop.place.partition(".")[0]]
-            place = made if isinstance(made, ModuleType) else sys.modules[made.__module__]
-        exec(compile(loop.code, str(loop.file), "exec", dont_inherit=True), vars(place))
-        one = vars(place).pop("make_loss")(**given)
+            names = _globals_of(loop.file, module)
+        exec(compile(loop.code, str(loop.file), "exec", dont_inherit=True), names)
+        one = names.pop("make_loss")(**given)
     _require_own_weights(one, loop)
     first, last = loop.lines
     told = f"The loss is that of lines {first} to {last} of {loop.file.name}, for one sample each"
@@ -253,6 +252,18 @@ def _loss_of_loop(loop: Loop, module: ModuleType, reference: str) -> Callable[..
 
     loss.one_by_one = True  # type: ignore[attr-defined]
     return model_loss(loss)
+
+
+def _globals_of(file: Path, module: ModuleType) -> dict[str, Any]:
+    """Return the global names of a file from which a module imports a function, a class or all."""
+    for value in [*vars(module).values()]:
+        own = value if isinstance(value, ModuleType) else None
+        if isinstance(value, type | FunctionType):
+            own = sys.modules.get(value.__module__)
+        place = getattr(own, "__file__", None)
+        if isinstance(place, str) and Path(place).absolute() == file.absolute():
+            return vars(own)
+    raise ModelError(f"{file.name} is not imported", where=str(module.__file__))
 
 
 def _require_own_weights(one: Callable[..., Any], loop: Loop) -> None:

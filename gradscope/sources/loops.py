@@ -172,6 +172,7 @@ def loops(tree: ast.Module, path: Path, owners: Iterable[str] = ()) -> list[Loop
     trees = {path: tree} | {file: other for _, _, file, other in _imported(tree, path)}
     known = {name for each in trees.values() for name in _owners(each)} | {*owners}
     places = [(place, path, node) for place, node in _places(tree)]
+    own = {place for place, *_ in places}
     for alias, name, file, other in _imported(tree, path):
         for place, node in _places(other):
             first, dot, rest = place.partition(".")
@@ -181,6 +182,8 @@ def loops(tree: ast.Module, path: Path, owners: Iterable[str] = ()) -> list[Loop
                 places.append((f"{alias}.{place}", file, node))
             elif first == name:
                 places.append((alias + dot + rest, file, node))
+            elif not dot and place not in own:  # a function that the imported function may call
+                places.append((place, file, node))
     others = {
         place: node
         for place, file, node in places

@@ -84,7 +84,8 @@ class Variables:
 
     @cached_property
     def _bodies(self) -> dict[str, Sequence[ast.stmt]]:
-        found: dict[str, Sequence[ast.stmt]] = {k: f.body for k, f in self._functions.items()}
+        known = {**self.others, **self._functions}
+        found: dict[str, Sequence[ast.stmt]] = {name: f.body for name, f in known.items()}
         for node in (n for n in self.tree.body if isinstance(n, ast.If) and is_main_block(n)):
             found[MAIN] = node.body
         return found

@@ -228,6 +228,11 @@ def train_one_epoch(model, criterion, loader, optimizer, device, max_norm=0):
         loss.backward()
         optimizer.step()
 """
+ENGINE += """
+def fit(batches, net, loss_fn, optimizer, device, epochs):
+    for epoch in range(epochs):
+        train_one_epoch(net, loss_fn, batches, optimizer, device, max_norm=1)
+"""
 IMPORTED = """
 from engine import train_one_epoch
 
@@ -247,6 +252,17 @@ if __name__ == "__main__":
     parser.add_argument("--smoothing", type=float, default=0.2)
     main(parser.parse_args())
 """
+
+
+# the loop is in a function that the imported function calls
+FITTED = (
+    IMPORTED.replace("from engine import train_one_epoch", "from engine import fit")
+    .replace(
+        "train_one_epoch(model, criterion, loader, optimizer, device)",
+        "fit(loader, model, criterion, optimizer, device, epochs=1)",
+    )
+    .replace("    for epoch in range(1):\n        fit", "    fit")
+)
 
 
 def _of_engine(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -521,6 +537,7 @@ def expected(loss: Callable[[nn.Module, Tensor, Tensor], Tensor], key: str = "")
         (METHOD, "script.py:data", "script.py:Trainer.run.loss", _of_trainer, ""),
         (BLOCK, "script.py:loader", "script.py:train.loss", _of_block, ""),
         (IMPORTED, "script.py:loader", "script.py:train_one_epoch.loss", _of_engine, ""),
+        (FITTED, "script.py:loader", "script.py:train_one_epoch.loss", _of_engine, ""),
         (TEACHER, "script.py:loader", "script.py:main.loss", _of_teacher, ""),
         (ALONE, "script.py:loader", "script.py:main.loss", _of_alone, ""),
         (ROWS, "script.py:X,Y", "script.py:main.loss", _of_rows, ""),
@@ -538,6 +555,7 @@ def expected(loss: Callable[[nn.Module, Tensor, Tensor], Tensor], key: str = "")
         "method",
         "block",
         "imported",
+        "fitted",
         "teacher",
         "alone",
         "rows",
