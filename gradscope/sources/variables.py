@@ -522,10 +522,12 @@ def _changed(node: ast.stmt, own: set[str], idle: Collection[str]) -> Iterator[s
     """Yield the variables that a statement changes: NAME.x = 1, NAME["k"] = 1 and NAME.add(1)."""
     for inner in ast.walk(node):
         targets: Sequence[ast.expr] = ()
-        if isinstance(inner, ast.Assign):
-            targets = inner.targets
-        elif isinstance(inner, ast.AugAssign):
-            targets = [inner.target]
+        names = own
+        if isinstance(inner, ast.Assign | ast.AugAssign):
+            several = inner.targets if isinstance(inner, ast.Assign) else [inner.target]
+            targets = [t for each in several for t in getattr(each, "elts", [each])]
+            names = {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)}
+            names -= {"self", "torch", "np"}  # also parameters: args.n, args.d = x.shape
         elif isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Call):
             called = inner.value.func
             if isinstance(called, ast.Attribute) and called.attr not in idle:
@@ -534,7 +536,7 @@ def _changed(node: ast.stmt, own: set[str], idle: Collection[str]) -> Iterator[s
             owner = target
             while isinstance(owner, ast.Attribute | ast.Subscript):
                 owner = owner.value
-            if isinstance(owner, ast.Name) and owner is not target and owner.id in own:
+            if isinstance(owner, ast.Name) and owner is not target and owner.id in names:
                 yield owner.id
 
 

@@ -254,6 +254,33 @@ if __name__ == "__main__":
 """
 
 
+# an array whose axes are turned before the model, with an attribute of a parameter
+TURNED = """
+def main(args):
+    args.width = 0
+    x, y = data().tensors
+    args.rows, args.width = x.shape
+    model = Net()
+    criterion = nn.CrossEntropyLoss()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(x.view(-1, 2, 2), y), batch_size=4)
+    for images, labels in loader:
+        images = images.transpose(1, 2).flatten(1) * (args.width / 2)
+        out, _ = model(images)
+        loss = criterion(out, labels)
+        loss.backward()
+        optimizer.step()
+    torch.save(model.state_dict(), "net.pt")
+
+if __name__ == "__main__":
+    main(argparse.Namespace())
+"""
+
+
+def _of_turned(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x.view(-1, 2, 2).transpose(1, 2).flatten(1) * 2)[0], y)
+
+
 # the loop is in a function that the imported function calls
 FITTED = (
     IMPORTED.replace("from engine import train_one_epoch", "from engine import fit")
@@ -538,6 +565,7 @@ def expected(loss: Callable[[nn.Module, Tensor, Tensor], Tensor], key: str = "")
         (BLOCK, "script.py:loader", "script.py:train.loss", _of_block, ""),
         (IMPORTED, "script.py:loader", "script.py:train_one_epoch.loss", _of_engine, ""),
         (FITTED, "script.py:loader", "script.py:train_one_epoch.loss", _of_engine, ""),
+        (TURNED, "script.py:loader", "script.py:main.loss", _of_turned, ""),
         (TEACHER, "script.py:loader", "script.py:main.loss", _of_teacher, ""),
         (ALONE, "script.py:loader", "script.py:main.loss", _of_alone, ""),
         (ROWS, "script.py:X,Y", "script.py:main.loss", _of_rows, ""),
@@ -556,6 +584,7 @@ def expected(loss: Callable[[nn.Module, Tensor, Tensor], Tensor], key: str = "")
         "block",
         "imported",
         "fitted",
+        "turned",
         "teacher",
         "alone",
         "rows",

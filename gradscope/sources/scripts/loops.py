@@ -13,6 +13,8 @@ from gradscope.sources.scripts.parts import DRAWS
 from gradscope.sources.scripts.syntax import Script, last_name
 from gradscope.sources.variables import names_in
 
+# methods that change the order or the axes of a tensor
+_ORDERS = {"permute", "transpose", "t", "swapaxes", "movedim", "squeeze", "unsqueeze", "flatten"}
 # more functions that draw, in the lines of a loop
 _DRAWS = {*DRAWS, "dropout", "sample", "uniform", "beta", "choice", "random", "shuffle", "poisson"}
 
@@ -78,7 +80,7 @@ def is_plain(loop: Loop) -> bool:
     nodes = [n for line in (*loop.body, ast.Expr(loop.value)) for n in ast.walk(line)]
     calls = [n for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func) == loop.model]
     passed = [a for call in calls for a in (*call.args, *(k.value for k in call.keywords))]
-    if not calls or not all(map(keeps_numbers, passed)):
+    if not calls or not all(map(_is_unchanged, passed)):
         return False
     names = {name for each in passed for name in names_in(each)}
     for node in sorted(nodes, key=lambda n: getattr(n, "lineno", 0), reverse=True):
@@ -88,10 +90,19 @@ def is_plain(loop: Loop) -> bool:
             continue
         value = getattr(node, "value", None)
         parts = value.elts if isinstance(value, ast.Tuple) else [value]
-        if not isinstance(node, ast.Assign) or not all(p and keeps_numbers(p) for p in parts):
+        if not isinstance(node, ast.Assign) or not all(p and _is_unchanged(p) for p in parts):
             return False
         names |= names_in(node.value)
     return True
+
+
+def _is_unchanged(node: ast.expr) -> bool:
+    """Whether an expression has the numbers of a variable, in their order: not x.transpose(1, 2).
+
+    A shape, x.view(-1, 784), is written as a setting.
+    """
+    called = {last_name(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)}
+    return keeps_numbers(node) and called.isdisjoint(_ORDERS)
 
 
 def draws(loop: Loop, file: Path) -> bool:
