@@ -68,6 +68,7 @@ _READ = 10_000  # number of targets to read for their texts
 _TARGETS = {"target", "targets", "label", "labels", "y", "class", "classes", "following"}
 # columns in which pandas stores row numbers
 _OF_PANDAS = re.compile(r"unnamed: \d+|__index_level_\d+__|level_\d+")
+_DRAWN = re.compile(r"torch\.(rand|randn|randint)\(")  # data of a script without a file
 _WORDS = re.compile(r"[\W_]+")  # between the words of a name
 _AVERAGED = {"ema", "avg", "averaged", "swa", "shadow", "teacher"}  # of keys of averaged weights
 _GRAPHS = {"adj", "adjacency", "edge", "edges", "laplacian"}
@@ -187,6 +188,8 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     made = function_of(str(data)) is not None and data.suffix.lower() != ".toml"
     known = loss or (drafted.loss and not made)  # scripts nearby may train other models
     step = None if known else _step(near, files, drafted, given, made_by if made else None)
+    if step is not None and called and _DRAWN.search("\n".join(step.code)) and not made:
+        step = None  # the script draws its data, and the file has them
     if step is not None and step.name:
         called = [step.name]
     found, why = "mse", "an example"
