@@ -68,7 +68,8 @@ _READ = 10_000  # number of targets to read for their texts
 _TARGETS = {"target", "targets", "label", "labels", "y", "class", "classes", "following"}
 # columns in which pandas stores row numbers
 _OF_PANDAS = re.compile(r"unnamed: \d+|__index_level_\d+__|level_\d+")
-_DRAWN = re.compile(r"torch\.(rand|randn|randint)\(")  # data of a script without a file
+# data that a script draws: torch.randint(4, (600,)), not noise of a batch's shape
+_DRAWN = re.compile(r"torch\.(rand|randn|randint)\([\d, ()]+\)")
 _WORDS = re.compile(r"[\W_]+")  # between the words of a name
 _AVERAGED = {"ema", "avg", "averaged", "swa", "shadow", "teacher"}  # of keys of averaged weights
 _GRAPHS = {"adj", "adjacency", "edge", "edges", "laplacian"}
