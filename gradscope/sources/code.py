@@ -67,7 +67,7 @@ from gradscope.sources.training import (
     unordered_line,
     without_training,
 )
-from gradscope.sources.variables import Variables, last_name_of_call
+from gradscope.sources.variables import Variables, last_name_of_call, names_in
 
 # messages of torch on a machine without CUDA
 _NO_CUDA = re.compile("not compiled with CUDA|no NVIDIA driver|No CUDA GPUs|device\\(\\) is False")
@@ -273,9 +273,14 @@ def _require_own_weights(one: Callable[..., Any], loop: Loop) -> None:
     values = dict(zip(code.co_freevars, cells, strict=True))
     values |= {k: v for k, v in one.__globals__.items() if k in code.co_names}
     values |= one.__kwdefaults__ or {}
-    loaded = any(last_name_of_call(n) in _LOADS for line in loop.every for n in ast.walk(line))
+    loading_lines = [
+        line
+        for line in loop.every
+        if any(last_name_of_call(node) in _LOADS for node in ast.walk(line))
+    ]
     for name, value in values.items():
         own = value.parameters() if isinstance(value, nn.Module) else ()
+        loaded = any(name in names_in(line) for line in loading_lines)
         if any(p.requires_grad for p in own) and not loaded:
             raise ModelError(
                 f"the lines {loop.lines[0]} to {loop.lines[1]} of {loop.file.name} use another "

@@ -690,7 +690,9 @@ def test_numbers_that_the_training_changes_are_named(gradscope: Gradscope) -> No
 @CWD
 def test_lines_with_another_trained_model_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights of the encoder are not in the checkpoint of the decoder."""
-    script = TEACHER.replace('    teacher.load_state_dict(torch.load("teacher.pt"))\n', "")
+    others = '    loader.sizes = torch.load("other.pt")\n'  # it loads something else
+    script = TEACHER.replace('    teacher.load_state_dict(torch.load("teacher.pt"))\n', others)
+    torch.save([1], "other.pt")
     Path("script.py").write_text(HEAD + script)
     with pytest.raises(ModelError, match="another trained model, 'teacher'"):
         load_function("script.py:main.loss", "loss")
