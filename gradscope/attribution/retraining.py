@@ -26,7 +26,7 @@ from torch import nn
 
 from gradscope.attribution.scores import Scores, open_scores
 from gradscope.attribution.sources import recorded_run
-from gradscope.config import split_reference
+from gradscope.config import function_of, split_reference
 from gradscope.errors import (
     GradscopeError,
     ModelError,
@@ -384,7 +384,7 @@ def identity_of(scores: Scores, fit: str, seed: int, fraction: float) -> dict[st
     digests = {
         "the training data": scores.record["train"]["digests"].get("dataset"),
         "the queries' data": query["digests"].get("dataset"),
-        **(code.code_digests(loss, "loss") if ":" in loss else {}),
+        **(code.code_digests(loss, "loss") if function_of(loss) else {}),
         **code.code_digests(fit, "FIT"),
     }
     return {

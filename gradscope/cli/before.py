@@ -9,7 +9,7 @@ import typer
 
 from gradscope.cli.names import registries
 from gradscope.cli.options import NONFINITE, UNPROVED, show, with_flags
-from gradscope.config import RunSpec
+from gradscope.config import RunSpec, function_of
 from gradscope.config.commands import CheckOptions, InitOptions, ListOptions
 from gradscope.process import stops, streams
 
@@ -52,7 +52,9 @@ def init(options: InitOptions) -> None:
         output, overwrite=options.overwrite, kind="run file", known=lambda h: bool(known(h))
     )
     resolve_names(_without_code(options.spec))
-    found = draft(options.spec, options.dataset, output.parent)
+    model = options.spec.model.model_copy(update={"argv": options.arguments})
+    spec = options.spec.model_copy(update={"model": model})
+    found = draft(spec, options.dataset, output.parent)
     for name, text in {**found.files, output.name: found.text}.items():
         written(output.with_name(name), partial(_write_text, text))
     told = {"path": str(output), "files": [*found.files], "guessed": found.guessed}
@@ -74,7 +76,7 @@ def _without_code(spec: RunSpec) -> RunSpec:
     """Return the settings of a run without chains and loss that are the user's code."""
     chains = tuple(text for text in spec.compute.transform if ".py:" not in text)
     kept = spec.computing(transform=chains or ("identity",))
-    if ":" not in spec.loss.stage.name:
+    if function_of(spec.loss.stage.name) is None:
         return kept
     return kept.model_copy(update={"loss": spec.loss.model_copy(update={"name": "mse"})})
 

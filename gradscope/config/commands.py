@@ -85,6 +85,11 @@ class InitOptions(Options):
 
     checkpoint: values.SomePath = same("checkpoint", "path", ...)
     dataset: values.SomePath = same("dataset", "path", ...)
+    arguments: tuple[str, ...] = option(
+        (),
+        "ARGUMENTS",
+        help="After --: the command-line arguments of the training, if the script parses any",
+    )
     output: Path = option(Path("run.toml"), "--output -o RUN.toml", help="The run file to write")
     spec: RunSpec
     overwrite: bool = OVERWRITE

@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from gradscope.config.spec import RunSpec, run_options
-from gradscope.config.values import FROM_CHECKPOINT, function_of, is_folder, nested_factory
+from gradscope.config.values import FROM_CHECKPOINT, file_of, function_of, is_folder, nested_factory
 from gradscope.core.filetypes import describe
 from gradscope.core.grammar import resolve_paths
 from gradscope.core.registry import suggestion
@@ -273,8 +273,8 @@ def _paths(value: Any, base: Path) -> Any:
 def _reference(value: Any, base: Path) -> Any:
     """Make FILE.py absolute in FILE.py:NAME, with or without a loss's arguments after it."""
     text = str(value) if isinstance(value, str | Path) else ""
-    file, colon, _ = (function_of(text) or text).rpartition(":")
-    return f"{base / file}{text[len(file) :]}" if colon and file.endswith(".py") else value
+    file = file_of(text)
+    return value if file is None else f"{base / file}{text[len(file) :]}"
 
 
 def _factory(value: Any, base: Path) -> Any:

@@ -17,7 +17,13 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from pydantic.fields import FieldInfo
 
 from gradscope.config import values
-from gradscope.config.values import FROM_CHECKPOINT, REFERENCE_FORMS, function_of, parse_loss
+from gradscope.config.values import (
+    FROM_CHECKPOINT,
+    REFERENCE_FORMS,
+    file_of,
+    function_of,
+    parse_loss,
+)
 from gradscope.core.grammar import Stage
 from gradscope.errors import SpecError
 
@@ -281,14 +287,14 @@ class DatasetSpec(_Section):
 
     @property
     def factory(self) -> str | None:
-        """FILE.py:FACTORY, or None if the data are in a file."""
+        """FILE.py:FACTORY, FILE.py for the data of a script, or None if the data are in a file."""
         text = str(self.path)
-        return text if function_of(text) == text and ".py:" in text else None
+        return text if function_of(text) == text and file_of(text) is not None else None
 
     @property
     def sources(self) -> tuple[Path, ...]:
         """All files and folders to read."""
-        place = self.path if self.factory is None else Path(str(self.path).rpartition(":")[0])
+        place = Path(file_of(self.factory or "") or self.path)
         return (place, *self.files.values(), *self.tokenizer.values())
 
     @property

@@ -19,7 +19,7 @@ from gradscope.core.grammar import Stage, arguments
 from gradscope.core.texts import count
 from gradscope.errors import SpecError
 
-REFERENCE_FORMS = "FILE.py:NAME or package.module:NAME"
+REFERENCE_FORMS = "FILE.py:NAME, package.module:NAME, or FILE.py for what a script trains"
 NONE = {"none": True}  # a table of arguments that stands for None, which TOML does not have
 FROM_CHECKPOINT = "checkpoint"  # instead of a factory: the model stored in the checkpoint
 
@@ -185,17 +185,35 @@ def this_worker(environment: Mapping[str, str]) -> Worker | None:
 def split_reference(reference: str) -> tuple[str, str]:
     """Split "FILE.py:NAME" or "package.module:NAME" into file or module, and name.
 
+    The name of a script as a whole, "FILE.py", is "".
+
     Raises:
-        SpecError: The text has neither form.
+        SpecError: The text has none of these forms.
     """
+    if is_script(reference):
+        return reference, ""
     match = _REFERENCE.fullmatch(reference)
     if match is None:
         raise SpecError(f"found {reference!r}", remedy=f"Accepted: {REFERENCE_FORMS}.")
     return match["place"], match["name"]
 
 
+def is_script(text: str) -> bool:
+    """Whether a reference is a script as a whole, "FILE.py": what it trains in its first steps."""
+    return text.endswith(".py") and ":" not in text
+
+
+def file_of(reference: str) -> str | None:
+    """Return FILE.py of a reference, with a loss's arguments or without, or None."""
+    text = function_of(reference) or reference
+    place = text if is_script(text) else text.rpartition(":")[0]
+    return place if place.endswith(".py") else None
+
+
 def function_of(loss: str) -> str | None:
     """Return the reference "FILE.py:NAME" of a loss without its arguments, or None for a name."""
+    if is_script(loss):
+        return loss
     match = _WITH_ARGUMENTS.fullmatch(loss)
     return None if match is None else match["function"]
 

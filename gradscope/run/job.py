@@ -24,6 +24,7 @@ from gradscope.config import (
     RunSpec,
     Shard,
     combine_errors,
+    function_of,
     parse_compression,
     parse_shard,
 )
@@ -351,7 +352,7 @@ def _digests(
         "dataset": dataset.sha256,
         "dataset_code": dataset.code,
         "model": loaded.digests,
-        "loss": code.code_digests(name, "loss") if ":" in name else {},
+        "loss": code.code_digests(name, "loss") if function_of(name) else {},
         "stages": stages_digests(chains),
     }
 
@@ -409,11 +410,11 @@ def resolve_names(spec: RunSpec) -> tuple[tuple[Chain, ...], Loss]:
             backends.get(name)
     with collected("loss", "name"):
         stage = spec.loss.stage
-        if ":" not in stage.name:
+        if function_of(stage.name) is None:
             loss = bound_loss(losses.get(stage.name), stage)
     if problems:
         raise combine_errors(problems)
-    if ":" in stage.name:
+    if function_of(stage.name) is not None:
         function = load_function(stage.name, "loss")
         if isinstance(function, type):
             what = f"this is the class {function.__name__}, not a loss function"

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from gradscope.config import function_of
+from gradscope.config import file_of
 from gradscope.core.grammar import parse
 from gradscope.engine.fold import prepare_chains
 from gradscope.errors import OutputError
@@ -145,8 +145,7 @@ def compute(job: Job, path: Path, **how: bool) -> RunReport:
 def refuse_inputs(job: Job, path: Path) -> None:
     """Raise if `path` is an input of the run."""
     spec = job.spec
-    named = (spec.model.factory, function_of(spec.loss.name) or "")
-    code = (ref.rpartition(":")[0] for ref in named if ":" in ref)
+    code = filter(None, map(file_of, (spec.model.factory, spec.loss.name)))
     stages = (stage for chain in job.chains for stage in parse(chain.text))
     with writing(path):
         require_distinct(path, job.checkpoint.files, "the checkpoint")

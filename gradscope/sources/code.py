@@ -42,7 +42,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gradscope.config import NONE, split_reference
+from gradscope.config import NONE, is_script, split_reference
 from gradscope.core.batch import map_tensors, tensors
 from gradscope.core.registry import suggestion
 from gradscope.core.texts import article, listed
@@ -56,8 +56,10 @@ from gradscope.model.locate import (
     own_lines,
 )
 from gradscope.model.problem import model_loss
+from gradscope.model.randomness import seeded
 from gradscope.process.shortage import is_shortage
 from gradscope.process.stops import is_stop
+from gradscope.sources.first_step import FirstSteps, Step
 from gradscope.sources.loops import Loop, loop_named
 from gradscope.sources.training import (
     PARSERS,
@@ -88,6 +90,7 @@ _codes: dict[str, dict[str, str]] = {}  # {module: {file: digest of its code}}
 _notes: dict[str, dict[int, str]] = {}  # {module: {line: note on its import}}
 _importing: list[dict[int, str]] = []  # the notes of the files that are being imported
 _checkpoint = Path()  # the checkpoint that the user's code must not save
+_steps: dict[str, Step] = {}  # {module of a script that was run: what it trains}
 _arguments: tuple[str, ...] = ()  # the command-line arguments of the user's scripts
 
 
@@ -110,6 +113,10 @@ def load_value(reference: str, kind: str, is_usable: Callable[[Any], bool]) -> A
         SpecError: The reference has neither form.
         ModelError: The file or object is absent or not usable, or importing it raised.
     """
+    if is_script(reference):
+        step = _run_script(Path(reference), kind)[0]
+        parts = {"loss": model_loss(step.loss), "data set": step.samples}
+        return parts.get(kind, lambda: step.model)
     module, _, name = _load(reference, kind)
     where = f"{kind} {reference}"
     with user_file(where):  # the module may define __getattr__
@@ -117,9 +124,9 @@ def load_value(reference: str, kind: str, is_usable: Callable[[Any], bool]) -> A
         *owners, last = name.split(".")
         for part in owners:
             found = getattr(found, part, None)
-        parts = tuple(getattr(found, part, None) for part in last.split(","))
-        found = parts if len(parts) > 1 else parts[0]
-        found = None if any(part is None for part in parts) else found
+        several = tuple(getattr(found, part, None) for part in last.split(","))
+        found = several if len(several) > 1 else several[0]
+        found = None if any(part is None for part in several) else found
     if found is None or not is_usable(found):
         made = _variable(reference, module, kind)
         found = found if made is None else made
@@ -319,14 +326,16 @@ def keep_unchanged(checkpoint: Path) -> None:
 
 
 @contextmanager
-def _keeping_checkpoint() -> Iterator[None]:
-    """Refuse calls of torch.save in the body that would overwrite the checkpoint."""
+def _keeping_checkpoint(*, skip: bool) -> Iterator[None]:
+    """Refuse or skip calls of torch.save in the body that would overwrite the checkpoint."""
     save = torch.save
 
     @wraps(save)
     def checked(value: Any, f: Any, *args: Any, **options: Any) -> None:
         place = Path(f).absolute() if isinstance(f, str | os.PathLike) else None
         if place is not None and _checkpoint in (place, *place.parents):
+            if skip:
+                return
             raise CheckpointError(
                 "your code saves this checkpoint while it is imported: it trains again",
                 where=str(f),
@@ -538,6 +547,9 @@ def _argparse_message(error: SystemExit) -> str | None:
 def _load(reference: str, kind: str) -> tuple[ModuleType, str, str]:
     """Return the module that a reference names, its key in `_codes`, and the name in the module."""
     place, name = split_reference(reference)
+    if is_script(reference):
+        _, key = _run_script(Path(place), kind)
+        return sys.modules[key], key, name
     if place.endswith(".py"):
         return *_import_file(Path(place), kind), name
     what = f"{kind} {place}"
@@ -556,15 +568,7 @@ def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
     """Import a file and return its module and key; the same content is imported once."""
     path = path.absolute()
     what = f"{kind} {path}"
-    try:
-        if path.exists() and not path.is_file() and not path.is_dir():
-            raise OSError(None, "this is not a regular file")
-        content = path.read_bytes()
-    except OSError as error:
-        reason = f"cannot be read: {error.strerror}"
-        raise ModelError(reason, where=what, remedy="Check the path.") from error
-    told = "\0".join((str(path), *_arguments)).encode("utf-8", "surrogateescape")
-    name = f"{_PRIVATE}{hashlib.sha256(told + content).hexdigest()[:16]}"
+    content, name = _content_of(path, what)
     if name in sys.modules:
         return sys.modules[name], name
     loaded = _loaded(path)
@@ -597,6 +601,62 @@ def _import_file(path: Path, kind: str) -> tuple[ModuleType, str]:
             _name_arguments(error)
         raise
     return module, name
+
+
+def _content_of(path: Path, what: str) -> tuple[bytes, str]:
+    """Return the content of a file, and the name of its module for the given arguments."""
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise OSError(None, "this is not a regular file")
+        content = path.read_bytes()
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror}"
+        raise ModelError(reason, where=what, remedy="Check the path.") from error
+    told = "\0".join((str(path), *_arguments)).encode("utf-8", "surrogateescape")
+    return content, f"{_PRIVATE}{hashlib.sha256(told + content).hexdigest()[:16]}"
+
+
+def _run_script(path: Path, kind: str) -> tuple[Step, str]:
+    """Run a script up to its second training step; return what it trains, and its module's name.
+
+    The same content is run once with the same arguments.
+    """
+    path = path.absolute()
+    what = f"{kind} {path}"
+    content, name = _content_of(path, what)
+    name += "_run"
+    if name in _steps:
+        return _steps[name], name
+    module = ModuleType("__main__")
+    module.__file__ = str(path)
+    main, here, steps = sys.modules["__main__"], Path.cwd(), FirstSteps(path)
+    tree = ast.Module([], [])
+    try:
+        with user_file(what, path), ExitStack() as around:
+            tree = ast.parse(content, str(path))
+            _note_order(name, path, tree.body)
+            package, folders = _package(path, tree)
+            module.__package__ = package or None
+            for folder in folders:
+                around.enter_context(importable(folder))
+            sys.modules[name] = sys.modules["__main__"] = module
+            around.enter_context(_recording_code(name, trains=True))
+            around.enter_context(_without_cuda())
+            around.enter_context(seeded(0))
+            code = compile(tree, str(path), "exec", dont_inherit=True)
+            steps.run(lambda: exec(code, vars(module)))
+        with _without_cuda():
+            _steps[name] = steps.step()
+    except BaseException as error:
+        sys.modules.pop(name, None)
+        if parses_arguments(tree):
+            _name_arguments(error)
+        raise
+    finally:
+        sys.modules["__main__"] = main
+        os.chdir(here)
+    _notes.setdefault(name, {}).update(enumerate(_steps[name].notes))
+    return _steps[name], name
 
 
 def _note_order(key: str, path: Path, nodes: Iterable[ast.AST]) -> None:
@@ -708,16 +768,16 @@ def _training_note(path: Path, line: int) -> str:
 
 
 @contextmanager
-def _recording_code(key: str) -> Iterator[None]:
+def _recording_code(key: str, *, trains: bool = False) -> Iterator[None]:
     """Record the code of the module `key`, including the modules that the body imports.
 
-    The user's modules are imported without their training.
+    The user's modules are imported without their training, unless the body `trains`.
     """
     before, finder = set(sys.modules), _UserModules()
     _importing.append(_notes.setdefault(key, {}))
-    sys.meta_path.insert(0, finder)
+    sys.meta_path.insert(len(sys.meta_path) if trains else 0, finder)
     try:
-        with _keeping_checkpoint():
+        with _keeping_checkpoint(skip=trains):
             yield
     finally:
         sys.meta_path.remove(finder)

@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,7 +18,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradscope.config import FROM_CHECKPOINT, NONE, RunSpec, function_of, is_folder
+from gradscope.config import (
+    FROM_CHECKPOINT,
+    NONE,
+    RunSpec,
+    file_of,
+    function_of,
+    is_folder,
+    is_script,
+)
 from gradscope.core.grammar import resolve_paths
 from gradscope.core.precision import dtype_name
 from gradscope.core.texts import count, listed
@@ -128,7 +137,6 @@ mode = {mode}
 """
 
 _ARGV = '# argv = ["--width", "64"]         # command-line arguments, if the file parses any'
-_ARGV += " when imported"
 _REPLACE = "an example: replace it"
 _NO_VALUE = "fill in: no value was found"
 _NAMES_CODE = "not taken from the checkpoint: `factory` in a table names code to run"
@@ -175,6 +183,8 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     """
     result = Draft()
     checkpoint = spec.checkpoint.path
+    if is_script(str(data)):
+        return _of_script(result, spec, data, folder)
     model = _given(spec, "model").get("factory")
     loss = _given(spec, "loss").get("name")
     near, below = _scripts((checkpoint.absolute().parent, data.absolute().parent, Path.cwd()))
@@ -293,8 +303,44 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     run += [(place, name, None)] if name else []
     run += [(used[0], used[1].name, used[1].every)] if used is not None else []
     argv = _command_line(result, run, files, given, checkpoint)
+    if spec.model.argv:
+        argv = f"argv = {_value(spec.model.argv)}"
+        result.missing.pop("model.argv", None)
+        result.guessed.pop("model.argv", None)
     texts |= {"compute": "\n".join(compute), "argv": argv}
     result.text = _TEMPLATE.format(mode=mode, **texts)
+    return result
+
+
+def _of_script(result: Draft, spec: RunSpec, script: Path, folder: Path) -> Draft:
+    """Return a run file for what a script trains in its first steps.
+
+    Raises:
+        DatasetError: There is no such file.
+        CheckpointError: The checkpoint cannot be read.
+    """
+    if not script.is_file():
+        raise DatasetError("there is no such file", where=str(script), remedy="Check the path.")
+    read(spec.checkpoint.path, unsafe_pickle=spec.checkpoint.unsafe_pickle)
+    own = _relative(script, folder)
+    model = _anchored(_given(spec, "model").get("factory") or str(script), folder)
+    loss = _anchored(_given(spec, "loss").get("name") or str(script), folder)
+    kept = {key: v for key, v in _given(spec, "checkpoint").items() if key != "path"}
+    checkpoint = {"path": _relative(spec.checkpoint.path, folder), **kept}
+    group = {} if spec.dataset.group is None else {"group": spec.dataset.group}
+    told = " ".join([own, *map(shlex.quote, spec.model.argv)])
+    why = f"`check` and `compute` run `{told}` until its second training step"
+    result.guessed["model.factory"] = f"{model}: {why}"
+    result.text = _TEMPLATE.format(
+        model=f"# {_comment(why)}\nfactory = {quoted(model)}",
+        mode=f"{quoted(spec.model.mode):<28}# eval or train",
+        argv=f"argv = {_value(spec.model.argv)}" if spec.model.argv else _ARGV,
+        kwargs="",
+        checkpoint="\n".join(f"{key} = {_value(value)}" for key, value in checkpoint.items()),
+        dataset="\n".join(f"{k} = {_value(v)}" for k, v in ({"path": own} | group).items()),
+        loss=f"name = {quoted(loss)}",
+        compute="\n".join(_compute(spec, folder)),
+    )
     return result
 
 
@@ -1078,8 +1124,8 @@ def _anchored(reference: str, folder: Path) -> str:
     """Make FILE.py of FILE.py:FUNCTION, or a base model's folder, relative to `folder`."""
     if is_folder(Path(reference)) and reference != FROM_CHECKPOINT:
         return _relative(Path(reference), folder)
-    file = (function_of(reference) or "").rpartition(":")[0]
-    if not file.endswith(".py") or (reference == "model.py:build" and not Path(file).exists()):
+    file = file_of(reference)
+    if file is None or (reference == "model.py:build" and not Path(file).exists()):
         return reference
     return _relative(Path(file), folder) + reference[len(file) :]
 

@@ -36,6 +36,7 @@ from gradscope.sources.variables import (
 
 BATCH = "_batch"  # the variable with the batch, in the function that is made of a loop
 STEP = "training_step"  # the method of Lightning
+_LOSS = "_loss"  # the variable of a loss that a with statement computes
 _LOOPS = (ast.For, ast.While)
 _NEXT = {"next", "__next__"}
 _GETS = re.compile("batch", re.I)  # functions that return a batch
@@ -207,6 +208,178 @@ def loops(tree: ast.Module, path: Path, owners: Iterable[str] = ()) -> list[Loop
 def loop_named(tree: ast.Module, path: Path, name: str) -> Loop | None:
     """Return the loop of FILE.py:NAME, or None."""
     return next((loop for loop in loops(tree, path) if loop.name == name), None)
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round of a loop over batches that runs, up to a line that calls backward()."""
+
+    target: ast.expr  # the variables of a batch
+    body: tuple[ast.stmt, ...]  # the lines from a batch to backward()
+    value: ast.expr | None  # the loss, or None if a function that the last line calls has it
+    head: int  # the line of the loop, or 0 if a call of a function is a round
+    start: range  # the first lines at which the variables of a batch have their values
+    lines: tuple[int, int]  # its first line, and the line that calls backward() or leads to it
+
+    @property
+    def names(self) -> set[str]:
+        """The names that the lines read."""
+        value = self.value or ast.Constant(None)
+        return {*_exposed([*self.body, ast.Expr(value)])} | _free(self.body, value)
+
+    def code(self, names: Sequence[str]) -> ast.Module:
+        """A module with a function make_loss(names) that returns the loss of (_, batch)."""
+        value = self.value or ast.Constant(None)
+        loop = Loop("", "", self.target, "_", self.body, value, (), (), (*names,), Path(), "", ())
+        return loop.code
+
+    @property
+    def carried(self) -> set[str]:
+        """The variables that a round takes from the round before."""
+        value = self.value or ast.Constant(None)
+        lines = [*self.body, ast.Expr(value)]
+        return _exposed(lines) & bound_in(lines) - names_in(self.target)
+
+
+def rounds(
+    tree: ast.Module, function: tuple[str, int] | None, line: int, variables: Variables
+) -> Iterator[Round]:
+    """Yield the rounds of loops over batches around a line that runs, of the innermost loop first.
+
+    The last one is the function itself: each call is a round, and its parameters are the batch.
+
+    Args:
+        tree: The file.
+        function: The name and the first line of the function that runs, or None for the top level.
+        line: The line.
+        variables: The variables of the file.
+    """
+    node: ast.AST | None = tree
+    if function is not None:
+        node = next((n for n in ast.walk(tree) if _is_function(n, *function)), None)
+    body: list[ast.stmt] = getattr(node, "body", [])
+    way = _way_to(body, line)
+    if not way:
+        return
+    own = bound_in(body)
+    for depth, (_, loop) in reversed([*enumerate(way)]):
+        if isinstance(loop, _LOOPS) and depth < len(way) - 1:
+            inner = way[depth + 1 :]
+            lines = _lines_to(inner)[0]
+            for target, rest in _batches(loop, lines):
+                yield _round(loop.lineno, loop.body[0], inner, target, rest, variables, own)
+    if isinstance(node, ast.FunctionDef):
+        lines = _lines_to(way)[0]
+        target, rest = _batch(ast.While(ast.Constant(True), []), lines)
+        if target is not None:
+            yield _round(body[0].lineno, body[0], way, target, rest, variables, own)
+        names: list[ast.expr] = [ast.Name(n, ast.Store()) for n in parameters(node) if n != "self"]
+        every = ast.Tuple(names, ast.Store())
+        yield _round(0, body[0], way, every, lines, variables, own)
+
+
+def _batches(
+    loop: ast.For | ast.While, lines: Sequence[ast.stmt]
+) -> Iterator[tuple[ast.expr, Sequence[ast.stmt]]]:
+    """Yield the variables of a batch, and the lines after their assignment, in several ways."""
+    for k, line in enumerate(lines):  # part = samples[start:end]
+        if isinstance(line, ast.Assign) and isinstance(line.value, ast.Subscript):
+            entry = line.value.slice
+            if isinstance(entry, ast.Slice) and entry.lower is not None and entry.upper is not None:
+                yield line.targets[0], lines[k + 1 :]
+    target, rest = _batch(loop, lines)
+    if target is not None:
+        yield target, rest
+
+
+def _is_function(node: ast.AST, name: str, first: int) -> bool:
+    """Whether a node is the function of a code object, whose first line may be a decorator."""
+    if not isinstance(node, ast.FunctionDef) or node.name != name:
+        return False
+    return min([node.lineno, *(n.lineno for n in node.decorator_list)]) == first
+
+
+def _way_to(body: Sequence[ast.stmt], line: int) -> list[tuple[list[ast.stmt], ast.stmt]]:
+    """Return (statements in front, statement) for each level of blocks around a line."""
+    for k, each in enumerate(body):
+        if each.lineno <= line <= (each.end_lineno or each.lineno):
+            every = [*blocks(each), *(h.body for h in getattr(each, "handlers", ()))]
+            inner = (way for block in every if (way := _way_to(block, line)))
+            return [([*body[:k]], each), *next(inner, [])]
+    return []
+
+
+def _round(
+    head: int,
+    first: ast.stmt,
+    way: Sequence[tuple[list[ast.stmt], ast.stmt]],
+    target: ast.expr,
+    rest: Sequence[ast.stmt],
+    variables: Variables,
+    own: set[str],
+) -> Round:
+    """Return a round that starts with the statement `first`.
+
+    Args:
+        head: The line of the loop, or 0 for a call of a function.
+        first: The first statement.
+        way: The statements around the line that runs; see `_way_to`.
+        target: The variables of a batch.
+        rest: The statements after their assignment, up to backward().
+        variables: The variables of the file.
+        own: The names that the function assigns.
+    """
+    lines, value = _lines_to(way)
+    last = way[-1][1]
+    change = _Undivided(bound_in(rest))
+    body = [_Unlooped().visit(change.visit(deepcopy(each))) for each in rest]
+    if value is not None:
+        value = change.visit(deepcopy(value))
+        body, _ = variables.needed(body, names_in(value), own)
+    kept = {id(line) for line in rest}
+    taken = [k for k, line in enumerate(lines) if id(line) not in kept]
+    start = first
+    if taken:  # the lines that take the batch
+        start = next(iter(lines[taken[-1] + 1 :]), last)
+    return Round(
+        target=target,
+        body=tuple(body),
+        value=value,
+        head=head,
+        start=_lines_of(start),
+        lines=(first.lineno, last.lineno),
+    )
+
+
+def _lines_of(line: ast.stmt) -> range:
+    """Return the lines of a statement, without the blocks in it."""
+    inside = [each.lineno for block in blocks(line) for each in block]
+    end = min(inside, default=(line.end_lineno or line.lineno) + 1)
+    return range(line.lineno, max(end, line.lineno + 1))
+
+
+def _lines_to(
+    way: Sequence[tuple[list[ast.stmt], ast.stmt]],
+) -> tuple[list[ast.stmt], ast.expr | None]:
+    """Return the statements up to a call of backward(), and the loss.
+
+    If a function that the last statement calls calls backward(), the loss is None.
+    """
+    (before, line), *inner = way
+    lines = [each for one in before for each in _spliced(one)]
+    if not inner:
+        is_direct = any(map(_is_backward, ast.walk(line)))
+        return (lines, _loss_of(line)) if is_direct else ([*lines, line], None)
+    inside, value = _lines_to(inner)
+    if isinstance(line, ast.With) and not _is_around(line):
+        if value is not None:
+            inside = [*inside, assignment(_LOSS, value)]
+            value = ast.Name(_LOSS, ast.Load())
+        made = ast.With(line.items, inside)
+        inside = [ast.fix_missing_locations(ast.copy_location(made, line))]
+    elif isinstance(line, ast.For):
+        inside = [first_of(line), *inside]
+    return [*lines, *inside], value
 
 
 @dataclass(frozen=True)
