@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
@@ -138,6 +139,7 @@ class FirstSteps:
     yielded: tuple[Any, Any] = (None, None)  # a DataLoader and its last batch
     since: float = 0.0
     ended: bool = False
+    inside: bool = False  # whether backward() runs
 
     def run(self, script: Callable[[], None]) -> None:
         """Run a script up to its second training step, and let its exceptions through."""
@@ -154,8 +156,14 @@ class FirstSteps:
         backward, iterate, traced = Tensor.backward, DataLoader.__iter__, sys.gettrace()
 
         def noted_backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.inside:  # torch's backward() calls itself if a torch function mode is active
+                return backward(loss, *args, **kwargs)
             self._at_backward(loss, sys._getframe(1))
-            return backward(loss, *args, **kwargs)
+            self.inside = True
+            try:
+                return backward(loss, *args, **kwargs)
+            finally:
+                self.inside = False
 
         def noted_iterate(loader: Any) -> Iterator[Any]:
             return _noted(iterate(loader), lambda batch: self._note(loader, batch))
@@ -485,6 +493,7 @@ class _Lines:
 
     def __init__(self, place: _Place, values: Mapping[str, Any], model: nn.Module) -> None:
         self.model = model
+        self.draws = False  # whether they draw random numbers of torch
         self._dtype = _dtype_of(model)
         names = sorted(place.round.names & values.keys())
         self._carried = place.round.carried
@@ -691,19 +700,24 @@ def _axis_of(
 ) -> tuple[tuple[int, int] | None, tuple[str, ...]]:
     """Return the sample axis of a batch and its size, None if it is one sample, and notes.
 
-    The loss decides: it does not change if samples change places, and each sample has a loss.
+    The loss decides: n copies of a sample have the loss of the sample, or n times this loss.
     """
     modes = {module: module.training for module in lines.model.modules()}
     lines.model.eval()
     try:
         for axis, n in _axes(batch):
             with suppress(Exception), torch.no_grad():
-                whole = _loss_of(lines, batch, carried)
-                moved = _part((batch, carried), [*range(1, n), 0], n, axis)
-                if not math.isclose(whole, _loss_of(lines, *moved), rel_tol=_CLOSE):
-                    continue
                 each = [_loss_of(lines, *one) for one in _split(batch, carried, (axis, n))]
-                total = math.fsum(each)
+                copies = [
+                    _loss_of(lines, *_part((batch, carried), [k] * n, n, axis)) for k in (0, n - 1)
+                ]
+                alike = [*zip(copies, (each[0], each[-1]), strict=True)]
+                if not lines.draws and not any(
+                    all(math.isclose(a, b * times, rel_tol=_CLOSE) for a, b in alike)
+                    for times in (1, n)
+                ):
+                    continue
+                whole, total = _loss_of(lines, batch, carried), math.fsum(each)
                 if any(math.isclose(whole, t, rel_tol=_CLOSE) for t in (total / n, total)):
                     return (axis, n), ()
                 return (axis, n), (
@@ -741,7 +755,10 @@ def _are_samples(batch: Any) -> bool:
 
 def _loss_of(lines: _Lines, batch: Any, carried: Mapping[str, Any]) -> float:
     with seeded(0):
-        return float(lines(lines.model, *_copied((batch, carried))))
+        before = torch.get_rng_state()
+        found = float(lines(lines.model, *_copied((batch, carried))))
+        lines.draws |= not torch.equal(before, torch.get_rng_state())
+        return found
 
 
 def _split(batch: Any, carried: Mapping[str, Any], axis: tuple[int, int] | None) -> list[Any]:
@@ -751,21 +768,22 @@ def _split(batch: Any, carried: Mapping[str, Any], axis: tuple[int, int] | None)
     return [_part((batch, carried), [k], axis[1], axis[0]) for k in range(axis[1])]
 
 
-def _part(value: Any, rows: list[int], n: int, axis: int) -> Any:
+def _part(value: Any, rows: list[int], n: int, axis: int, depth: int = 1) -> Any:
     """Return some of the n samples of a value; an axis of size n belongs to the samples."""
     if isinstance(value, Tensor | np.ndarray):
         every = [axis, *(k for k in range(value.ndim) if k != axis)]
         own = next((k for k in every if k < value.ndim and value.shape[k] == n), None)
         return value if own is None else value[(slice(None),) * own + (rows,)]
+    part = partial(_part, rows=rows, n=n, axis=axis, depth=depth)
     if isinstance(value, Mapping):
-        return {key: _part(v, rows, n, axis) for key, v in value.items()}
+        return {key: part(v) for key, v in value.items()}
     if isinstance(value, tuple | list):
         if len(value) == n and (_are_samples(value) or not tensors(_plain(value))):
             return type(value)([value[k] for k in rows])
-        return type(value)([_part(v, rows, n, axis) for v in value])
-    if _is_object(value):
+        return type(value)([part(v) for v in value])
+    if depth and _is_object(value):
         made = copy.copy(value)
-        vars(made).update({k: _part(v, rows, n, axis) for k, v in vars(value).items()})
+        vars(made).update({k: part(v, depth=depth - 1) for k, v in vars(value).items()})
         return made
     return value
 
