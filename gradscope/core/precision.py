@@ -3,6 +3,7 @@
 import warnings
 from functools import cache
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,16 +47,28 @@ def all_finite(t: Tensor) -> bool:
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Cast a model's floating-point tensors; complex tensors to the complex dtype of that width.
 
-    `model.to(dtype)` would drop imaginary parts.
+    `model.to(dtype)` would drop imaginary parts. Attributes of modules that are plain tensors, or
+    lists of them, are also cast if they have the dtype of a parameter.
     """
-    if not any(t.is_complex() for t in (*model.parameters(), *model.buffers())):
-        return model.to(dtype)
+    known = {p.dtype for p in model.parameters()}
 
     def one(t: Tensor) -> Tensor:
         if t.is_complex():
             return t.to(dtype.to_complex())
         return t.to(dtype) if t.is_floating_point() else t
 
+    def attribute(value: Any) -> Any:
+        if type(value) is Tensor and value.grad_fn is None and value.dtype in known:
+            return one(value)
+        if type(value) in (list, tuple) and any(type(v) is Tensor for v in value):
+            return type(value)(map(attribute, value))
+        return value
+
+    for module in model.modules():
+        plain = [(k, v) for k, v in vars(module).items() if type(v) in (Tensor, list, tuple)]
+        vars(module).update({k: attribute(v) for k, v in plain})
+    if not any(t.is_complex() for t in (*model.parameters(), *model.buffers())):
+        return model.to(dtype)
     whole: nn.Module = model._apply(one)  # type: ignore[no-untyped-call]
     return whole
 

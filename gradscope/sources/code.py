@@ -11,11 +11,13 @@ other places belong to it if they are loaded already and were not installed.
 """
 
 import ast
+import gc
 import hashlib
 import importlib
 import importlib.machinery
 import importlib.util
 import linecache
+import multiprocessing
 import os
 import re
 import sys
@@ -630,6 +632,7 @@ def _run_script(path: Path, kind: str) -> tuple[Step, str]:
     module = ModuleType("__main__")
     module.__file__ = str(path)
     main, here, steps = sys.modules["__main__"], Path.cwd(), FirstSteps(path)
+    known = multiprocessing.active_children()
     tree = ast.Module([], [])
     try:
         with user_file(what, path), ExitStack() as around:
@@ -655,6 +658,10 @@ def _run_script(path: Path, kind: str) -> tuple[Step, str]:
     finally:
         sys.modules["__main__"] = main
         os.chdir(here)
+        gc.collect()  # ends the workers of DataLoaders
+        for child in multiprocessing.active_children():
+            if child not in known:
+                child.kill()
     _notes.setdefault(name, {}).update(enumerate(_steps[name].notes))
     return _steps[name], name
 

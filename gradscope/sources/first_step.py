@@ -15,7 +15,7 @@ import random
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,7 +35,7 @@ from gradscope.errors import ModelError
 from gradscope.model.copies import graph_leaves
 from gradscope.model.locate import first_line, is_installed
 from gradscope.model.randomness import seeded
-from gradscope.sources.loops import Round, rounds
+from gradscope.sources.loops import SIZED, Round, rounds
 from gradscope.sources.variables import Variables
 
 _MODULE = "<module>"  # the name of the code of a file
@@ -48,6 +48,10 @@ _WRAPPERS = ("module", "_orig_mod")  # of DataParallel, and of torch.compile
 _ELSE = (
     "Name the parts instead: `gradscope init CHECKPOINT FILE.py:LOADER` reads the script without "
     "running it."
+)
+_TRAINING = (
+    "The script's loss needs outputs of the training mode: in evaluation mode, modules of its own "
+    "classes stay in training mode. Batch normalisation and dropout of torch do not."
 )
 _AUGMENTED = "samples are random, as with augmentation: each sample is one draw, seeded with its "
 _AUGMENTED += "position"
@@ -450,12 +454,29 @@ class _Tried:
         return Step(model, self.samples, loss, notes)
 
 
+def _evaluates(lines: "_Lines", recorded: _Recorded) -> bool:
+    """Whether the lines run in evaluation mode; else modules of own classes keep training."""
+    modes = {module: module.training for module in lines.model.modules()}
+    lines.model.eval()
+    try:
+        lines.again(recorded)
+        return True
+    except Exception:
+        lines.trains = [m for m in modes if type(m).__module__.partition(".")[0] != "torch"]
+        lines.again(recorded)
+        return False
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
 def _tried(place: _Place, model: nn.Module) -> _Tried:
     """Run the lines of a loop again for its batch."""
     last = place.done[-1]
     try:
         lines = _Lines(place, last.values, model)
         found = lines.again(last)
+        evaluates = _evaluates(lines, last)
     except Exception as error:
         first, end = place.round.lines
         failed = ModelError(
@@ -474,6 +495,8 @@ def _tried(place: _Place, model: nn.Module) -> _Tried:
             f"They give the loss {found:.6g} for a batch, but the script had {last.loss:.6g}: it "
             "may use numbers that change between the steps.",
         )
+    if not evaluates:
+        notes += (_TRAINING,)
     samples: _Samples | _Recordings
     if last.loader is not None and not _is_stream(last.loader):
         samples = _Samples(last.loader)
@@ -494,23 +517,35 @@ class _Lines:
     def __init__(self, place: _Place, values: Mapping[str, Any], model: nn.Module) -> None:
         self.model = model
         self.draws = False  # whether they draw random numbers of torch
+        self.trains: list[nn.Module] = []  # modules that stay in training mode
+        self._size: int | None = None  # the size of a batch, if one of its samples is computed
         self._dtype = _dtype_of(model)
         names = sorted(place.round.names & values.keys())
         self._carried = place.round.carried
         self._values = {name: _detached(values[name]) for name in names}
+        if SIZED in place.round.names:
+            self._values[SIZED] = lambda n: 1 if isinstance(n, int) and n == self._size else n
+            names = [*names, SIZED]
         self._globals = place.names
         self._code = compile(place.round.code(names), str(place.file), "exec", dont_inherit=True)
         self._made: dict[torch.dtype | None, Callable[..., Any]] = {}
 
-    def __call__(self, model: nn.Module, batch: Any, carried: Mapping[str, Any]) -> Tensor:
+    def __call__(
+        self, model: nn.Module, batch: Any, carried: Mapping[str, Any], size: int | None = None
+    ) -> Tensor:
         """Return the loss () of a batch, with the weights and the mode of `model`.
 
-        `carried` are variables that the round takes from the round before.
+        Args:
+            model: The model, or a copy.
+            batch: The batch.
+            carried: Variables that the round takes from the round before.
+            size: The size of the script's batches, if this batch has one sample.
         """
+        self._size = size
         dtype = _dtype_of(model)
         if dtype != self._dtype:
             batch, carried = _cast(batch, dtype), _cast(carried, dtype)
-        with _in_place_of(self.model, model), _stopped_at_backward():
+        with _in_place_of(self.model, model, self.trains), _stopped_at_backward():
             try:
                 found = self._of(dtype)(None, batch, **carried)
             except _FoundLoss as reached:
@@ -577,22 +612,23 @@ def _parts(model: nn.Module | None) -> Iterable[nn.Module]:
 
 
 @contextmanager
-def _in_place_of(own: nn.Module, given: nn.Module) -> Iterator[None]:
-    """Let a module have the parameters, the buffers and the mode of another one in the body."""
-    if own is given:
-        yield
-        return
+def _in_place_of(own: nn.Module, given: nn.Module, trains: Collection[nn.Module]) -> Iterator[None]:
+    """Let a module have the tensors, the attributes and the mode of another one in the body.
+
+    The modules `trains` of `own` are in training mode.
+    """
     pairs = [*zip(own.modules(), given.modules(), strict=True)]
-    kept = [(m._parameters, m._buffers, m.training) for m, _ in pairs]
+    kept = [{**vars(module)} for module, _ in pairs]
     try:
         for module, other in pairs:
-            vars(module)["_parameters"] = other._parameters
-            vars(module)["_buffers"], module.training = other._buffers, other.training
+            vars(module).update({k: v for k, v in vars(other).items() if k != "_modules"})
+        for module in trains:
+            module.training = True
         yield
     finally:
-        for (module, _), (parameters, buffers, training) in zip(pairs, kept, strict=True):
-            vars(module)["_parameters"] = parameters
-            vars(module)["_buffers"], module.training = buffers, training
+        for (module, _), values in zip(pairs, kept, strict=True):
+            vars(module).clear()
+            vars(module).update(values)
 
 
 @contextmanager
@@ -630,7 +666,7 @@ def _loss(lines: _Lines, samples: "_Samples | _Recordings") -> Callable[..., Ten
         for k in inputs[..., 0].reshape(-1).tolist():
             batch, carried = samples.batch(int(k))
             with seeded(int(k)):
-                found.append(lines(model, batch, carried))
+                found.append(lines(model, batch, carried, samples.size))
         return torch.stack(found)
 
     loss.one_by_one = True  # type: ignore[attr-defined]
@@ -645,6 +681,7 @@ class _Samples(Dataset[Any]):
 
     def __init__(self, loader: "DataLoader[Any]") -> None:
         self._data, self._collate = loader.dataset, loader.collate_fn or default_collate
+        self.size = loader.batch_size  # of the script's batches
         if loader.batch_size is None and loader.batch_sampler is None:  # samples are batches
             self._collate = lambda samples: samples[0]
         self._kept: OrderedDict[int, tuple[Any, int]] = OrderedDict()
@@ -680,6 +717,7 @@ class _Recordings(Dataset[Any]):
     def __init__(self, place: _Place, lines: _Lines) -> None:
         batches = [(each.batch, lines.carried_of(each)) for each in place.done]
         self.axis, notes = _axis_of(*batches[-1], lines)
+        self.size = None if self.axis is None else self.axis[1]  # of the script's batches
         self._samples = [one for batch in batches for one in _split(*batch, self.axis)]
         n = count(len(self._samples), "sample")
         self.notes = (f"The samples are those of the script's first batches, {n}.", *notes)
@@ -707,7 +745,7 @@ def _axis_of(
     try:
         for axis, n in _axes(batch):
             with suppress(Exception), torch.no_grad():
-                each = [_loss_of(lines, *one) for one in _split(batch, carried, (axis, n))]
+                each = [_loss_of(lines, *one, n) for one in _split(batch, carried, (axis, n))]
                 copies = [
                     _loss_of(lines, *_part((batch, carried), [k] * n, n, axis)) for k in (0, n - 1)
                 ]
@@ -736,27 +774,44 @@ def _axis_of(
 
 
 def _axes(batch: Any) -> list[tuple[int, int]]:
-    """Return the axes that may be the samples', of the first tensor of a batch, with their sizes.
-
-    All other tensors have an axis of this size.
-    """
+    """Return the axes that may be the samples', of the first entry of a batch, with their sizes."""
     if _are_samples(batch):
         return [(0, len(batch))]
-    found = [t for t in tensors(_plain(batch)) if t.dim()]
-    sizes = [(axis, n) for axis, n in enumerate(found[0].shape[:2]) if n > 1] if found else []
-    return [(axis, n) for axis, n in sizes if all(n in t.shape for t in found)]
+    entries = [batch]
+    if isinstance(batch, Mapping):
+        entries = [*batch.values()]
+    elif isinstance(batch, tuple | list):
+        entries = [*batch]
+    elif _is_object(batch):
+        entries = [*vars(batch).values()]
+    sizes = [each for entry in entries if (each := _sizes(entry))]
+    found = [*enumerate(sizes[0][:2])] if sizes else []
+    return [(axis, n) for axis, n in found if n > 1 and all(n in each for each in sizes)]
+
+
+def _sizes(entry: Any) -> list[int]:
+    """Return the sizes of axes that may be the samples'; none for a value without axes."""
+    if isinstance(entry, Tensor | np.ndarray):
+        return [*entry.shape]
+    if not isinstance(entry, tuple | list):
+        return []
+    inner = [each for value in entry if (each := _sizes(value))]
+    shared = [n for n in inner[0] if all(n in each for each in inner)] if inner else []
+    return [*shared, len(entry)]
 
 
 def _are_samples(batch: Any) -> bool:
     """Whether a batch is a list of samples."""
     several = isinstance(batch, list) and len(batch) > 1
-    return several and not all(isinstance(v, Tensor | np.ndarray) for v in batch)
+    return several and not any(isinstance(v, Tensor | np.ndarray) for v in batch)
 
 
-def _loss_of(lines: _Lines, batch: Any, carried: Mapping[str, Any]) -> float:
+def _loss_of(
+    lines: _Lines, batch: Any, carried: Mapping[str, Any], size: int | None = None
+) -> float:
     with seeded(0):
         before = torch.get_rng_state()
-        found = float(lines(lines.model, *_copied((batch, carried))))
+        found = float(lines(lines.model, *_copied((batch, carried)), size))
         lines.draws |= not torch.equal(before, torch.get_rng_state())
         return found
 
@@ -778,7 +833,7 @@ def _part(value: Any, rows: list[int], n: int, axis: int, depth: int = 1) -> Any
     if isinstance(value, Mapping):
         return {key: part(v) for key, v in value.items()}
     if isinstance(value, tuple | list):
-        if len(value) == n and (_are_samples(value) or not tensors(_plain(value))):
+        if len(value) == n and _sizes(value)[:-1].count(n) == 0:
             return type(value)([value[k] for k in rows])
         return type(value)([part(v) for v in value])
     if depth and _is_object(value):

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gradscope.sources.training import file_of, is_main_block, parsed
 from gradscope.sources.variables import (
@@ -35,6 +36,7 @@ from gradscope.sources.variables import (
 )
 
 BATCH = "_batch"  # the variable with the batch, in the function that is made of a loop
+SIZED = "_sized"  # a function that returns 1 for the size of a batch, if one sample is computed
 STEP = "training_step"  # the method of Lightning
 _LOSS = "_loss"  # the variable of a loss that a with statement computes
 _LOOPS = (ast.For, ast.While)
@@ -46,6 +48,7 @@ _SCALERS = re.compile(r"scaler|amp|accelerator|fabric", re.I)
 _SIZES = re.compile(
     r"^(\w*_)?(batch_?size|bsz?|\w*accum\w*|world_size|iter_size|update_freq)$", re.I
 )
+_BATCH_SIZE = re.compile(r"^(\w*_)?(batch_?size|bsz?|bs|nbatch)$", re.I)
 # context managers that change no number, or that change precision only
 _AROUND = {"autocast", "tqdm", "no_sync", "accumulate", "profile", "record_function"}
 _AROUND |= {"set_detect_anomaly", "detect_anomaly", "enable_grad", "trange", "join", "Timer"}
@@ -334,8 +337,9 @@ def _round(
     change = _Undivided(bound_in(rest))
     body = [_Unlooped().visit(change.visit(deepcopy(each))) for each in rest]
     if value is not None:
-        value = change.visit(deepcopy(value))
+        value = _Sized().visit(change.visit(deepcopy(value)))
         body, _ = variables.needed(body, names_in(value), own)
+    body = [_Sized().visit(each) for each in body]
     kept = {id(line) for line in rest}
     taken = [k for k, line in enumerate(lines) if id(line) not in kept]
     start = first
@@ -592,6 +596,23 @@ class _Undivided(ast.NodeTransformer):
     def _is_size(self, node: ast.expr) -> bool:
         name = node.attr if isinstance(node, ast.Attribute) else _name(node)
         return bool(_SIZES.search(name)) and _name(node) not in self.own
+
+
+class _Sized(ast.NodeTransformer):
+    """Replaces sizes of batches, such as args.batch_size, by SIZED(args.batch_size)."""
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        """Replace one name."""
+        return self._sized(node, node.id)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        """Replace one attribute."""
+        return self._sized(self.generic_visit(node), node.attr)
+
+    def _sized(self, node: Any, name: str) -> ast.AST:
+        if not isinstance(node.ctx, ast.Load) or not _BATCH_SIZE.search(name):
+            return node  # type: ignore[no-any-return]
+        return ast.copy_location(ast.Call(ast.Name(SIZED, ast.Load()), [node], []), node)
 
 
 class _Unlooped(ast.NodeTransformer):

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gradscope.config import FROM_CHECKPOINT, CheckpointSpec, ModelSpec, is_folder, nested_factory
+from gradscope.config import (
+    FROM_CHECKPOINT,
+    CheckpointSpec,
+    ModelSpec,
+    is_folder,
+    is_script,
+    nested_factory,
+)
 from gradscope.core.precision import cast
 from gradscope.core.texts import article, listed
 from gradscope.errors import CheckpointError, ModelError, SpecError, located
@@ -115,6 +122,13 @@ def _whole(
             asked=dtype,
         )
     except CheckpointError as error:
+        if is_script(model.factory) and isinstance(made, nn.ModuleDict):
+            parts = ", ".join(f'"{name}": {name}.state_dict()' for name in made)
+            error.remedy = (
+                f"The script trains these modules together: {listed([*made])}. Save them in one "
+                f"file: torch.save({{{parts}}}, ...). {error.remedy or ''}".rstrip()
+            )
+            raise
         found = fitting_arguments(model, checkpoint, _made) if "fit" in error.what else {}
         if found:
             lines = listed(
@@ -207,7 +221,7 @@ def _made(factory: str, kwargs: Mapping[str, Any]) -> Any:
     function = load_function(factory, "model factory")
     where = f"model factory {factory}"
     if isinstance(function, nn.Module):  # a variable of a script
-        made, function = function, lambda: _copied(made)
+        made, function = function, lambda: deep_copy(made, {})[0]
     with suppress(TypeError, ValueError):  # a builtin without a signature: the call checks it
         signature = inspect.signature(function)
         try:
@@ -220,17 +234,6 @@ def _made(factory: str, kwargs: Mapping[str, Any]) -> Any:
     given = {name: _argument(value) for name, value in kwargs.items()}
     with user_file(where), loading(factory, "model factory"):
         return function(**given)
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    """Return a copy of a model; weights that are computed from parameters are copied as values."""
-    computed = {
-        id(value): value.detach().clone()
-        for module in model.modules()
-        for value in vars(module).values()
-        if isinstance(value, Tensor) and not value.is_leaf  # as of nn.utils.weight_norm
-    }
-    return deep_copy(model, computed)[0]
 
 
 def _argument(value: Any) -> Any:

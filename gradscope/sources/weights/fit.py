@@ -5,6 +5,7 @@ This module loads nothing into the model.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
@@ -54,6 +55,8 @@ def fit_state(
     """
     with user_file("the model's own state_dict"):
         expected: StateDict = model.state_dict()
+    if isinstance(model, nn.ModuleDict) and isinstance(content, Mapping):
+        content = _with_parts(model, content)
     key, state = _state_dict(content, expected, key)
     odd = [repr(name) for name in state if not isinstance(name, str)]
     if odd:
@@ -247,6 +250,33 @@ def _joined(content: Mapping[Any, Any]) -> Joined | None:
     found = Joined({f"{k}.{name}": value for k, v in parts.items() for name, value in v.items()})
     found.keys_of_parts = [*parts]
     return found
+
+
+def _with_parts(model: nn.ModuleDict, content: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Return a table of state dicts with the names of a model's parts, if each fits one part.
+
+    If a part fits several state dicts, the one with the most similar key is taken.
+    """
+    tables = {
+        key: state
+        for key, state in content.items()
+        if isinstance(state, Mapping) and all(isinstance(name, str) for name in state)
+    }
+    found: dict[str, Mapping[Any, Any]] = {}
+    for name, part in model.items():
+        wanted = part.state_dict()
+        fits = {k: named for k, v in tables.items() if (named := _stripped(v, wanted)[1])}
+        fits = {k: named for k, named in fits.items() if _shapes(named) == _shapes(wanted)}
+        if not fits:
+            return content
+        best = max(fits, key=lambda key: SequenceMatcher(None, name, str(key)).ratio())
+        found[name] = fits[best]
+        del tables[best]
+    return found
+
+
+def _shapes(state: Mapping[Any, Any]) -> dict[str, tuple[int, ...]]:
+    return {str(k): tuple(v.shape) for k, v in state.items() if isinstance(v, Tensor)}
 
 
 def _state_dict(
