@@ -134,10 +134,12 @@ class ModelSpec(_Section):
         ...,
         "--model FILE.py:FACTORY",
         _RUNS,
-        f"A function that returns the model, or {FROM_CHECKPOINT} for the model stored in "
-        "CHECKPOINT; for an adapter also the folder of its base model",
-        f"{REFERENCE_FORMS}, a function that returns the model; or {FROM_CHECKPOINT} for the model "
-        "stored in the checkpoint; for an adapter also the folder of its base model",
+        "A function that returns the model, FILE.py for the model that a script trains, or "
+        f"{FROM_CHECKPOINT} for the model stored in CHECKPOINT; for an adapter also the folder of "
+        "its base model",
+        f"{REFERENCE_FORMS}, a function that returns the model; FILE.py for the model that a "
+        f"script trains; or {FROM_CHECKPOINT} for the model stored in the checkpoint; for an "
+        "adapter also the folder of its base model",
     )
     kwargs: values.Table = option(
         {},
@@ -192,9 +194,11 @@ class DatasetSpec(_Section):
         ...,
         "DATASET",
         _FILES,
-        "A data file, or a dataset spec (.toml)",
-        "the path of a data file or folder, of a dataset spec ending in .toml, or "
-        "FILE.py:NAME, a torch Dataset or DataLoader or a function that returns one",
+        "A data file, a dataset spec (.toml), FILE.py:NAME for a Dataset or a DataLoader, or "
+        "FILE.py for the data of a script that trains",
+        "the path of a data file or folder, of a dataset spec ending in .toml, "
+        "FILE.py:NAME, a torch Dataset or DataLoader or a function that returns one, or FILE.py "
+        "for the data of a script that trains",
     )
     kwargs: values.Table = option(
         {}, accepted="a table of the keyword arguments of a function FILE.py:NAME"
@@ -315,9 +319,10 @@ class LossSpec(_Section):
         ...,
         "--loss LOSS",
         _RUNS,
-        "A name (see `gradscope list losses`) or FILE.py:LOSS, then options as :key=value,...",
+        "A name (see `gradscope list losses`) or FILE.py:LOSS, then options as :key=value,...; or "
+        "FILE.py for the loss of a script that trains",
         f"a name from `gradscope list losses`, or {REFERENCE_FORMS}; then options as "
-        ":key=value,...",
+        ":key=value,...; or FILE.py for the loss of a script that trains",
     )
     kwargs: values.Table = option(
         {}, accepted="a table of the loss's arguments: numbers, text, lists of numbers"

@@ -19,7 +19,7 @@ from gradscope.core.grammar import Stage, arguments
 from gradscope.core.texts import count
 from gradscope.errors import SpecError
 
-REFERENCE_FORMS = "FILE.py:NAME, package.module:NAME, or FILE.py for what a script trains"
+REFERENCE_FORMS = "FILE.py:NAME or package.module:NAME"
 NONE = {"none": True}  # a table of arguments that stands for None, which TOML does not have
 FROM_CHECKPOINT = "checkpoint"  # instead of a factory: the model stored in the checkpoint
 

@@ -117,7 +117,7 @@ def load_value(reference: str, kind: str, is_usable: Callable[[Any], bool]) -> A
     """
     if is_script(reference):
         step = _run_script(Path(reference), kind)[0]
-        parts = {"loss": model_loss(step.loss), "data set": step.samples}
+        parts = {"loss": model_loss(_on_cpu(step.loss)), "data set": step.samples}
         return parts.get(kind, lambda: step.model)
     module, _, name = _load(reference, kind)
     where = f"{kind} {reference}"
@@ -618,6 +618,25 @@ def _content_of(path: Path, what: str) -> tuple[bytes, str]:
     return content, f"{_PRIVATE}{hashlib.sha256(told + content).hexdigest()[:16]}"
 
 
+def require_steps(path: Path) -> None:
+    """Raise if a script cannot be read, or does nothing when it is run.
+
+    Raises:
+        ModelError: There is no such file, or it has only imports, functions and classes.
+    """
+    tree = ast.parse(_content_of(path, str(path))[0], str(path))
+    idle = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
+    named = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    texts = (node for node in tree.body if not isinstance(getattr(node, "value", 0), ast.Constant))
+    if all(isinstance(node, idle) for node in texts):
+        raise ModelError(
+            "this file trains nothing when it is run: it has only definitions",
+            where=str(path),
+            remedy=f"Name a part of it, {path.name}:NAME, or give the script that trains. It has: "
+            f"{listed(named) or 'nothing'}.",
+        )
+
+
 def _run_script(path: Path, kind: str) -> tuple[Step, str]:
     """Run a script up to its second training step; return what it trains, and its module's name.
 
@@ -635,8 +654,10 @@ def _run_script(path: Path, kind: str) -> tuple[Step, str]:
     known = multiprocessing.active_children()
     tree = ast.Module([], [])
     try:
-        with user_file(what, path), ExitStack() as around:
+        with user_file(what, path):
             tree = ast.parse(content, str(path))
+        require_steps(path)
+        with user_file(what, path), ExitStack() as around:
             _note_order(name, path, tree.body)
             package, folders = _package(path, tree)
             module.__package__ = package or None

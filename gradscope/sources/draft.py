@@ -31,6 +31,7 @@ from gradscope.core.grammar import resolve_paths
 from gradscope.core.precision import dtype_name
 from gradscope.core.texts import count, listed
 from gradscope.errors import CheckpointError, DatasetError, located
+from gradscope.sources.code import require_steps
 from gradscope.sources.data.columns import SequenceColumn, StoredColumn, TextColumn
 from gradscope.sources.data.files import open_arrays
 from gradscope.sources.data.python import INDICES
@@ -183,9 +184,11 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     """
     result = Draft()
     checkpoint = spec.checkpoint.path
+    model = _given(spec, "model").get("factory")
+    for script in filter(is_script, (str(data), model or "")):
+        require_steps(Path(script))
     if is_script(str(data)):
         return _of_script(result, spec, data, folder)
-    model = _given(spec, "model").get("factory")
     loss = _given(spec, "loss").get("name")
     near, below = _scripts((checkpoint.absolute().parent, data.absolute().parent, Path.cwd()))
     near += _imported(near)
@@ -316,11 +319,8 @@ def _of_script(result: Draft, spec: RunSpec, script: Path, folder: Path) -> Draf
     """Return a run file for what a script trains in its first steps.
 
     Raises:
-        DatasetError: There is no such file.
         CheckpointError: The checkpoint cannot be read.
     """
-    if not script.is_file():
-        raise DatasetError("there is no such file", where=str(script), remedy="Check the path.")
     read(spec.checkpoint.path, unsafe_pickle=spec.checkpoint.unsafe_pickle)
     own = _relative(script, folder)
     model = _anchored(_given(spec, "model").get("factory") or str(script), folder)

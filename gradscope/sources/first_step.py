@@ -9,12 +9,13 @@ sample at a time.
 
 import ast
 import copy
+import inspect
 import io
 import math
 import random
 import sys
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
@@ -38,9 +39,11 @@ from gradscope.model.randomness import seeded
 from gradscope.sources.loops import SIZED, Round, rounds
 from gradscope.sources.variables import Variables
 
+_STEP, _GIVEN = "_step", "_given"  # names in the code for trainers of libraries
 _MODULE = "<module>"  # the name of the code of a file
 _LOSS = "make_loss"  # the name of the function in the code of a round
 _ENOUGH, _SECONDS = 64, 5.0  # samples to record of batches that no DataLoader makes, and seconds
+_AHEAD = 4  # batches of DataLoaders to remember
 _BYTES = 2**28  # of samples that are kept in memory
 _CLOSE = 1e-4  # the largest relative difference of two losses that are equal
 _DEPTH, _MOST = 3, 256  # how deep, and in how many entries, objects are searched for modules
@@ -87,6 +90,7 @@ class _Recorded:
     loader: "DataLoader[Any] | None"  # the DataLoader that made the batch
     random: tuple[Any, ...] = ()  # the states of the random generators
     loss: float = math.nan  # the script's loss
+    weights: Sequence[Tensor] = ()  # the parameters that it depends on
 
 
 @dataclass
@@ -98,6 +102,7 @@ class _Place:
     round: Round
     names: dict[str, Any]  # the global names
     recorded: list[_Recorded] = field(default_factory=list)
+    name: str = ""  # a sentence about the lines, if they belong to a library
     losses: int = -1  # the calls of backward() in the round that runs, or -1 outside of a round
     several: bool = False  # whether a round calls backward() more than once
 
@@ -111,18 +116,20 @@ class _Place:
         """The DataLoader that made the batches."""
         return self.done[-1].loader if self.done else None
 
-    def take(self, frame: FrameType, yielded: tuple[Any, Any]) -> None:
-        """Record the start of a round; `yielded` are the last DataLoader and its last batch."""
+    def take(self, frame: FrameType, yielded: "Iterable[tuple[Any, Any]]") -> None:
+        """Record the start of a round; `yielded` are DataLoaders and their last batches."""
         batch = _value_of(self.round.target, frame)
-        loader, made = yielded
-        same = loader is not None and _same(tensors(_plain(batch)), tensors(_plain(made)))
-        recorded = _Recorded({**frame.f_locals}, _copied(batch), loader if same else None)
+        own = _leaves(batch)
+        loaders = (loader for loader, made in yielded if _same(own, _leaves(made)))
+        recorded = _Recorded({**frame.f_locals}, _copied(batch), next(loaders, None))
         recorded.random = _random_states()
         self.recorded.append(recorded)
         self.losses = 0
 
     def told(self) -> str:
         """Return a sentence about the lines."""
+        if self.name:
+            return self.name
         first, last = self.round.lines
         told = f"The loss is that of lines {first} to {last} of {self.file.name}, for one sample "
         told += "each."
@@ -140,7 +147,8 @@ class FirstSteps:
     parameters: list[nn.Parameter] = field(default_factory=list)  # that the loss depends on
     modules: dict[str, nn.Module] = field(default_factory=dict)  # the modules of the script
     line: str = ""  # the first line that calls backward()
-    yielded: tuple[Any, Any] = (None, None)  # a DataLoader and its last batch
+    # DataLoaders and their last batches; some iterators read ahead
+    yielded: deque[tuple[Any, Any]] = field(default_factory=lambda: deque(maxlen=_AHEAD))
     since: float = 0.0
     ended: bool = False
     inside: bool = False  # whether backward() runs
@@ -157,7 +165,9 @@ class FirstSteps:
     @contextmanager
     def _watching(self) -> Iterator[None]:
         """Watch calls of backward(), and batches of DataLoaders, in the body."""
-        backward, iterate, traced = Tensor.backward, DataLoader.__iter__, sys.gettrace()
+        traced = sys.gettrace()
+        backward: Any = Tensor.backward
+        iterate: Any = DataLoader.__iter__
 
         def noted_backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
             if self.inside:  # torch's backward() calls itself if a torch function mode is active
@@ -182,7 +192,7 @@ class FirstSteps:
             DataLoader.__iter__ = iterate  # type: ignore[method-assign]
 
     def _note(self, loader: Any, batch: Any) -> None:
-        self.yielded = (loader, batch)
+        self.yielded.appendleft((loader, batch))
 
     def _at_backward(self, loss: Tensor, frame: FrameType) -> None:
         """Find the loops at the first call of backward(); end the script at a later one."""
@@ -200,6 +210,8 @@ class FirstSteps:
                 place.several |= place.losses > 1
             if place.losses == 1:
                 place.recorded[-1].loss = float(loss.detach())
+                if len(place.done) == 1:
+                    place.recorded[-1].weights = [p.detach().clone() for p in self.parameters]
         known = [place for place in self.places if not math.isnan(place.done[-1].loss)]
         if not known:
             return
@@ -212,8 +224,10 @@ class FirstSteps:
     def _find(self, loss: Tensor, frame: FrameType | None) -> None:
         """Find the loops over batches, and watch their next rounds."""
         found: list[FrameType] = []
+        every: list[FrameType] = []
         while frame is not None:
             file = Path(frame.f_code.co_filename)
+            every.append(frame)
             if not is_installed(file) and file.is_file():
                 found.append(frame)
             frame = frame.f_back
@@ -224,6 +238,11 @@ class FirstSteps:
         self.since = time.perf_counter()
         self.parameters = [p for p in graph_leaves(loss) if isinstance(p, nn.Parameter)]
         self.modules = _modules_of(found)
+        for trainer, step, batch in _steps_of_trainers(every):
+            self.places = [_place_of_trainer(trainer, step, batch, self.yielded)]
+            self.modules |= _modules_of_values({type(trainer).__name__: trainer})
+            self.ended = True
+            raise _Reached
         for frame in found:
             for place in _places_of(frame):
                 place.take(frame, self.yielded)  # if there is no second round
@@ -267,7 +286,7 @@ class FirstSteps:
             what = f"{self.line} is called, but not in a loop over batches that gradscope finds"
             raise ModelError(what, where=str(self.path), remedy=_ELSE)
         model = _model_of(self.modules, self.parameters, self.path)
-        tried = [_tried(place, model) for place in self.places]
+        tried = [_tried(place, model, self.parameters) for place in self.places]
         best = max(tried, key=lambda each: each.rank)  # the first of equal ones: the innermost
         if best.failed is not None:
             raise best.failed
@@ -300,7 +319,7 @@ def _size(batch: Any) -> int:
     """Return the number of samples that a batch may have, 0 if it has no samples."""
     if isinstance(batch, list):
         return len(batch)
-    found = tensors(_plain(batch))
+    found = _leaves(batch)
     return max([*(t.shape[0] for t in found if t.dim()), len(found) > 0])
 
 
@@ -354,11 +373,80 @@ def _is_stream(loader: "DataLoader[Any]") -> bool:
     return isinstance(data, IterableDataset) or not hasattr(type(data), "__len__")
 
 
+# trainers of libraries
+
+
+def _steps_of_trainers(
+    frames: Sequence[FrameType],
+) -> Iterator[tuple[Any, Callable[[Any], Any], Any]]:
+    """Yield (trainer, function that returns the loss of a batch, batch) of libraries that train.
+
+    They are Lightning's module with training_step, and transformers' Trainer with compute_loss.
+    """
+    for frame in frames:
+        values = frame.f_locals
+        for value in (*values.values(), getattr(values.get("self"), "trainer", None)):
+            module = getattr(value, "lightning_module", value)
+            if isinstance(module, nn.Module) and hasattr(module, "training_step"):
+                batch = next((f.f_locals["batch"] for f in frames if "batch" in f.f_locals), None)
+                yield module, partial(_loss_of_lightning, module), batch
+                return
+        trainer, inputs = values.get("self"), values.get("inputs")
+        if hasattr(trainer, "compute_loss") and inputs is not None:
+            yield trainer, partial(_loss_of_transformers, trainer), inputs
+            return
+
+
+def _loss_of_lightning(module: Any, batch: Any) -> Any:
+    """Return the loss of Lightning's training_step, which logs nothing."""
+    module.log = module.log_dict = lambda *args, **kwargs: None
+    try:
+        several = len(inspect.signature(module.training_step).parameters) > 1
+        found = module.training_step(batch, *([0] if several else []))
+    finally:
+        del module.log, module.log_dict
+    return found["loss"] if isinstance(found, Mapping) else found
+
+
+def _loss_of_transformers(trainer: Any, batch: Any) -> Any:
+    """Return the loss of transformers' Trainer."""
+    return trainer.compute_loss(trainer.model, {**batch})
+
+
+def _place_of_trainer(
+    trainer: Any, step: Callable[[Any], Any], batch: Any, yielded: Iterable[tuple[Any, Any]]
+) -> _Place:
+    """Return the loop of a library, with its round."""
+    kind = type(trainer)
+    method = "training_step" if isinstance(trainer, nn.Module) else "compute_loss"
+    code = getattr(trainer, method).__func__.__code__
+    value = ast.parse(f"{_STEP}({_GIVEN})", mode="eval").body
+    of = Round(ast.Name(_GIVEN, ast.Store()), (), value, 0, range(0), (0, 0))
+    place = _Place(code, _file_of(kind), of, {"__builtins__": __builtins__})
+    loaders = [loader for loader, made in yielded if _same(*map(_leaves, (batch, made)))]
+    place.recorded = [_Recorded({_STEP: step}, _copied(batch), next(iter(loaders), None))]
+    place.name = f"The loss is that of {kind.__name__}.{method}, for one sample each."
+    return place
+
+
+def _leaves(batch: Any) -> list[Tensor]:
+    return tensors(_plain(batch))
+
+
 # the model
 
 
 def _modules_of(frames: Iterable[FrameType]) -> dict[str, nn.Module]:
     """Return the modules in the variables of functions that run, {name: module}."""
+    every: list[Mapping[str, Any]] = []
+    for frame in frames:
+        every.append({**frame.f_locals})
+        every.append({k: v for k, v in frame.f_globals.items() if not k.startswith("__")})
+    return _modules_of_values(*every)
+
+
+def _modules_of_values(*tables: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """Return the modules in tables of variables, and in their attributes and entries."""
     found: dict[int, tuple[str, nn.Module]] = {}
     seen: dict[int, Any] = {}  # the values keep their ids
 
@@ -381,9 +469,8 @@ def _modules_of(frames: Iterable[FrameType]) -> dict[str, nn.Module]:
         elif hasattr(value, "__dict__") and not is_installed(_file_of(type(value))):
             search(name, vars(value), depth)
 
-    for frame in frames:
-        search("", {**frame.f_locals}, _DEPTH)
-        search("", {k: v for k, v in frame.f_globals.items() if not k.startswith("__")}, _DEPTH)
+    for table in tables:
+        search("", table, _DEPTH)
     return {f"{name}": module for name, module in reversed(found.values())}
 
 
@@ -470,11 +557,15 @@ def _evaluates(lines: "_Lines", recorded: _Recorded) -> bool:
             module.training = mode
 
 
-def _tried(place: _Place, model: nn.Module) -> _Tried:
-    """Run the lines of a loop again for its batch."""
-    last = place.done[-1]
+def _tried(place: _Place, model: nn.Module, parameters: Sequence[nn.Parameter]) -> _Tried:
+    """Run the lines of a loop again for its first batch, with the weights of that time."""
+    own = [p.detach().clone() for p in parameters]
+    last = place.done[0]
     try:
         lines = _Lines(place, last.values, model)
+        with torch.no_grad():
+            for p, value in zip(parameters, last.weights, strict=False):
+                p.copy_(value)
         found = lines.again(last)
         evaluates = _evaluates(lines, last)
     except Exception as error:
@@ -486,11 +577,18 @@ def _tried(place: _Place, model: nn.Module) -> _Tried:
             remedy=_ELSE,
         )
         return _Tried(place, rank=(0,), failed=failed)
-    right = math.isclose(found, last.loss, rel_tol=_CLOSE, abs_tol=1e-8)
+    finally:
+        with torch.no_grad():
+            for p, value in zip(parameters, own, strict=True):
+                p.copy_(value)
+    known = not math.isnan(last.loss)
+    share = round(found / last.loss) if known and last.loss else 1
+    right = math.isclose(found, last.loss * max(share, 1), rel_tol=_CLOSE, abs_tol=1e-8)
     notes: tuple[str, ...] = ()
     if right:
-        notes = (f"They give the script's own loss of a batch, {found:.6g}.",)
-    elif not math.isnan(last.loss):
+        told = f", which the script divides by {share}" if share > 1 else ""
+        notes = (f"They give the script's own loss of a batch, {found:.6g}{told}.",)
+    elif known:
         notes = (
             f"They give the loss {found:.6g} for a batch, but the script had {last.loss:.6g}: it "
             "may use numbers that change between the steps.",
@@ -666,7 +764,7 @@ def _loss(lines: _Lines, samples: "_Samples | _Recordings") -> Callable[..., Ten
         for k in inputs[..., 0].reshape(-1).tolist():
             batch, carried = samples.batch(int(k))
             with seeded(int(k)):
-                found.append(lines(model, batch, carried, samples.size))
+                found.append(lines(model, batch, carried, size=samples.size))
         return torch.stack(found)
 
     loss.one_by_one = True  # type: ignore[attr-defined]
@@ -703,7 +801,7 @@ class _Samples(Dataset[Any]):
         """Return the batch that has only sample k, and no carried variables."""
         if k not in self._kept:
             made = self._read(k, k)
-            size = sum(t.nbytes for t in tensors(_plain(made)))
+            size = sum(t.nbytes for t in _leaves(made))
             self._kept[k] = made, size
             self._bytes += size
             while self._bytes > _BYTES and len(self._kept) > 1:
@@ -717,8 +815,10 @@ class _Recordings(Dataset[Any]):
     def __init__(self, place: _Place, lines: _Lines) -> None:
         batches = [(each.batch, lines.carried_of(each)) for each in place.done]
         self.axis, notes = _axis_of(*batches[-1], lines)
+        axes = [_same_axis(batch, self.axis) for batch, _ in batches]
         self.size = None if self.axis is None else self.axis[1]  # of the script's batches
-        self._samples = [one for batch in batches for one in _split(*batch, self.axis)]
+        kept = [pair for pair in zip(batches, axes, strict=True) if pair[1] or self.axis is None]
+        self._samples = [one for batch, axis in kept for one in _split(*batch, axis)]
         n = count(len(self._samples), "sample")
         self.notes = (f"The samples are those of the script's first batches, {n}.", *notes)
 
@@ -745,7 +845,8 @@ def _axis_of(
     try:
         for axis, n in _axes(batch):
             with suppress(Exception), torch.no_grad():
-                each = [_loss_of(lines, *one, n) for one in _split(batch, carried, (axis, n))]
+                parts = _split(batch, carried, (axis, n))
+                each = [_loss_of(lines, part, own, size=n) for part, own in parts]
                 copies = [
                     _loss_of(lines, *_part((batch, carried), [k] * n, n, axis)) for k in (0, n - 1)
                 ]
@@ -789,6 +890,11 @@ def _axes(batch: Any) -> list[tuple[int, int]]:
     return [(axis, n) for axis, n in found if n > 1 and all(n in each for each in sizes)]
 
 
+def _same_axis(batch: Any, axis: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Return the sample axis of another batch, which may have another number of samples."""
+    return next((own for own in _axes(batch) if axis is not None and own[0] == axis[0]), None)
+
+
 def _sizes(entry: Any) -> list[int]:
     """Return the sizes of axes that may be the samples'; none for a value without axes."""
     if isinstance(entry, Tensor | np.ndarray):
@@ -811,7 +917,7 @@ def _loss_of(
 ) -> float:
     with seeded(0):
         before = torch.get_rng_state()
-        found = float(lines(lines.model, *_copied((batch, carried)), size))
+        found = float(lines(lines.model, _copied(batch), _copied(carried), size=size))
         lines.draws |= not torch.equal(before, torch.get_rng_state())
         return found
 
@@ -852,7 +958,7 @@ def _is_object(value: Any) -> bool:
 def _checksum(batch: Any) -> int:
     """Return a number that depends on all tensors of a batch."""
     found = 0
-    for t in tensors(_plain(batch)):
+    for t in _leaves(batch):
         plain = t.detach().cpu().contiguous().reshape(-1)
         found = crc32(plain.view(torch.uint8).numpy().data, found)
     return found

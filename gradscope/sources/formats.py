@@ -86,13 +86,6 @@ def find_reader(registry: Registry[Reader[T]], path: Path, error: type[InputErro
             return name
     found, remedy = describe(head)
     convert = ""
-    if registry is dataset_readers and path.suffix == ".py":
-        raise error(
-            "this is a Python file, not a data file",
-            where=str(path),
-            remedy="Name a Dataset, a DataLoader, or a function without arguments that returns "
-            f"it: {path.name}:NAME.",
-        )
     if registry is dataset_readers and found.endswith("image"):
         remedy = "Give a folder with one folder of images for each class."
     elif registry is dataset_readers and remedy in (CONVERT_IT, AGAIN):

@@ -273,8 +273,7 @@ def rounds(
                 yield _round(loop.lineno, loop.body[0], inner, target, rest, variables, own)
     if isinstance(node, ast.FunctionDef):
         lines = _lines_to(way)[0]
-        target, rest = _batch(ast.While(ast.Constant(True), []), lines)
-        if target is not None:
+        for target, rest in _batches(ast.While(ast.Constant(True), [], []), lines):
             yield _round(body[0].lineno, body[0], way, target, rest, variables, own)
         names: list[ast.expr] = [ast.Name(n, ast.Store()) for n in parameters(node) if n != "self"]
         every = ast.Tuple(names, ast.Store())
@@ -286,9 +285,10 @@ def _batches(
 ) -> Iterator[tuple[ast.expr, Sequence[ast.stmt]]]:
     """Yield the variables of a batch, and the lines after their assignment, in several ways."""
     for k, line in enumerate(lines):  # part = samples[start:end]
-        if isinstance(line, ast.Assign) and isinstance(line.value, ast.Subscript):
-            entry = line.value.slice
-            if isinstance(entry, ast.Slice) and entry.lower is not None and entry.upper is not None:
+        if isinstance(line, ast.Assign):
+            values = line.value.elts if isinstance(line.value, ast.Tuple) else [line.value]
+            slices = [getattr(_unmoved(each), "slice", None) for each in values]
+            if None not in [getattr(each, "upper", None) for each in slices]:
                 yield line.targets[0], lines[k + 1 :]
     target, rest = _batch(loop, lines)
     if target is not None:
@@ -333,6 +333,10 @@ def _round(
         own: The names that the function assigns.
     """
     lines, value = _lines_to(way)
+    kept = {id(line) for line in rest}
+    taken = [k for k, line in enumerate(lines) if id(line) not in kept]
+    if value is not None:
+        rest, value = _without_attributes(rest, value)
     last = way[-1][1]
     change = _Undivided(bound_in(rest))
     body = [_Unlooped().visit(change.visit(deepcopy(each))) for each in rest]
@@ -340,8 +344,6 @@ def _round(
         value = _Sized().visit(change.visit(deepcopy(value)))
         body, _ = variables.needed(body, names_in(value), own)
     body = [_Sized().visit(each) for each in body]
-    kept = {id(line) for line in rest}
-    taken = [k for k, line in enumerate(lines) if id(line) not in kept]
     start = first
     if taken:  # the lines that take the batch
         start = next(iter(lines[taken[-1] + 1 :]), last)

@@ -459,7 +459,7 @@ MESSAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...], int, str, s
     "a backend misspelt": (NOTHING, ("--backend", "hook"), 2, "'hook'", "Did you mean 'hooks'?"),
     "a loss misspelt": (NOTHING, ("--loss", "crossentropy"), 2, "'crossentropy'", "cross_entropy"),
     "a model file alone": (
-        NOTHING, ("--model", "model.py"), 2, "--model: found 'model.py'", "FILE.py:NAME",
+        NOTHING, ("--model", "model.py"), 3, "model.py: this file trains nothing", "model.py:NAME",
     ),
     "channels last": (channels_last, (), 3, "to have 3 channels", "x.transpose(0, 3, 1, 2)"),
     "no channels": (without_channels, (), 3, "to have 1 channels", f"{FITS}[1, 8, 8] }}"),

@@ -935,15 +935,15 @@ def test_an_autoencoder_that_is_trained_on_a_gpu(
         np.testing.assert_allclose(file.samples["norm"][:], expected, rtol=1e-5)
 
 
-def test_a_python_file_as_data(gradscope: Gradscope, tmp_path: Path) -> None:
+def test_a_python_file_of_definitions_as_data(gradscope: Gradscope, tmp_path: Path) -> None:
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "w.pt")
-    (tmp_path / "load.py").write_text(OTHER)
+    (tmp_path / "load.py").write_text("def samples():\n    return []\n")
     done = gradscope("init", str(tmp_path / "w.pt"), str(tmp_path / "load.py"))
     assert (done.code, done.err) == (
         3,
-        f"error: {tmp_path / 'load.py'}: this is a Python file, not a data file\n"
-        "Name a Dataset, a DataLoader, or a function without arguments that returns it: "
-        "load.py:NAME.\n",
+        f"error: {tmp_path / 'load.py'}: this file trains nothing when it is run: it has only "
+        "definitions\nName a part of it, load.py:NAME, or give the script that trains. It has: "
+        "samples.\n",
     )
 
 

@@ -177,7 +177,7 @@ def test_all_errors_are_told_at_once_with_file_key_and_what_is_accepted(tmp_path
         tmp_path,
         """
         [model]
-        factory = "model.py"
+        factory = "model"
         mode = "test"
         [checkpoint]
         path = 3
@@ -194,7 +194,7 @@ def test_all_errors_are_told_at_once_with_file_key_and_what_is_accepted(tmp_path
     text = message(config, {"compute": {"dtype": "float8"}})
     run, data = str(config), str(tmp_path / "dataset.toml")
     for line in (
-        f"{run}: model.factory: found 'model.py'. Accepted: FILE.py:NAME",
+        f"{run}: model.factory: found 'model'. Accepted: FILE.py:NAME",
         f"{run}: model.mode: found 'test'. Accepted: eval or train (--mode).",
         f"{run}: checkpoint.path: found 3. Accepted: the path",
         f"{data}: input: unknown key. Did you mean 'inputs'?",
@@ -215,7 +215,7 @@ WRONG = {
     "version": ["2", "0", "true", "1.0", '"1"'],
     "model": ["3"],
     "compute": ["3"],
-    "model.factory": ['"model.py"', '"checkpont"', '"a b:c"'],
+    "model.factory": ['"model.pyc"', '"checkpont"', '"a b:c"'],
     "model.kwargs": ["[1]", "{a = 0x" + "f" * 5000 + "}"],
     "model.mode": ["true"],
     "checkpoint.key": ['""', "3"],
@@ -227,7 +227,7 @@ WRONG = {
     "dataset.reshape": ["{a = 3}", "{a = [-1, -1]}", "{a = [-2]}"],
     "dataset.spec": ["3"],
     "dataset.path": ['""', '"a\\u0000b"'],
-    "loss.name": ['"loss.py"'],
+    "loss.name": ['"loss.py:"'],
     "compute.backend": ['""'],
     "compute.transform": ['"mean"', "[]"],
     "compute.parameters": ['"*"'],
