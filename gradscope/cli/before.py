@@ -60,6 +60,14 @@ def init(options: InitOptions) -> None:
     told = {"path": str(output), "files": [*found.files], "guessed": found.guessed}
     told |= {"missing": [*found.missing], "unused": found.unused}
     rows = [*found.guessed.items(), *found.missing.items()]
+    if found.missing:
+        rows.append(
+            (
+                "or",
+                f"gradscope init {shlex.quote(str(spec.checkpoint.path))} SCRIPT.py "
+                "-- ARGUMENTS: takes all of it from the first steps of your training script",
+            )
+        )
     rows += [("not used", f"{name}: {why}") for name, why in found.unused.items()]
     following = f"gradscope check --config {shlex.quote(str(output))}"
     places = listed([str(output), *(str(output.with_name(name)) for name in found.files)])

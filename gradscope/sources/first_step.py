@@ -147,7 +147,7 @@ class FirstSteps:
     parameters: list[nn.Parameter] = field(default_factory=list)  # that the loss depends on
     modules: dict[str, nn.Module] = field(default_factory=dict)  # the modules of the script
     line: str = ""  # the first line that calls backward()
-    # DataLoaders and their last batches; some iterators read ahead
+    # DataLoaders and their last batches: accelerate reads one batch ahead
     yielded: deque[tuple[Any, Any]] = field(default_factory=lambda: deque(maxlen=_AHEAD))
     since: float = 0.0
     ended: bool = False
@@ -692,7 +692,7 @@ def _detached(value: Any) -> Any:
 
 
 def _cast(value: Any, dtype: torch.dtype | None, model: nn.Module | None = None) -> Any:
-    """Return a value with floating-point tensors in a dtype; modules other than `model` too."""
+    """Return a value with its floating-point tensors in a dtype; also modules, but `model`."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if type(value) in (tuple, list):
@@ -779,7 +779,7 @@ class _Samples(Dataset[Any]):
 
     def __init__(self, loader: "DataLoader[Any]") -> None:
         self._data, self._collate = loader.dataset, loader.collate_fn or default_collate
-        self.size = loader.batch_size  # of the script's batches
+        self.size = loader.batch_size  # the size of the script's batches
         if loader.batch_size is None and loader.batch_sampler is None:  # samples are batches
             self._collate = lambda samples: samples[0]
         self._kept: OrderedDict[int, tuple[Any, int]] = OrderedDict()
@@ -816,7 +816,7 @@ class _Recordings(Dataset[Any]):
         batches = [(each.batch, lines.carried_of(each)) for each in place.done]
         self.axis, notes = _axis_of(*batches[-1], lines)
         axes = [_same_axis(batch, self.axis) for batch, _ in batches]
-        self.size = None if self.axis is None else self.axis[1]  # of the script's batches
+        self.size = None if self.axis is None else self.axis[1]  # the size of the script's batches
         kept = [pair for pair in zip(batches, axes, strict=True) if pair[1] or self.axis is None]
         self._samples = [one for batch, axis in kept for one in _split(*batch, axis)]
         n = count(len(self._samples), "sample")
@@ -836,7 +836,7 @@ class _Recordings(Dataset[Any]):
 def _axis_of(
     batch: Any, carried: Mapping[str, Any], lines: _Lines
 ) -> tuple[tuple[int, int] | None, tuple[str, ...]]:
-    """Return the sample axis of a batch and its size, None if it is one sample, and notes.
+    """Return (axis, size) of the samples of a batch, or None for a single sample, and notes.
 
     The loss decides: n copies of a sample have the loss of the sample, or n times this loss.
     """
@@ -896,7 +896,7 @@ def _same_axis(batch: Any, axis: tuple[int, int] | None) -> tuple[int, int] | No
 
 
 def _sizes(entry: Any) -> list[int]:
-    """Return the sizes of axes that may be the samples'; none for a value without axes."""
+    """Return the sizes of axes that may be the samples', [] for a value without axes."""
     if isinstance(entry, Tensor | np.ndarray):
         return [*entry.shape]
     if not isinstance(entry, tuple | list):
@@ -950,7 +950,7 @@ def _part(value: Any, rows: list[int], n: int, axis: int, depth: int = 1) -> Any
 
 
 def _is_object(value: Any) -> bool:
-    """Whether a value is a batch with attributes, as those of torchtext."""
+    """Whether a value is a batch with attributes, such as torchtext makes."""
     plain = hasattr(value, "__dict__") and not isinstance(value, type | ModuleType | nn.Module)
     return plain and not callable(value)
 
