@@ -61,7 +61,7 @@ from gradscope.model.problem import model_loss
 from gradscope.model.randomness import seeded
 from gradscope.process.shortage import is_shortage
 from gradscope.process.stops import is_stop
-from gradscope.sources.first_step import FirstSteps, Step
+from gradscope.sources.first_steps import FirstSteps, Step
 from gradscope.sources.loops import Loop, loop_named
 from gradscope.sources.training import (
     PARSERS,

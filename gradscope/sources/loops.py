@@ -245,7 +245,12 @@ class Round:
 
 
 def rounds(
-    tree: ast.Module, function: tuple[str, int] | None, line: int, variables: Variables
+    tree: ast.Module,
+    function: tuple[str, int] | None,
+    line: int,
+    variables: Variables,
+    *,
+    whole: bool = False,
 ) -> Iterator[Round]:
     """Yield the rounds of loops over batches around a line that runs, of the innermost loop first.
 
@@ -256,6 +261,7 @@ def rounds(
         function: The name and the first line of the function that runs, or None for the top level.
         line: The line.
         variables: The variables of the file.
+        whole: The round calls backward() several times: whole statements of the loop are run.
     """
     node: ast.AST | None = tree
     if function is not None:
@@ -267,17 +273,20 @@ def rounds(
     own = bound_in(body)
     for depth, (_, loop) in reversed([*enumerate(way)]):
         if isinstance(loop, _LOOPS) and depth < len(way) - 1:
-            inner = way[depth + 1 :]
-            lines = _lines_to(inner)[0]
+            inner = way[depth + 1 : depth + 2] if whole else way[depth + 1 :]
+            lines, value = _lines_to(inner, whole=whole)
             for target, rest in _batches(loop, lines):
-                yield _round(loop.lineno, loop.body[0], inner, target, rest, variables, own)
+                around = loop.lineno, loop.body[0], inner[-1][1]
+                yield _round(around, lines, value, target, rest, variables, own)
     if isinstance(node, ast.FunctionDef):
-        lines = _lines_to(way)[0]
+        way = way[:1] if whole else way
+        lines, value = _lines_to(way, whole=whole)
         for target, rest in _batches(ast.While(ast.Constant(True), [], []), lines):
-            yield _round(body[0].lineno, body[0], way, target, rest, variables, own)
+            around = body[0].lineno, body[0], way[-1][1]
+            yield _round(around, lines, value, target, rest, variables, own)
         names: list[ast.expr] = [ast.Name(n, ast.Store()) for n in parameters(node) if n != "self"]
         every = ast.Tuple(names, ast.Store())
-        yield _round(0, body[0], way, every, lines, variables, own)
+        yield _round((0, body[0], way[-1][1]), lines, value, every, lines, variables, own)
 
 
 def _batches(
@@ -313,31 +322,30 @@ def _way_to(body: Sequence[ast.stmt], line: int) -> list[tuple[list[ast.stmt], a
 
 
 def _round(
-    head: int,
-    first: ast.stmt,
-    way: Sequence[tuple[list[ast.stmt], ast.stmt]],
+    around: tuple[int, ast.stmt, ast.stmt],
+    lines: Sequence[ast.stmt],
+    value: ast.expr | None,
     target: ast.expr,
     rest: Sequence[ast.stmt],
     variables: Variables,
     own: set[str],
 ) -> Round:
-    """Return a round that starts with the statement `first`.
+    """Return a round of a loop.
 
     Args:
-        head: The line of the loop, or 0 for a call of a function.
-        first: The first statement.
-        way: The statements around the line that runs; see `_way_to`.
+        around: The line of the loop (0 for a call of a function), its first and last statement.
+        lines: The statements up to backward().
+        value: The loss, or None; see `_lines_to`.
         target: The variables of a batch.
         rest: The statements after their assignment, up to backward().
         variables: The variables of the file.
         own: The names that the function assigns.
     """
-    lines, value = _lines_to(way)
+    head, first, last = around
     kept = {id(line) for line in rest}
     taken = [k for k, line in enumerate(lines) if id(line) not in kept]
     if value is not None:
         rest, value = _without_attributes(rest, value)
-    last = way[-1][1]
     change = _Undivided(bound_in(rest))
     body = [_Unlooped().visit(change.visit(deepcopy(each))) for each in rest]
     if value is not None:
@@ -365,16 +373,17 @@ def _lines_of(line: ast.stmt) -> range:
 
 
 def _lines_to(
-    way: Sequence[tuple[list[ast.stmt], ast.stmt]],
+    way: Sequence[tuple[list[ast.stmt], ast.stmt]], *, whole: bool = False
 ) -> tuple[list[ast.stmt], ast.expr | None]:
     """Return the statements up to a call of backward(), and the loss.
 
-    If a function that the last statement calls calls backward(), the loss is None.
+    If the last statement is run as it is, the loss is None: with `whole`, or if a function that it
+    calls calls backward().
     """
     (before, line), *inner = way
     lines = [each for one in before for each in _spliced(one)]
     if not inner:
-        is_direct = any(map(_is_backward, ast.walk(line)))
+        is_direct = not whole and any(map(_is_backward, ast.walk(line)))
         return (lines, _loss_of(line)) if is_direct else ([*lines, line], None)
     inside, value = _lines_to(inner)
     if isinstance(line, ast.With) and not _is_around(line):

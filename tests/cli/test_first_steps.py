@@ -230,10 +230,27 @@ torch.save(accelerator.unwrap_model(model).state_dict(), "net.pt")
 """
 
 
+# two losses, of which each calls backward(), before a step of the optimizer
+TWICE = """
+model = Net()
+optimizer = optim.SGD(model.parameters(), lr=0.1)
+for x, y in DataLoader(data(), batch_size=4):
+    optimizer.zero_grad()
+    out, hidden = model(x)
+    first = F.cross_entropy(out, y)
+    first.backward(retain_graph=True)
+    second = hidden.square().mean()
+    second.backward()
+    optimizer.step()
+torch.save(model.state_dict(), "net.pt")
+"""
+
+
 @CWD
 @pytest.mark.parametrize(
     ("script", "loss", "ordered"),
     [
+        (TWICE, _of_closure, True),
         (LISTS, _of_lists, False),
         (OBJECTS, _of_lists, False),
         (WEIGHTED, _of_weighted, False),
@@ -241,7 +258,7 @@ torch.save(accelerator.unwrap_model(model).state_dict(), "net.pt")
         (TWO_MODES, _of_closure, True),
         (ACCELERATED, _of_closure, True),
     ],
-    ids=["lists", "objects", "weighted", "closure", "two modes", "accelerated"],
+    ids=["twice", "lists", "objects", "weighted", "closure", "two modes", "accelerated"],
 )
 def test_batches_of_other_forms(
     gradscope: Gradscope,
@@ -365,6 +382,63 @@ def test_modules_that_are_trained_together(
     done = gradscope("check", "--config", "run.toml")
     assert done.code == 3
     assert "trains these modules together: decoder, encoder. Save them in one" in told(done.err)
+
+
+# the discriminator's step comes first, and needs the generator
+GAN = """
+class Maker(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+    def forward(self, noise): return self.fc(noise)
+class Judge(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 1)
+    def forward(self, x): return self.fc(x).squeeze(1)
+def main():
+    maker, judge = Maker(), Judge()
+    of_maker = optim.SGD(maker.parameters(), lr=0.1)
+    of_judge = optim.SGD(judge.parameters(), lr=0.1)
+    criterion = nn.BCEWithLogitsLoss()
+    for x, _ in DataLoader(data(), batch_size=4):
+        judge.zero_grad()
+        loss_real = criterion(judge(x), torch.ones(len(x)))
+        loss_real.backward()
+        fake = maker(x.roll(1, 1))
+        loss_fake = criterion(judge(fake.detach()), torch.zeros(len(x)))
+        loss_fake.backward()
+        of_judge.step()
+        maker.zero_grad()
+        loss = criterion(judge(fake), torch.ones(len(x)))
+        loss.backward()
+        of_maker.step()
+    torch.save({"netG": maker.state_dict(), "netD": judge.state_dict()}, "net.pt")
+main()
+"""
+
+
+@CWD
+def test_the_first_loss_of_two_models_needs_the_weights_of_both(
+    gradscope: Gradscope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows are those of the first optimizer's loss, the sum of two calls of backward()."""
+    monkeypatch.setattr("sys.argv", ["script.py"])
+    loops.train(GAN)
+    found = first_steps(gradscope)
+    names: dict[str, Any] = {}
+    exec(loops.HEAD + GAN.removesuffix("main()\n"), names)
+    maker, judge = names["Maker"](), names["Judge"]()
+    stored = torch.load("net.pt")
+    maker.load_state_dict(stored["netG"])
+    judge.load_state_dict(stored["netD"])
+    want = []
+    for x, _ in names["data"]():
+        fake = maker(x[None].roll(1, 1)).detach()
+        loss = F.softplus(-judge(x[None])).sum() + F.softplus(judge(fake)).sum()
+        rows = torch.autograd.grad(loss, list(judge.parameters()))
+        want.append(float(sum(g.square().sum() for g in rows)) ** 0.5)
+    assert found == pytest.approx(want, rel=1e-4)
 
 
 # dropout and noise of torch, in training mode

@@ -1,0 +1,192 @@
+"""The choice of the loop whose lines give the script's loss."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from gradscope.core.texts import listed
+from gradscope.errors import ModelError
+from gradscope.model.locate import first_line
+from gradscope.model.randomness import seeded
+from gradscope.sources.first_steps.lines import Lines
+from gradscope.sources.first_steps.modules import model_of
+from gradscope.sources.first_steps.places import Place, Recorded
+from gradscope.sources.first_steps.samples import CLOSE, Recordings, Samples, is_stream
+from gradscope.sources.first_steps.values import ELSE
+
+_TRAINING = (
+    "The script's loss needs outputs of the training mode: in evaluation mode, modules of its own "
+    "classes stay in training mode. Batch normalisation and dropout of torch do not."
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a script trains."""
+
+    model: nn.Module
+    samples: Dataset[Any]  # (2,) int64 for each sample: its position, and a checksum
+    loss: Callable[..., Tensor]  # (model, samples (n, 2), None) -> (n,)
+    notes: tuple[str, ...]
+    # how well the lines give the script's loss: right, divided into samples, of a DataLoader
+    rank: tuple[bool, bool, bool]
+
+
+def chosen(
+    places: Sequence[Place],
+    modules: Mapping[str, nn.Module],
+    optimised: Mapping[int, Tensor],
+    path: Path,
+) -> Step:
+    """Return what the lines of a loop train; of several loops, the one that fits best.
+
+    Args:
+        places: The loops, the innermost first.
+        modules: The modules in the script's variables.
+        optimised: The parameters of its optimizers, by id.
+        path: The script.
+
+    Raises:
+        ModelError: No loop gives a loss, or its parameters are in no module.
+    """
+    found, failed = list[Step](), list[ModelError]()
+    for place in places:
+        try:
+            found.append(_step(place, modules, optimised, path))
+        except ModelError as error:
+            failed.append(error)
+    if not found:
+        raise failed[0]
+    return max(found, key=lambda each: each.rank)
+
+
+def _step(
+    place: Place, modules: Mapping[str, nn.Module], optimised: Mapping[int, Tensor], path: Path
+) -> Step:
+    """Run the lines of a loop again for its first batch, with the weights of that time."""
+    first = place.done[0]
+    place = place.of_lines(first.lines)
+    model = model_of(modules, first.parameters, path)
+    notes: tuple[str, ...] = ()
+    with _weights_of(first):
+        lines = Lines(place, first, model)
+        found = _again(lines, first, place)
+        others = _others(modules, lines)
+        if trained := [name for name, own in others.items() if own & optimised.keys()]:
+            every = {id(p): p for name in trained for p in modules[name].parameters()}
+            model = model_of(modules, first.parameters | every, path)
+            lines = Lines(place, first, model)
+            others = {name: own for name, own in others.items() if name not in trained}
+        if others:
+            notes += (
+                f"The lines also use {listed(others)}, with the weights that the script gives it.",
+            )
+        if not _evaluates(lines, first, place):
+            notes += (_TRAINING,)
+    told, right = _compared(found, first.loss)
+    if len(first.lines) > 1:
+        n = len(first.lines)
+        told = (f"The loss is the sum of the losses of {n} calls of backward().", *told)
+    samples: Samples | Recordings
+    if first.loader is not None and not is_stream(first.loader):
+        samples, divided = Samples(first.loader), True
+    else:
+        samples = Recordings(place, lines)
+        divided = samples.axis is not None
+    return Step(
+        model,
+        samples,
+        _loss(lines, samples),
+        (place.told(), *told, *notes, *samples.notes),
+        (right, divided, first.loader is not None),
+    )
+
+
+@contextmanager
+def _weights_of(recorded: Recorded) -> Iterator[None]:
+    """Give parameters their values of a round in the body."""
+    pairs = [(recorded.parameters[k], value) for k, value in recorded.weights.items()]
+    kept = [p.detach().clone() for p, _ in pairs]
+    with torch.no_grad():
+        for p, value in pairs:
+            p.copy_(value)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for (p, _), value in zip(pairs, kept, strict=True):
+                p.copy_(value)
+
+
+def _again(lines: Lines, recorded: Recorded, place: Place) -> float:
+    """Return the loss of a batch; an error of the lines is a ModelError."""
+    try:
+        return lines.again(recorded)
+    except Exception as error:
+        first, last = place.round.lines
+        raise ModelError(
+            f"lines {first} to {last} of {place.file.name} cannot be run again for the same batch: "
+            f"{type(error).__name__}: {first_line(error)}",
+            where=str(place.file),
+            remedy=ELSE,
+        ) from error
+
+
+def _evaluates(lines: Lines, recorded: Recorded, place: Place) -> bool:
+    """Whether the lines run in evaluation mode; else modules of own classes keep training."""
+    modes = {module: module.training for module in lines.model.modules()}
+    lines.model.eval()
+    try:
+        lines.again(recorded)
+        return True
+    except Exception:
+        lines.trains = [m for m in modes if type(m).__module__.partition(".")[0] != "torch"]
+        _again(lines, recorded, place)
+        return False
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _others(modules: Mapping[str, nn.Module], lines: Lines) -> dict[str, set[int]]:
+    """Return {name: ids of its parameters} of modules that the lines use beside the model."""
+    known = {id(p) for p in lines.model.parameters()}
+    used = {id(p) for m in lines.used for p in m.parameters(recurse=False)} - known
+    found = {name: {id(p) for p in module.parameters()} for name, module in modules.items()}
+    return {name: own for name, own in found.items() if own & used and not own & known}
+
+
+def _compared(found: float, loss: float) -> tuple[tuple[str, ...], bool]:
+    """Return a note on the loss of the lines and the script's own loss, and whether they agree."""
+    if math.isnan(loss):
+        return (), False
+    share = round(found / loss) if loss else 1
+    if math.isclose(found, loss * max(share, 1), rel_tol=CLOSE, abs_tol=1e-8):
+        told = f", which the script divides by {share}" if share > 1 else ""
+        return (f"They give the script's own loss of a batch, {found:.6g}{told}.",), True
+    return (
+        f"They give the loss {found:.6g} for a batch, but the script had {loss:.6g}: it may use "
+        "numbers that change between the steps.",
+    ), False
+
+
+def _loss(lines: Lines, samples: Samples | Recordings) -> Callable[..., Tensor]:
+    """Return the loss (model, samples (n, 2), None) -> (n,), one sample at a time."""
+
+    def loss(model: nn.Module, inputs: Tensor, targets: Any) -> Tensor:
+        found = []
+        for k in inputs[..., 0].reshape(-1).tolist():
+            batch, carried = samples.batch(int(k))
+            with seeded(int(k)):
+                found.append(lines(model, batch, carried, size=samples.size))
+        return torch.stack(found)
+
+    loss.one_by_one = True  # type: ignore[attr-defined]
+    return loss

@@ -1,0 +1,196 @@
+"""The lines of a round as the loss of a batch."""
+
+import copy
+import io
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from gradscope.core.batch import tensors
+from gradscope.errors import ModelError
+from gradscope.model.randomness import seeded
+from gradscope.sources.first_steps.places import Place, Recorded
+from gradscope.sources.first_steps.values import ELSE, copied, random_states, restore
+from gradscope.sources.loops import SIZED
+
+_LOSS = "make_loss"  # the name of the function in the code of a round
+
+
+class _FoundLoss(BaseException):
+    """Ends the lines of a loop at backward(), with the loss."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+
+class Lines:
+    """The lines of a round, which return the loss of a batch.
+
+    Attributes:
+        model: The module that the lines use, whose weights are replaced for a call.
+        draws: Whether the lines draw random numbers of torch.
+        trains: Modules that stay in training mode.
+        used: The modules that a call of `again` used.
+    """
+
+    def __init__(self, place: Place, recorded: Recorded, model: nn.Module) -> None:
+        self.model = model
+        self.draws = False
+        self.trains: list[nn.Module] = []
+        self.used: list[nn.Module] = []
+        self._calls = max(len(recorded.lines), 1)  # of backward(), whose losses are added
+        self._size: int | None = None  # the size of a batch, if one of its samples is computed
+        self._dtype = _dtype_of(model)
+        self._carried = place.round.carried
+        own = place.round.names & recorded.values.keys()
+        self._values = {name: _detached(recorded.values[name]) for name in sorted(own)}
+        if SIZED in place.round.names:
+            self._values[SIZED] = lambda n: 1 if isinstance(n, int) and n == self._size else n
+        self._globals = place.names
+        code = place.round.code([*self._values])
+        self._code = compile(code, str(place.file), "exec", dont_inherit=True)
+        self._made: dict[torch.dtype | None, Callable[..., Any]] = {}
+
+    def __call__(
+        self, model: nn.Module, batch: Any, carried: Mapping[str, Any], size: int | None = None
+    ) -> Tensor:
+        """Return the loss () of a batch, with the weights and the mode of `model`.
+
+        Args:
+            model: The model, or a copy.
+            batch: The batch.
+            carried: Variables that the round takes from the round before.
+            size: The size of the script's batches, if this batch has one sample.
+
+        Raises:
+            ModelError: The loss is not one number.
+        """
+        self._size = size
+        dtype = _dtype_of(model)
+        if dtype != self._dtype:
+            batch, carried = _cast(batch, dtype), _cast(carried, dtype)
+        with _in_place_of(self.model, model, self.trains), _ended_at_backward(self._calls):
+            try:
+                found = self._of(dtype)(None, batch, **carried)
+            except _FoundLoss as reached:
+                found = reached.loss
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            kind = f"{tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise ModelError(f"the lines returned no loss of one number: {kind}", remedy=ELSE)
+        return found.reshape(())
+
+    def again(self, recorded: Recorded) -> float:
+        """Return the loss of a recorded batch with the same random numbers."""
+        kept, used = random_states(), dict.fromkeys(self.used)
+        hook = register_module_forward_pre_hook(lambda module, _: used.setdefault(module))
+        try:
+            restore(recorded.random)
+            with torch.no_grad():
+                return float(self(self.model, copied(recorded.batch), {}))
+        finally:
+            restore(kept)
+            hook.remove()
+            self.used = [*used]
+
+    def value(self, batch: Any, carried: Mapping[str, Any], size: int | None = None) -> float:
+        """Return the loss of a batch with fixed random numbers; see `__call__`."""
+        with seeded(0):
+            before = torch.get_rng_state()
+            found = float(self(self.model, copied(batch), copied(carried), size=size))
+            self.draws |= not torch.equal(before, torch.get_rng_state())
+            return found
+
+    def carried_of(self, recorded: Recorded) -> dict[str, Any]:
+        """Return the tensors that a round takes from the round before."""
+        own = {k: v for k, v in recorded.values.items() if k in self._carried}
+        return {k: _detached(v) for k, v in own.items() if tensors(v)}
+
+    def _of(self, dtype: torch.dtype | None) -> Callable[..., Any]:
+        if dtype not in self._made:
+            exec(self._code, self._globals)
+            values = self._values
+            if dtype != self._dtype:
+                values = {k: _cast(v, dtype, self.model) for k, v in values.items()}
+            self._made[dtype] = self._globals.pop(_LOSS)(**values)
+        return self._made[dtype]
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype | None:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+
+
+def _detached(value: Any) -> Any:
+    """Return a variable without the graph of an earlier round."""
+    if isinstance(value, Tensor):
+        return value.detach() if value.grad_fn is not None else value
+    if isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value):
+        return type(value)(map(_detached, value)) if type(value) in (tuple, list) else value
+    return value
+
+
+def _cast(value: Any, dtype: torch.dtype | None, model: nn.Module | None = None) -> Any:
+    """Return a value with its floating-point tensors in a dtype; also modules, but `model`."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if type(value) in (tuple, list):
+        return type(value)(_cast(v, dtype, model) for v in value)
+    if type(value) is dict:
+        return {key: _cast(v, dtype, model) for key, v in value.items()}
+    if isinstance(value, nn.Module) and not any(m is value for m in _parts(model)):
+        with suppress(Exception):
+            return copy.deepcopy(value).to(dtype=dtype)
+    return value
+
+
+def _parts(model: nn.Module | None) -> Iterable[nn.Module]:
+    return () if model is None else model.modules()
+
+
+@contextmanager
+def _in_place_of(own: nn.Module, given: nn.Module, trains: Collection[nn.Module]) -> Iterator[None]:
+    """Let a module have the tensors, the attributes and the mode of another one in the body.
+
+    The modules `trains` of `own` are in training mode.
+    """
+    pairs = [*zip(own.modules(), given.modules(), strict=True)]
+    kept = [{**vars(module)} for module, _ in pairs]
+    try:
+        for module, other in pairs:
+            vars(module).update({k: v for k, v in vars(other).items() if k != "_modules"})
+        for module in trains:
+            module.training = True
+        yield
+    finally:
+        for (module, _), values in zip(pairs, kept, strict=True):
+            vars(module).clear()
+            vars(module).update(values)
+
+
+@contextmanager
+def _ended_at_backward(calls: int) -> Iterator[None]:
+    """Let a call of backward() end the body, with the sum of the losses of all calls.
+
+    Modules keep their modes, and print() is quiet.
+    """
+    backward, train = Tensor.backward, nn.Module.train
+    losses: list[Tensor] = []
+
+    def end(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        losses.append(loss.sum())
+        if len(losses) >= calls:
+            raise _FoundLoss(torch.stack(losses).sum())
+
+    with ExitStack() as around:
+        around.enter_context(redirect_stdout(io.StringIO()))
+        around.enter_context(redirect_stderr(io.StringIO()))
+        Tensor.backward = end  # type: ignore[assignment, method-assign]
+        nn.Module.train = lambda module, mode=True: module  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            Tensor.backward = backward  # type: ignore[method-assign]
+            nn.Module.train = train  # type: ignore[method-assign]

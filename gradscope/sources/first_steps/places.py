@@ -1,0 +1,143 @@
+"""Loops over batches that run: their rounds, and what is recorded of them."""
+
+import ast
+import copy
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from gradscope.model.copies import graph_leaves
+from gradscope.sources.first_steps.values import copied, leaves, random_states, same, size_of
+from gradscope.sources.loops import Round, rounds
+from gradscope.sources.variables import Variables
+
+_MODULE = "<module>"  # the name of the code of a file
+
+
+@dataclass
+class Recorded:
+    """A round: a batch, and the losses whose backward() was called until an optimizer's step."""
+
+    values: dict[str, Any]  # the variables at its start
+    batch: Any
+    loader: "DataLoader[Any] | None"  # the DataLoader that made the batch
+    random: tuple[Any, ...] = ()  # the states of the random generators at its start
+    losses: list[float] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)  # of the calls of backward(), one for each loss
+    parameters: dict[int, nn.Parameter] = field(default_factory=dict)  # of the losses, by id
+    weights: dict[int, Tensor] = field(default_factory=dict)  # their values at that time
+    ended: bool = False
+
+    @property
+    def loss(self) -> float:
+        """The sum of the losses; NaN if backward() was not called."""
+        return math.fsum(self.losses) if self.losses else math.nan
+
+    def add(self, loss: Tensor, line: int, *, keep: bool) -> None:
+        """Add a loss; with `keep`, remember the values of the parameters."""
+        self.losses.append(float(loss.detach().sum()))
+        self.lines.append(line)
+        for p in graph_leaves(loss):
+            if isinstance(p, nn.Parameter) and id(p) not in self.parameters:
+                self.parameters[id(p)] = p
+                if keep:
+                    self.weights[id(p)] = p.detach().clone()
+
+
+@dataclass
+class Place:
+    """A loop that runs, or a function that is called once a batch."""
+
+    code: CodeType
+    file: Path
+    round: Round
+    names: dict[str, Any]  # the global names
+    name: str = ""  # a sentence about the lines, if they belong to a library
+    rounds: list[Recorded] = field(default_factory=list)
+
+    @property
+    def done(self) -> list[Recorded]:
+        """The rounds that have ended; the round of the first backward() if there is no other."""
+        return [each for each in self.rounds[1:] if each.ended] or self.rounds[:1]
+
+    @property
+    def open(self) -> Recorded | None:
+        """The round that runs."""
+        last = self.rounds[-1] if self.rounds else None
+        return None if last is None or last.ended else last
+
+    def take(self, frame: FrameType, yielded: Iterable[tuple[Any, Any]]) -> None:
+        """Record the start of a round; `yielded` are DataLoaders and their last batches."""
+        self.end()
+        batch = _value_of(self.round.target, frame)
+        own = leaves(batch)
+        loaders = (loader for loader, made in yielded if same(own, leaves(made)))
+        values = {**frame.f_locals}
+        self.rounds.append(Recorded(values, copied(batch), next(loaders, None), random_states()))
+
+    def end(self) -> None:
+        """End the round that runs, or forget it if it did not call backward()."""
+        if self.open is not None and not self.open.losses:
+            self.rounds.pop()
+        elif self.open is not None:
+            self.open.ended = True
+
+    def of_lines(self, lines: Iterable[int]) -> "Place":
+        """Return the place with the round up to the last of some calls of backward()."""
+        called = [*lines]
+        if not called or self.name or called == [self.round.lines[1]]:
+            return self
+        wanted = self.round.head, ast.dump(self.round.target)
+        for found in _rounds(self.code, self.file, called[-1], whole=len(called) > 1):
+            if not found.head and not wanted[0]:
+                found = replace(found, target=self.round.target)
+            if (found.head, ast.dump(found.target)) == wanted:
+                return replace(self, round=found)
+        return self
+
+    def told(self) -> str:
+        """Return a sentence about the lines."""
+        if self.name:
+            return self.name
+        first, last = self.round.lines
+        return (
+            f"The loss is that of lines {first} to {last} of {self.file.name}, for one sample each."
+        )
+
+
+def places_of(frame: FrameType) -> Iterator[Place]:
+    """Yield the loops over batches that run in a frame, the innermost first."""
+    file, code = Path(frame.f_code.co_filename), frame.f_code
+    with suppress(OSError, SyntaxError, ValueError):
+        for found in _rounds(code, file, frame.f_lineno):
+            if not found.head:  # the parameters that are tensors
+                assert isinstance(found.target, ast.Tuple)
+                kept = [each for each in found.target.elts if leaves(_value_of(each, frame))]
+                found = replace(found, target=ast.Tuple(kept, ast.Store()))
+            if size_of(_value_of(found.target, frame)):
+                yield Place(code, file, found, frame.f_globals)
+
+
+def _rounds(code: CodeType, file: Path, line: int, *, whole: bool = False) -> Iterator[Round]:
+    tree = ast.parse(file.read_bytes(), str(file))
+    function = None if code.co_name == _MODULE else (code.co_name, code.co_firstlineno)
+    return rounds(tree, function, line, Variables(tree, file), whole=whole)
+
+
+def _value_of(target: ast.expr, frame: FrameType) -> Any:
+    """Return the value of the variables of a batch, or None."""
+    read = copy.deepcopy(target)
+    for node in ast.walk(read):
+        if hasattr(node, "ctx"):
+            node.ctx = ast.Load()
+    code = compile(ast.fix_missing_locations(ast.Expression(read)), "<batch>", "eval")
+    with suppress(Exception):
+        return eval(code, frame.f_globals, frame.f_locals)
+    return None
