@@ -534,6 +534,19 @@ def test_init_runs_nothing_and_reports_missing_files(gradscope: Gradscope) -> No
 
 
 @CWD
+def test_samples_of_something_else_are_refused(
+    gradscope: Gradscope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["script.py"])
+    loops.train(loops.PASSED)
+    first_steps(gradscope)
+    torch.save((torch.zeros(3, 4), torch.zeros(3)), "other.pt")
+    done = gradscope("check", "--config", "run.toml", "net.pt", "other.pt")
+    assert done.code == 3
+    assert "but the samples are not those of the script" in told(done.err)
+
+
+@CWD
 def test_notes_name_the_lines_and_compare_the_loss(
     gradscope: Gradscope, monkeypatch: pytest.MonkeyPatch
 ) -> None:

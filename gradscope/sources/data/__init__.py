@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradscope.config import DatasetSpec, parse_samples
+from gradscope.config import DatasetSpec, is_script, parse_samples
 from gradscope.core import batch as batches
 from gradscope.core.batch import Batch, Whole, WholeInputs
 from gradscope.core.groups import GroupIds, Reduction
@@ -205,7 +205,7 @@ class Dataset:
     def describe(self) -> dict[str, Any]:
         """Return the facts on the data set for messages and `--dry-run`."""
         inputs = self.spec.inputs
-        found = self.samples.read(range(1))
+        found = {} if is_script(str(self.spec.path)) else self.samples.read(range(1))
         arrays = {
             name: {"sample": [*value.shape[1:]], "dtype": dtype_name(value.dtype)}
             | self.samples.stored(name)

@@ -180,11 +180,18 @@ def _compared(found: float, loss: float) -> tuple[tuple[str, ...], bool]:
 def _loss(lines: Lines, samples: Samples | Recordings) -> Callable[..., Tensor]:
     """Return the loss (model, samples (n, 2), None) -> (n,), one sample at a time."""
 
-    def loss(model: nn.Module, inputs: Tensor, targets: Any) -> Tensor:
+    def loss(model: nn.Module, inputs: Any, targets: Any) -> Tensor:
+        rows = inputs.tolist() if isinstance(inputs, Tensor) and inputs.dim() == 2 else [[]]
         found = []
-        for k in inputs[..., 0].reshape(-1).tolist():
-            batch, carried = samples.batch(int(k))
-            with seeded(int(k)):
+        for row in rows:
+            k = row[0] if len(row) == 2 else -1
+            if not 0 <= k < len(samples) or row[1] != samples.checksum(k):
+                raise ModelError(
+                    "the loss is that of a script, but the samples are not those of the script",
+                    remedy="Give the script as the data, too. Or name a loss.",
+                )
+            batch, carried = samples.batch(k)
+            with seeded(k):
                 found.append(lines(model, batch, carried, size=samples.size))
         return torch.stack(found)
 

@@ -33,6 +33,7 @@ class Samples(Dataset[Any]):
         self.size = loader.batch_size  # the size of the script's batches
         if loader.batch_size is None and loader.batch_sampler is None:  # samples are batches
             self._collate = lambda samples: samples[0]
+        self._checksums: dict[int, int] = {}
         self._kept: OrderedDict[int, tuple[Any, int]] = OrderedDict()
         self._bytes = 0
         drawn = checksum(self._read(0, 0)) != checksum(self._read(0, 1))
@@ -42,7 +43,13 @@ class Samples(Dataset[Any]):
         return len(self._data)  # type: ignore[arg-type]
 
     def __getitem__(self, k: int) -> Tensor:
-        return torch.tensor([k, checksum(self.batch(k)[0])])
+        return torch.tensor([k, self.checksum(k)])
+
+    def checksum(self, k: int) -> int:
+        """Return a number that depends on the tensors of sample k."""
+        if k not in self._checksums:
+            self._checksums[k] = checksum(self.batch(k)[0])
+        return self._checksums[k]
 
     def _read(self, k: int, seed: int) -> Any:
         with seeded(seed):
@@ -77,7 +84,11 @@ class Recordings(Dataset[Any]):
         return len(self._samples)
 
     def __getitem__(self, k: int) -> Tensor:
-        return torch.tensor([k, checksum(self._samples[k])])
+        return torch.tensor([k, self.checksum(k)])
+
+    def checksum(self, k: int) -> int:
+        """Return a number that depends on the tensors of sample k."""
+        return checksum(self._samples[k])
 
     def batch(self, k: int) -> tuple[Any, dict[str, Any]]:
         """Return the batch that has only sample k, and variables of the round before."""
