@@ -463,7 +463,7 @@ class Session:
         asked = self.settings
         if self._evaluate is None:
             refused = not self._quick or len(self._fallbacks) < len(self._candidates())
-            if (refused or self._one_by_one) and len(self._fallbacks) > 1:
+            if (refused or self._skipped) and len(self._fallbacks) > 1:
                 self._fallbacks = self._fastest_first(batch)
             self.backend = self._fallbacks.pop(0)
             backend = backend_of(self.backend, asked.rows, own_loss=asked.own_loss)
@@ -563,14 +563,13 @@ class Session:
 
     def _candidates(self) -> list[str]:
         found = [*candidates(self.settings.backend, own_loss=self.settings.own_loss)]
-        others = [name for name in found if name != "hooks"]
-        return others if others and self._one_by_one else found
+        return [name for name in found if name not in self._skipped] or found
 
     @property
-    def _one_by_one(self) -> bool:
-        """Whether the loss calls the model for one sample at a time: `hooks` would take long."""
-        loops = getattr(self.problem.function, "one_by_one", False)
-        return bool(loops) and self.settings.backend == AUTO
+    def _skipped(self) -> tuple[str, ...]:
+        """The backends that are slow or refuse for a loss of one sample at a time."""
+        own: tuple[str, ...] = getattr(self.problem.function, "skips", ())
+        return own if self.settings.backend == AUTO else ()
 
     def _audit(
         self, batch: Batch, request: Request, number: int, plan: AuditPlan, evaluation: Evaluation

@@ -11,7 +11,6 @@ other places belong to it if they are loaded already and were not installed.
 """
 
 import ast
-import gc
 import hashlib
 import importlib
 import importlib.machinery
@@ -61,7 +60,7 @@ from gradscope.model.problem import model_loss
 from gradscope.model.randomness import seeded
 from gradscope.process.shortage import is_shortage
 from gradscope.process.stops import is_stop
-from gradscope.sources.first_steps import FirstSteps, Step
+from gradscope.sources.first_steps import FirstSteps, Step, files_restored
 from gradscope.sources.loops import Loop, loop_named
 from gradscope.sources.training import (
     PARSERS,
@@ -259,7 +258,7 @@ def _loss_of_loop(loop: Loop, module: ModuleType, reference: str) -> Callable[..
         with _without_cuda():
             return torch.stack([one(model, sample).reshape(()) for sample in each])
 
-    loss.one_by_one = True  # type: ignore[attr-defined]
+    loss.skips = ("hooks",)  # type: ignore[attr-defined]
     return model_loss(loss)
 
 
@@ -328,16 +327,14 @@ def keep_unchanged(checkpoint: Path) -> None:
 
 
 @contextmanager
-def _keeping_checkpoint(*, skip: bool) -> Iterator[None]:
-    """Refuse or skip calls of torch.save in the body that would overwrite the checkpoint."""
+def _keeping_checkpoint() -> Iterator[None]:
+    """Refuse calls of torch.save in the body that would overwrite the checkpoint."""
     save = torch.save
 
     @wraps(save)
     def checked(value: Any, f: Any, *args: Any, **options: Any) -> None:
         place = Path(f).absolute() if isinstance(f, str | os.PathLike) else None
         if place is not None and _checkpoint in (place, *place.parents):
-            if skip:
-                return
             raise CheckpointError(
                 "your code saves this checkpoint while it is imported: it trains again",
                 where=str(f),
@@ -651,7 +648,7 @@ def _run_script(path: Path, kind: str) -> tuple[Step, str]:
     module = ModuleType("__main__")
     module.__file__ = str(path)
     main, here, steps = sys.modules["__main__"], Path.cwd(), FirstSteps(path)
-    known = multiprocessing.active_children()
+    known, written = multiprocessing.active_children(), list[str]()
     tree = ast.Module([], [])
     try:
         with user_file(what, path):
@@ -667,6 +664,7 @@ def _run_script(path: Path, kind: str) -> tuple[Step, str]:
             around.enter_context(_recording_code(name, trains=True))
             around.enter_context(_without_cuda())
             around.enter_context(seeded(0))
+            around.enter_context(files_restored(written))
             code = compile(tree, str(path), "exec", dont_inherit=True)
             steps.run(lambda: exec(code, vars(module)))
         with _without_cuda():
@@ -679,11 +677,10 @@ def _run_script(path: Path, kind: str) -> tuple[Step, str]:
     finally:
         sys.modules["__main__"] = main
         os.chdir(here)
-        gc.collect()  # ends the workers of DataLoaders
         for child in multiprocessing.active_children():
             if child not in known:
                 child.kill()
-    _notes.setdefault(name, {}).update(enumerate(_steps[name].notes))
+    _notes.setdefault(name, {}).update(enumerate([*_steps[name].notes, *written]))
     return _steps[name], name
 
 
@@ -805,7 +802,7 @@ def _recording_code(key: str, *, trains: bool = False) -> Iterator[None]:
     _importing.append(_notes.setdefault(key, {}))
     sys.meta_path.insert(len(sys.meta_path) if trains else 0, finder)
     try:
-        with _keeping_checkpoint(skip=trains):
+        with nullcontext() if trains else _keeping_checkpoint():
             yield
     finally:
         sys.meta_path.remove(finder)

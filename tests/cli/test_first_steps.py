@@ -533,6 +533,35 @@ def test_init_runs_nothing_and_reports_missing_files(gradscope: Gradscope) -> No
     assert not Path("other.toml").exists()
 
 
+CONTRASTIVE = """
+model = Net()
+optimizer = optim.SGD(model.parameters(), lr=0.1)
+for x, y in DataLoader(data(), batch_size=SIZE):
+    _, hidden = model(x + NOISE * torch.randn_like(x))
+    logits = hidden @ hidden.roll(1, 1).T
+    loss = F.cross_entropy(logits, torch.arange(len(x))) + hidden.square().mean()
+    loss.backward()
+    optimizer.step()
+torch.save(model.state_dict(), "net.pt")
+"""
+
+
+@CWD
+@pytest.mark.parametrize("noise", ["0", "0.1"])
+def test_samples_that_a_loss_compares_are_refused(
+    gradscope: Gradscope, monkeypatch: pytest.MonkeyPatch, noise: str
+) -> None:
+    """With a batch size of one, the loss of a sample alone is what the script trains with."""
+    monkeypatch.setattr("sys.argv", ["script.py"])
+    loops.train(CONTRASTIVE.replace("SIZE", "4").replace("NOISE", noise))
+    gradscope("init", "net.pt", "script.py")
+    done = gradscope("check", "--config", "run.toml")
+    assert done.code == 4
+    assert "the loss of the script is no loss of single samples" in told(done.err)
+    loops.train(CONTRASTIVE.replace("SIZE", "1").replace("NOISE", noise))
+    assert len(norms(gradscope)) == 12
+
+
 @CWD
 def test_samples_of_something_else_are_refused(
     gradscope: Gradscope, monkeypatch: pytest.MonkeyPatch

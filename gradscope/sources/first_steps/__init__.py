@@ -8,6 +8,7 @@ loss, for one sample at a time.
 """
 
 from gradscope.sources.first_steps.choice import Step
+from gradscope.sources.first_steps.files import files_restored
 from gradscope.sources.first_steps.watch import FirstSteps
 
-__all__ = ["FirstSteps", "Step"]
+__all__ = ["FirstSteps", "Step", "files_restored"]

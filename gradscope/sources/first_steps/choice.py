@@ -12,13 +12,20 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from gradscope.core.texts import listed
-from gradscope.errors import ModelError
+from gradscope.errors import CoupledSamplesError, GradscopeError, ModelError
 from gradscope.model.locate import first_line
 from gradscope.model.randomness import seeded
 from gradscope.sources.first_steps.lines import Lines
 from gradscope.sources.first_steps.modules import model_of
 from gradscope.sources.first_steps.places import Place, Recorded
-from gradscope.sources.first_steps.samples import CLOSE, Recordings, Samples, is_stream
+from gradscope.sources.first_steps.samples import (
+    CLOSE,
+    Recordings,
+    Samples,
+    axes_of,
+    independence,
+    is_stream,
+)
 from gradscope.sources.first_steps.values import ELSE
 
 _TRAINING = (
@@ -56,14 +63,15 @@ def chosen(
     Raises:
         ModelError: No loop gives a loss, or its parameters are in no module.
     """
-    found, failed = list[Step](), list[ModelError]()
+    found, failed = list[Step](), list[GradscopeError]()
     for place in places:
         try:
             found.append(_step(place, modules, optimised, path))
-        except ModelError as error:
+        except (ModelError, CoupledSamplesError) as error:
             failed.append(error)
-    if not found:
-        raise failed[0]
+    coupled = [each for each in failed if isinstance(each, CoupledSamplesError)]
+    if coupled or not found:
+        raise [*coupled, *failed][0]
     return max(found, key=lambda each: each.rank)
 
 
@@ -97,6 +105,7 @@ def _step(
     samples: Samples | Recordings
     if first.loader is not None and not is_stream(first.loader):
         samples, divided = Samples(first.loader), True
+        told += _require_independent(first, lines)
     else:
         samples = Recordings(place, lines)
         divided = samples.axis is not None
@@ -107,6 +116,23 @@ def _step(
         (place.told(), *told, *notes, *samples.notes),
         (right, divided, first.loader is not None),
     )
+
+
+def _require_independent(recorded: Recorded, lines: Lines) -> tuple[str, ...]:
+    """Raise if a sample's loss depends on other samples of its batch; return notes on the loss."""
+    axes = [each for each in axes_of(recorded.batch) if each[0] == 0]
+    found = independence(recorded.batch, lines.carried_of(recorded), lines, *axes) if axes else None
+    if found is None:
+        return ()
+    if not found.nearly:
+        raise CoupledSamplesError(
+            "the loss of the script is no loss of single samples: a batch with one sample has the "
+            f"loss {found.alone:.4g}, and a batch of copies of this sample {found.several:.4g}",
+            remedy="Contrastive losses compare the samples of a batch. Give the script a batch "
+            "size of one, if that is the loss you want. Or write a loss of a sample: "
+            "`gradscope init CHECKPOINT FILE.py:LOADER` reads the script.",
+        )
+    return found.notes
 
 
 @contextmanager
@@ -195,5 +221,6 @@ def _loss(lines: Lines, samples: Samples | Recordings) -> Callable[..., Tensor]:
                 found.append(lines(model, batch, carried, size=samples.size))
         return torch.stack(found)
 
-    loss.one_by_one = True  # type: ignore[attr-defined]
+    # hooks would take long, and vmap cannot read the positions of the samples
+    loss.skips = ("hooks", "vmap")  # type: ignore[attr-defined]
     return loss

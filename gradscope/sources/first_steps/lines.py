@@ -14,7 +14,7 @@ from gradscope.core.batch import tensors
 from gradscope.errors import ModelError
 from gradscope.model.randomness import seeded
 from gradscope.sources.first_steps.places import Place, Recorded
-from gradscope.sources.first_steps.values import ELSE, copied, random_states, restore
+from gradscope.sources.first_steps.values import ELSE, copied, random_states, restore, same_states
 from gradscope.sources.loops import SIZED
 
 _LOSS = "make_loss"  # the name of the function in the code of a round
@@ -35,6 +35,7 @@ class Lines:
         draws: Whether the lines draw random numbers of torch.
         trains: Modules that stay in training mode.
         used: The modules that a call of `again` used.
+        sizes: The sizes of batches that the lines read, such as args.batch_size.
     """
 
     def __init__(self, place: Place, recorded: Recorded, model: nn.Module) -> None:
@@ -42,21 +43,26 @@ class Lines:
         self.draws = False
         self.trains: list[nn.Module] = []
         self.used: list[nn.Module] = []
+        self.sizes = set[int]()
         self._calls = max(len(recorded.lines), 1)  # of backward(), whose losses are added
-        self._size: int | None = None  # the size of a batch, if one of its samples is computed
+        self._size: tuple[int, int] | None = None  # of the script's batches, and of this batch
         self._dtype = _dtype_of(model)
         self._carried = place.round.carried
         own = place.round.names & recorded.values.keys()
         self._values = {name: _detached(recorded.values[name]) for name in sorted(own)}
         if SIZED in place.round.names:
-            self._values[SIZED] = lambda n: 1 if isinstance(n, int) and n == self._size else n
+            self._values[SIZED] = self._sized
         self._globals = place.names
         code = place.round.code([*self._values])
         self._code = compile(code, str(place.file), "exec", dont_inherit=True)
         self._made: dict[torch.dtype | None, Callable[..., Any]] = {}
 
     def __call__(
-        self, model: nn.Module, batch: Any, carried: Mapping[str, Any], size: int | None = None
+        self,
+        model: nn.Module,
+        batch: Any,
+        carried: Mapping[str, Any],
+        size: tuple[int, int] | None = None,
     ) -> Tensor:
         """Return the loss () of a batch, with the weights and the mode of `model`.
 
@@ -64,7 +70,7 @@ class Lines:
             model: The model, or a copy.
             batch: The batch.
             carried: Variables that the round takes from the round before.
-            size: The size of the script's batches, if this batch has one sample.
+            size: The size of the script's batches, and of this batch, if they differ.
 
         Raises:
             ModelError: The loss is not one number.
@@ -96,13 +102,25 @@ class Lines:
             hook.remove()
             self.used = [*used]
 
-    def value(self, batch: Any, carried: Mapping[str, Any], size: int | None = None) -> float:
+    def value(
+        self,
+        batch: Any,
+        carried: Mapping[str, Any],
+        size: tuple[int, int] | None = None,
+        seed: int = 0,
+    ) -> float:
         """Return the loss of a batch with fixed random numbers; see `__call__`."""
-        with seeded(0):
-            before = torch.get_rng_state()
+        with seeded(seed):
+            before = random_states()
             found = float(self(self.model, copied(batch), copied(carried), size=size))
-            self.draws |= not torch.equal(before, torch.get_rng_state())
+            self.draws |= not same_states(before, random_states())
             return found
+
+    def _sized(self, n: Any) -> Any:
+        """Return the size of the batch that is computed in place of the script's size."""
+        self.sizes |= {n} if isinstance(n, int) else set()
+        replaces = self._size is not None and isinstance(n, int) and n == self._size[0]
+        return self._size[1] if replaces and self._size is not None else n
 
     def carried_of(self, recorded: Recorded) -> dict[str, Any]:
         """Return the tensors that a round takes from the round before."""

@@ -5,6 +5,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,22 +21,28 @@ from gradscope.sources.first_steps.places import Place
 from gradscope.sources.first_steps.values import checksum, copied, is_object, leaves, size_of
 
 CLOSE = 1e-4  # the largest relative difference of two losses that are equal
+_COPIES, _DRAWS = 4, 16  # copies of a sample, and draws of random numbers, to compare losses
+_EQUAL = 1e-5  # the largest relative difference of losses that are equal but for rounding
+_COUPLED = 0.2  # the relative difference to the loss of copies of a sample that is refused
 _BYTES = 2**28  # of samples that are kept in memory
 _AUGMENTED = "samples are random, as with augmentation: each sample is one draw, seeded with its "
 _AUGMENTED += "position"
 
 
 class Samples(Dataset[Any]):
-    """The samples of a DataLoader in the order of its data set."""
+    """The samples of a DataLoader in the order of its data set.
+
+    `size` is (the size of the script's batches, 1).
+    """
 
     def __init__(self, loader: "DataLoader[Any]") -> None:
         self._data, self._collate = loader.dataset, loader.collate_fn or default_collate
-        self.size = loader.batch_size  # the size of the script's batches
         if loader.batch_size is None and loader.batch_sampler is None:  # samples are batches
             self._collate = lambda samples: samples[0]
         self._checksums: dict[int, int] = {}
         self._kept: OrderedDict[int, tuple[Any, int]] = OrderedDict()
         self._bytes = 0
+        self.size = None if loader.batch_size is None else (loader.batch_size, 1)
         drawn = checksum(self._read(0, 0)) != checksum(self._read(0, 1))
         self.notes = (_AUGMENTED,) * drawn
 
@@ -68,13 +75,16 @@ class Samples(Dataset[Any]):
 
 
 class Recordings(Dataset[Any]):
-    """The samples of batches that a script made: single rows, or whole batches."""
+    """The samples of batches that a script made: single rows, or whole batches.
+
+    `size` is (the size of the last of these batches, 1), or None if batches are not divided.
+    """
 
     def __init__(self, place: Place, lines: Lines) -> None:
         batches = [(each.batch, lines.carried_of(each)) for each in place.done]
         self.axis, notes = _axis_of(*batches[-1], lines)
         axes = [_same_axis(batch, self.axis) for batch, _ in batches]
-        self.size = None if self.axis is None else self.axis[1]  # the size of the script's batches
+        self.size = None if self.axis is None else (self.axis[1], 1)
         kept = [pair for pair in zip(batches, axes, strict=True) if pair[1] or self.axis is None]
         self._samples = [one for batch, axis in kept for one in _split(*batch, axis)]
         n = count(len(self._samples), "sample")
@@ -98,37 +108,11 @@ class Recordings(Dataset[Any]):
 def _axis_of(
     batch: Any, carried: Mapping[str, Any], lines: Lines
 ) -> tuple[tuple[int, int] | None, tuple[str, ...]]:
-    """Return (axis, size) of the samples of a batch, or None for a single sample, and notes.
-
-    The loss decides: n copies of a sample have the loss of the sample, or n times this loss.
-    """
-    modes = {module: module.training for module in lines.model.modules()}
-    lines.model.eval()
-    try:
-        for axis, n in _axes(batch):
-            with suppress(Exception), torch.no_grad():
-                parts = _split(batch, carried, (axis, n))
-                each = [lines.value(part, own, size=n) for part, own in parts]
-                copies = [
-                    lines.value(*_part((batch, carried), [k] * n, n, axis)) for k in (0, n - 1)
-                ]
-                alike = [*zip(copies, (each[0], each[-1]), strict=True)]
-                if not lines.draws and not any(
-                    all(math.isclose(a, b * times, rel_tol=CLOSE) for a, b in alike)
-                    for times in (1, n)
-                ):
-                    continue
-                whole, total = lines.value(batch, carried), math.fsum(each)
-                if any(math.isclose(whole, t, rel_tol=CLOSE) for t in (total / n, total)):
-                    return (axis, n), ()
-                return (axis, n), (
-                    f"The loss of a batch, {whole:.4g}, is neither the mean of the losses of its "
-                    f"{n} samples, {total / n:.4g}, nor their sum. A row belongs to the loss of a "
-                    "batch with one sample.",
-                )
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    """Return (axis, size) of the samples of a batch, or None for a single sample, and notes."""
+    for axis in sorted(axes_of(batch), key=lambda each: each[1] not in lines.sizes):
+        found = independence(batch, carried, lines, axis)
+        if found is not None and found.independent:
+            return axis, found.notes
     told = (
         "Each batch is one row: its loss is not a loss of independent samples. If the script has "
         "an argument for the batch size, 1 makes each sample a row."
@@ -136,7 +120,84 @@ def _axis_of(
     return None, (told,) * (size_of(batch) > 1)
 
 
-def _axes(batch: Any) -> list[tuple[int, int]]:
+@dataclass(frozen=True)
+class Independence:
+    """Whether the samples of a batch are independent, and the losses that show it."""
+
+    independent: bool
+    nearly: bool  # whether a weight of the whole batch may be the only reason
+    alone: float  # the loss of a sample
+    several: float  # the loss of a batch of copies of this sample
+    notes: tuple[str, ...]
+
+
+def independence(
+    batch: Any, carried: Mapping[str, Any], lines: Lines, axis: tuple[int, int]
+) -> Independence | None:
+    """Return whether a loss is a sum over its samples, or nearly the same for copies of a sample.
+
+    A mean with weights, and the Dice loss, are nearly the same for copies; contrastive losses are
+    not. If the lines draw random numbers, the means over several draws are compared. The result is
+    None if the lines cannot be run for samples along this axis.
+    """
+    modes = {module: module.training for module in lines.model.modules()}
+    lines.model.eval()
+    try:
+        for m in sorted({min(axis[1], _COPIES), axis[1]}):
+            with suppress(Exception), torch.no_grad():
+                return _independence(batch, carried, lines, axis, m)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return None
+
+
+def _independence(
+    batch: Any, carried: Mapping[str, Any], lines: Lines, axis: tuple[int, int], m: int
+) -> Independence:
+    """Compare the losses of m samples and of m copies of a sample."""
+    k, n = axis
+
+    def of(rows: list[int], seed: int = 0) -> float:
+        part, own = _part((batch, carried), rows, n, k)
+        return lines.value(part, own, size=(n, len(rows)), seed=seed)
+
+    each = [of([row]) for row in range(m)]
+    seeds = range(_DRAWS if lines.draws else 1)
+
+    def draws(rows: list[int]) -> Tensor:
+        return torch.tensor([of(rows, seed) for seed in seeds], dtype=torch.float64)
+
+    alone = torch.stack([draws([row]) for row in (0, m - 1)])
+    several = torch.stack([draws([row] * m) for row in (0, m - 1)])
+    pairs = torch.stack([draws([a % m, b % m]) for a, b in ((0, 1), (0, 2), (3, 2), (3, 1))])
+    noise = torch.zeros(2, dtype=torch.float64)
+    if lines.draws:
+        noise = 5 * ((alone.var(1) + several.var(1)) / len(seeds)).sqrt()
+    first, others = alone.mean(1), several.mean(1)
+
+    def equal(a: Tensor, b: Tensor, times: int = 1) -> bool:
+        return bool(((a - b).abs() <= _EQUAL * a.abs() + noise * times).all())
+
+    # L(a, b) - L(a, c) is the same for each a: the loss is a sum over the samples
+    mixed = pairs[0] - pairs[1] + pairs[2] - pairs[3]
+    spread = 5 * (mixed.var() / len(seeds)).sqrt() if lines.draws else torch.zeros(())
+    is_sum = bool(mixed.mean().abs() <= _EQUAL * pairs.abs().max() + spread)
+    close = bool(((others - first).abs() <= _COUPLED * torch.maximum(others, first).abs()).all())
+    independent = is_sum or equal(others, first) or equal(others, m * first, m)
+    notes: tuple[str, ...] = ()
+    whole, total = of([*range(m)]), math.fsum(each)
+    is_mean = any(math.isclose(whole, t, rel_tol=CLOSE) for t in (total / m, total))
+    if not lines.draws and not is_mean:
+        notes = (
+            f"The loss of a batch of {m}, {whole:.4g}, is neither the mean of the losses of its "
+            f"samples, {total / m:.4g}, nor their sum. A row belongs to the loss of a batch with "
+            "one sample.",
+        )
+    return Independence(independent, independent or close, float(first[0]), float(others[0]), notes)
+
+
+def axes_of(batch: Any) -> list[tuple[int, int]]:
     """Return the axes that may be the samples', of the first entry of a batch, with their sizes."""
     if _are_samples(batch):
         return [(0, len(batch))]
@@ -154,7 +215,7 @@ def _axes(batch: Any) -> list[tuple[int, int]]:
 
 def _same_axis(batch: Any, axis: tuple[int, int] | None) -> tuple[int, int] | None:
     """Return the sample axis of another batch, which may have another number of samples."""
-    return next((own for own in _axes(batch) if axis is not None and own[0] == axis[0]), None)
+    return next((own for own in axes_of(batch) if axis is not None and own[0] == axis[0]), None)
 
 
 def _sizes(entry: Any) -> list[int]:

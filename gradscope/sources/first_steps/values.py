@@ -81,6 +81,12 @@ def random_states() -> tuple[Any, ...]:
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 
+def same_states(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two results of `random_states` are equal."""
+    numpy = all(np.array_equal(a, b) for a, b in zip(some[1], others[1], strict=True))
+    return numpy and some[0] == others[0] and torch.equal(some[2], others[2])
+
+
 def restore(states: Sequence[Any]) -> None:
     """Set the states of the random generators; () means that they are not known."""
     if states:

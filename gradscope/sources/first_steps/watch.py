@@ -1,5 +1,6 @@
 """Watches a script that trains, until its second step."""
 
+import inspect
 import sys
 import time
 from collections import deque
@@ -86,6 +87,7 @@ class FirstSteps:
         traced = sys.gettrace()
         backward: Any = Tensor.backward
         iterate: Any = DataLoader.__iter__
+        make: Any = DataLoader.__init__
         add: Any = Optimizer.add_param_group
 
         def noted_backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -114,6 +116,14 @@ class FirstSteps:
             register_optimizer_step_pre_hook(lambda *_: self._at_step()),
             register_optimizer_step_post_hook(after_step),
         ]
+
+        def without_workers(loader: Any, *args: Any, **kwargs: Any) -> None:
+            given = inspect.signature(make).bind(loader, *args, **kwargs)
+            given.arguments |= {"num_workers": 0, "persistent_workers": False, "timeout": 0}
+            given.arguments |= {"prefetch_factor": None, "multiprocessing_context": None}
+            make(*given.args, **given.kwargs)
+
+        DataLoader.__init__ = without_workers  # type: ignore[assignment, method-assign]
         Tensor.backward = noted_backward  # type: ignore[assignment, method-assign]
         DataLoader.__iter__ = noted_iterate  # type: ignore[assignment, method-assign]
         Optimizer.add_param_group = noted_add  # type: ignore[assignment, method-assign]
@@ -124,6 +134,7 @@ class FirstSteps:
             for hook in hooks:
                 hook.remove()
             Tensor.backward = backward  # type: ignore[method-assign]
+            DataLoader.__init__ = make  # type: ignore[method-assign]
             DataLoader.__iter__ = iterate  # type: ignore[method-assign]
             Optimizer.add_param_group = add  # type: ignore[method-assign]
 
