@@ -14,7 +14,7 @@ import re
 import symtable
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from gradscope.sources.variables import (
 BATCH = "_batch"  # the variable with the batch, in the function that is made of a loop
 SIZED = "_sized"  # a function that returns 1 for the size of a batch, if one sample is computed
 STEP = "training_step"  # the method of Lightning
+_FETCHED = "_fetched"  # the variable of batches that the lines take from iterators
 _LOSS = "_loss"  # the variable of a loss that a with statement computes
 _LOOPS = (ast.For, ast.While)
 _NEXT = {"next", "__next__"}
@@ -223,6 +224,7 @@ class Round:
     head: int  # the line of the loop, or 0 if a call of a function is a round
     start: range  # the first lines at which the variables of a batch have their values
     lines: tuple[int, int]  # its first line, and the line that calls backward() or leads to it
+    fetches: bool = False  # whether the lines take the batches from iterators of DataLoaders
 
     @property
     def names(self) -> set[str]:
@@ -271,13 +273,16 @@ def rounds(
     if not way:
         return
     own = bound_in(body)
+    fetched = ast.Name(_FETCHED, ast.Store())
     for depth, (_, loop) in reversed([*enumerate(way)]):
         if isinstance(loop, _LOOPS) and depth < len(way) - 1:
             inner = way[depth + 1 : depth + 2] if whole else way[depth + 1 :]
             lines, value = _lines_to(inner, whole=whole)
+            around = loop.lineno, loop.body[0], inner[-1][1]
             for target, rest in _batches(loop, lines):
-                around = loop.lineno, loop.body[0], inner[-1][1]
                 yield _round(around, lines, value, target, rest, variables, own)
+            found = _round(around, lines, value, fetched, lines, variables, own)
+            yield replace(found, fetches=True)
     if isinstance(node, ast.FunctionDef):
         way = way[:1] if whole else way
         lines, value = _lines_to(way, whole=whole)
@@ -286,7 +291,10 @@ def rounds(
             yield _round(around, lines, value, target, rest, variables, own)
         names: list[ast.expr] = [ast.Name(n, ast.Store()) for n in parameters(node) if n != "self"]
         every = ast.Tuple(names, ast.Store())
-        yield _round((0, body[0], way[-1][1]), lines, value, every, lines, variables, own)
+        around = 0, body[0], way[-1][1]
+        yield _round(around, lines, value, every, lines, variables, own)
+        found = _round(around, lines, value, fetched, lines, variables, own)
+        yield replace(found, fetches=True)
 
 
 def _batches(
@@ -300,8 +308,20 @@ def _batches(
             if None not in [getattr(each, "upper", None) for each in slices]:
                 yield line.targets[0], lines[k + 1 :]
     target, rest = _batch(loop, lines)
+    if target is None and isinstance(loop, ast.For):
+        target = _zipped(loop)
     if target is not None:
         yield target, rest
+
+
+def _zipped(loop: ast.For) -> ast.expr | None:
+    """Return the variables of a loop over batches of several loaders, zip(a, b)."""
+    node, target = loop.iter, loop.target
+    while isinstance(node, ast.Call) and node.args and last_name_of_call(node) != "zip":
+        if last_name_of_call(node) == "enumerate" and isinstance(target, ast.Tuple):
+            target = target.elts[-1]
+        node = node.args[0]
+    return target if last_name_of_call(node) == "zip" else None
 
 
 def _is_function(node: ast.AST, name: str, first: int) -> bool:

@@ -173,6 +173,48 @@ def _of_weighted(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x)[0], y)
 
 
+# batches that the lines take from iterators, below conditions, with workers
+FETCHED = """
+def endless(loader):
+    while True:
+        for batch in loader:
+            yield batch
+
+def train(model, first, second, steps=6):
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    first, second = endless(first), endless(second)
+    for step in range(steps):
+        loss = 0
+        if steps:
+            x, y = next(first)
+            out, _ = model(x)
+            loss = loss + F.cross_entropy(out, y)
+        if steps > 1:
+            x, _ = next(second)
+            loss = loss + model(x)[1].square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+if __name__ == "__main__":
+    model = Net()
+    loaders = [DataLoader(data(), batch_size=4, num_workers=k) for k in (1, 0)]
+    train(model, *loaders)
+    torch.save(model.state_dict(), "net.pt")
+"""
+
+# two loaders at once
+ZIPPED = """
+model = Net()
+optimizer = optim.SGD(model.parameters(), lr=0.1)
+loaders = [DataLoader(data(), batch_size=4) for _ in range(2)]
+for step, ((x, y), (again, _)) in enumerate(zip(*loaders)):
+    loss = F.cross_entropy(model(x)[0], y) + model(again)[1].square().mean()
+    loss.backward()
+    optimizer.step()
+torch.save(model.state_dict(), "net.pt")
+"""
+
 # LBFGS calls a function that computes the loss
 CLOSURE = """
 model = Net()
@@ -254,11 +296,23 @@ torch.save(model.state_dict(), "net.pt")
         (LISTS, _of_lists, False),
         (OBJECTS, _of_lists, False),
         (WEIGHTED, _of_weighted, False),
+        (FETCHED, _of_closure, False),
+        (ZIPPED, _of_closure, False),
         (CLOSURE, _of_closure, True),
         (TWO_MODES, _of_closure, True),
         (ACCELERATED, _of_closure, True),
     ],
-    ids=["twice", "lists", "objects", "weighted", "closure", "two modes", "accelerated"],
+    ids=[
+        "twice",
+        "lists",
+        "objects",
+        "weighted",
+        "fetched",
+        "zipped",
+        "closure",
+        "two modes",
+        "accelerated",
+    ],
 )
 def test_batches_of_other_forms(
     gradscope: Gradscope,
@@ -562,6 +616,41 @@ def test_samples_that_a_loss_compares_are_refused(
     assert len(norms(gradscope)) == 12
 
 
+WRITES = """
+import shutil
+from pathlib import Path
+torch.save(Net().state_dict(), "epoch-0.pt")
+torch.save([1], "new.pt")
+assert torch.load("new.pt") == [1]
+with open("log.txt", "w") as log:
+    log.write("again")
+Path("old.txt").unlink()
+shutil.rmtree("runs")
+Path("args.txt").rename("moved.txt")
+"""
+
+
+@CWD
+def test_files_that_were_there_before_are_restored(
+    gradscope: Gradscope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["script.py"])
+    loops.train(loops.PASSED)
+    Path("script.py").write_text(loops.HEAD + WRITES + loops.PASSED)
+    Path("runs").mkdir()
+    names = ["epoch-0.pt", "log.txt", "old.txt", "runs/one.txt", "args.txt"]
+    for name in names:
+        Path(name).write_text(f"content of {name}")
+    gradscope("init", "net.pt", "script.py")
+    done = gradscope("check", "--config", "run.toml")
+    assert done.code == 0, done.err
+    for name in names:
+        assert Path(name).read_text() == f"content of {name}"
+    text = told(done.out)
+    assert "files that were there before; they are unchanged: log.txt, old.txt" in text
+    assert "epoch-0.pt" in text
+
+
 @CWD
 def test_samples_of_something_else_are_refused(
     gradscope: Gradscope, monkeypatch: pytest.MonkeyPatch
@@ -587,7 +676,7 @@ def test_notes_name_the_lines_and_compare_the_loss(
     assert "for one sample each." in text
     assert "They give the script's own loss of a batch" in text
     assert "which the script divides by 4" in text
-    assert "The samples are those of the script's first batches" in text
+    assert "The samples are those of the script's batches after the first" in text
 
 
 @CWD

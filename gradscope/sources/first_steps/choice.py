@@ -64,7 +64,7 @@ def chosen(
         ModelError: No loop gives a loss, or its parameters are in no module.
     """
     found, failed = list[Step](), list[GradscopeError]()
-    for place in places:
+    for place in (each for each in places if each.done):
         try:
             found.append(_step(place, modules, optimised, path))
         except (ModelError, CoupledSamplesError) as error:

@@ -3,7 +3,14 @@
 import copy
 import io
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import (
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+    suppress,
+)
 from typing import Any
 
 import torch
@@ -47,6 +54,7 @@ class Lines:
         self._calls = max(len(recorded.lines), 1)  # of backward(), whose losses are added
         self._size: tuple[int, int] | None = None  # of the script's batches, and of this batch
         self._dtype = _dtype_of(model)
+        self._feed, self._fetches = place.feed, place.round.fetches
         self._carried = place.round.carried
         own = place.round.names & recorded.values.keys()
         self._values = {name: _detached(recorded.values[name]) for name in sorted(own)}
@@ -79,7 +87,8 @@ class Lines:
         dtype = _dtype_of(model)
         if dtype != self._dtype:
             batch, carried = _cast(batch, dtype), _cast(carried, dtype)
-        with _in_place_of(self.model, model, self.trains), _ended_at_backward(self._calls):
+        feeding = self._feed.giving(batch) if self._fetches else nullcontext()
+        with feeding, _in_place_of(self.model, model, self.trains), _ended_at_backward(self._calls):
             try:
                 found = self._of(dtype)(None, batch, **carried)
             except _FoundLoss as reached:

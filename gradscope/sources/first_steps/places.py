@@ -3,8 +3,8 @@
 import ast
 import copy
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CodeType, FrameType
@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from gradscope.errors import ModelError
 from gradscope.model.copies import graph_leaves
 from gradscope.sources.first_steps.values import copied, leaves, random_states, same, size_of
 from gradscope.sources.loops import Round, rounds
@@ -34,6 +35,7 @@ class Recorded:
     parameters: dict[int, nn.Parameter] = field(default_factory=dict)  # of the losses, by id
     weights: dict[int, Tensor] = field(default_factory=dict)  # their values at that time
     ended: bool = False
+    fetched: list[Any] = field(default_factory=list)  # the batches of DataLoaders since its start
 
     @property
     def loss(self) -> float:
@@ -52,6 +54,44 @@ class Recorded:
 
 
 @dataclass
+class Feed:
+    """Batches that iterators of DataLoaders return in place of their own."""
+
+    batches: list[Any] | None = None
+
+    @contextmanager
+    def giving(self, batches: Any) -> Iterator[None]:
+        """Let the iterators return these batches in the body."""
+        self.batches = [*batches]
+        try:
+            yield
+        finally:
+            self.batches = None
+
+
+class Batches:
+    """An iterator of a DataLoader, whose batches are noted."""
+
+    def __init__(self, batches: Iterator[Any], feed: Feed, note: Callable[[Any], None]) -> None:
+        self._batches, self._feed, self._note = batches, feed, note
+
+    def __iter__(self) -> "Batches":
+        return self
+
+    def __next__(self) -> Any:
+        if self._feed.batches is not None:
+            if not self._feed.batches:
+                raise ModelError("the lines take more batches than the script's round did")
+            return self._feed.batches.pop(0)
+        batch = next(self._batches)
+        self._note(batch)
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+
+@dataclass
 class Place:
     """A loop that runs, or a function that is called once a batch."""
 
@@ -59,13 +99,17 @@ class Place:
     file: Path
     round: Round
     names: dict[str, Any]  # the global names
+    feed: "Feed"
     name: str = ""  # a sentence about the lines, if they belong to a library
     rounds: list[Recorded] = field(default_factory=list)
 
     @property
     def done(self) -> list[Recorded]:
         """The rounds that have ended; the round of the first backward() if there is no other."""
-        return [each for each in self.rounds[1:] if each.ended] or self.rounds[:1]
+        ended = [each for each in self.rounds[1:] if each.ended]
+        if self.round.fetches:
+            return [each for each in ended if each.fetched]
+        return ended or self.rounds[:1]
 
     @property
     def open(self) -> Recorded | None:
@@ -87,6 +131,8 @@ class Place:
         if self.open is not None and not self.open.losses:
             self.rounds.pop()
         elif self.open is not None:
+            if self.round.fetches:
+                self.open.batch = tuple(self.open.fetched)
             self.open.ended = True
 
     def of_lines(self, lines: Iterable[int]) -> "Place":
@@ -94,11 +140,11 @@ class Place:
         called = [*lines]
         if not called or self.name or called == [self.round.lines[1]]:
             return self
-        wanted = self.round.head, ast.dump(self.round.target)
+        wanted = self.round.head, ast.dump(self.round.target), self.round.fetches
         for found in _rounds(self.code, self.file, called[-1], whole=len(called) > 1):
-            if not found.head and not wanted[0]:
+            if not found.head and not wanted[0] and not found.fetches:
                 found = replace(found, target=self.round.target)
-            if (found.head, ast.dump(found.target)) == wanted:
+            if (found.head, ast.dump(found.target), found.fetches) == wanted:
                 return replace(self, round=found)
         return self
 
@@ -112,17 +158,17 @@ class Place:
         )
 
 
-def places_of(frame: FrameType) -> Iterator[Place]:
+def places_of(frame: FrameType, feed: "Feed") -> Iterator[Place]:
     """Yield the loops over batches that run in a frame, the innermost first."""
     file, code = Path(frame.f_code.co_filename), frame.f_code
     with suppress(OSError, SyntaxError, ValueError):
         for found in _rounds(code, file, frame.f_lineno):
-            if not found.head:  # the parameters that are tensors
+            if not found.head and not found.fetches:  # the parameters that are tensors
                 assert isinstance(found.target, ast.Tuple)
                 kept = [each for each in found.target.elts if leaves(_value_of(each, frame))]
                 found = replace(found, target=ast.Tuple(kept, ast.Store()))
-            if size_of(_value_of(found.target, frame)):
-                yield Place(code, file, found, frame.f_globals)
+            if found.fetches or size_of(_value_of(found.target, frame)):
+                yield Place(code, file, found, frame.f_globals, feed)
 
 
 def _rounds(code: CodeType, file: Path, line: int, *, whole: bool = False) -> Iterator[Round]:

@@ -88,7 +88,10 @@ class Recordings(Dataset[Any]):
         kept = [pair for pair in zip(batches, axes, strict=True) if pair[1] or self.axis is None]
         self._samples = [one for batch, axis in kept for one in _split(*batch, axis)]
         n = count(len(self._samples), "sample")
-        self.notes = (f"The samples are those of the script's first batches, {n}.", *notes)
+        self.notes = (
+            f"The samples are those of the script's batches after the first, {n}.",
+            *notes,
+        )
 
     def __len__(self) -> int:
         return len(self._samples)

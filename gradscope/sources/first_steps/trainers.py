@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from gradscope.sources.first_steps.modules import file_of
-from gradscope.sources.first_steps.places import Place, Recorded
+from gradscope.sources.first_steps.places import Feed, Place, Recorded
 from gradscope.sources.first_steps.values import copied, leaves, same
 from gradscope.sources.loops import Round
 
@@ -55,7 +55,11 @@ def _loss_of_transformers(trainer: Any, batch: Any) -> Any:
 
 
 def place_of_trainer(
-    trainer: Any, step: Callable[[Any], Any], batch: Any, yielded: Iterable[tuple[Any, Any]]
+    trainer: Any,
+    step: Callable[[Any], Any],
+    batch: Any,
+    yielded: Iterable[tuple[Any, Any]],
+    feed: Feed,
 ) -> Place:
     """Return the loop of a library, with its round."""
     kind = type(trainer)
@@ -63,7 +67,7 @@ def place_of_trainer(
     code = getattr(trainer, method).__func__.__code__
     value = ast.parse(f"{_STEP}({_GIVEN})", mode="eval").body
     of = Round(ast.Name(_GIVEN, ast.Store()), (), value, 0, range(0), (0, 0))
-    place = Place(code, file_of(kind), of, {"__builtins__": __builtins__})
+    place = Place(code, file_of(kind), of, {"__builtins__": __builtins__}, feed)
     loaders = [loader for loader, made in yielded if same(*map(leaves, (batch, made)))]
     place.rounds = [Recorded({_STEP: step}, copied(batch), next(iter(loaders), None))]
     place.name = f"The loss is that of {kind.__name__}.{method}, for one sample each."

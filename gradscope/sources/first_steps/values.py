@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import ModuleType
 from typing import Any
@@ -11,6 +11,8 @@ from zlib import crc32
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
 from gradscope.core.batch import tensors
 
@@ -48,8 +50,8 @@ def size_of(batch: Any) -> int:
 
 def is_object(value: Any) -> bool:
     """Whether a value is a batch with attributes, such as torchtext makes."""
-    plain = hasattr(value, "__dict__") and not isinstance(value, type | ModuleType | nn.Module)
-    return plain and not callable(value)
+    others = (type, ModuleType, nn.Module, Dataset, DataLoader, Optimizer, Iterator)
+    return hasattr(value, "__dict__") and not isinstance(value, others) and not callable(value)
 
 
 def same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

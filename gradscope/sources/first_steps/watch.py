@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,9 +24,9 @@ from gradscope.errors import ModelError
 from gradscope.model.locate import is_installed
 from gradscope.sources.first_steps.choice import Step, chosen
 from gradscope.sources.first_steps.modules import modules_of, modules_of_values
-from gradscope.sources.first_steps.places import Place, places_of
+from gradscope.sources.first_steps.places import Batches, Feed, Place, places_of
 from gradscope.sources.first_steps.trainers import place_of_trainer, steps_of_trainers
-from gradscope.sources.first_steps.values import ELSE, size_of
+from gradscope.sources.first_steps.values import ELSE, copied, size_of
 
 _ENOUGH, _SECONDS = 64, 5.0  # samples to record of batches that no DataLoader makes, and seconds
 _AHEAD = 4  # batches of DataLoaders to remember
@@ -46,6 +47,7 @@ class FirstSteps:
     line: str = ""  # the first line that calls backward()
     # DataLoaders and their last batches: accelerate reads one batch ahead
     yielded: deque[tuple[Any, Any]] = field(default_factory=lambda: deque(maxlen=_AHEAD))
+    feed: Feed = field(default_factory=Feed)
     since: float = 0.0
     ended: bool = False
     inside: bool = False  # whether backward() runs
@@ -76,7 +78,7 @@ class FirstSteps:
                 "file, or `gradscope init CHECKPOINT FILE.py -- ARGUMENTS`. A script that trains "
                 f"in other processes is not followed. {ELSE}",
             )
-        if not self.places:
+        if not any(place.done for place in self.places):
             what = f"{self.line} is called, but not in a loop over batches that gradscope finds"
             raise ModelError(what, where=str(self.path), remedy=ELSE)
         return chosen(self.places, self.modules, self.optimised, self.path)
@@ -101,9 +103,7 @@ class FirstSteps:
                 self.inside = False
 
         def noted_iterate(loader: Any) -> Iterator[Any]:
-            for batch in iterate(loader):
-                self.yielded.appendleft((loader, batch))
-                yield batch
+            return Batches(iterate(loader), self.feed, partial(self._note, loader))
 
         def noted_add(optimizer: Any, group: dict[str, Any]) -> None:
             add(optimizer, group)
@@ -138,6 +138,13 @@ class FirstSteps:
             DataLoader.__iter__ = iterate  # type: ignore[method-assign]
             Optimizer.add_param_group = add  # type: ignore[method-assign]
 
+    def _note(self, loader: Any, batch: Any) -> None:
+        """Note a batch of a DataLoader."""
+        self.yielded.appendleft((loader, batch))
+        for place in self.places:
+            if place.round.fetches and place.open is not None:
+                place.open.fetched.append(copied(batch))
+
     def _at_backward(self, loss: Tensor, frame: FrameType) -> None:
         """Find the loops at the first call of backward(); note the losses of later calls."""
         if self.ended:
@@ -162,8 +169,8 @@ class FirstSteps:
         self.stepping = True
 
     def _end_if_known(self) -> None:
-        known = [place for place in self.places if len(place.rounds) > 1 and place.done[0].ended]
-        known = [place for place in known if place.rounds[1].ended]
+        known = [place for place in self.places if any(e.ended for e in place.rounds[1:])]
+        known = [place for place in known if place.done]
         if not known:
             return
         rows = max(sum(size_of(each.batch) for each in place.done) for place in known)
@@ -189,14 +196,14 @@ class FirstSteps:
         self.since = time.perf_counter()
         self.modules = modules_of(own)
         for trainer, step, batch in steps_of_trainers(every):
-            place = place_of_trainer(trainer, step, batch, self.yielded)
+            place = place_of_trainer(trainer, step, batch, self.yielded, self.feed)
             place.rounds[0].add(loss, 0, keep=False)
             self.places = [place]
             self.modules |= modules_of_values({type(trainer).__name__: trainer})
             self.ended = True
             raise _Reached
         for each in own:
-            for place in places_of(each):
+            for place in places_of(each, self.feed):
                 place.take(each, self.yielded)  # if there is no second round
                 self.places.append(place)
                 each.f_trace = self._trace_lines
