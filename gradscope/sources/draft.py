@@ -329,7 +329,7 @@ def _of_script(result: Draft, spec: RunSpec, script: Path, folder: Path) -> Draf
     checkpoint = {"path": _relative(spec.checkpoint.path, folder), **kept}
     group = {} if spec.dataset.group is None else {"group": spec.dataset.group}
     told = " ".join([own, *map(shlex.quote, spec.model.argv)])
-    why = f"`check` and `compute` run `{told}` until its second training step"
+    why = f"`check` and `compute` run the first training steps of `{told}`"
     result.guessed["model.factory"] = f"{model}: {why}"
     result.text = _TEMPLATE.format(
         model=f"# {_comment(why)}\nfactory = {quoted(model)}",

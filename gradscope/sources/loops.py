@@ -300,18 +300,24 @@ def rounds(
 def _batches(
     loop: ast.For | ast.While, lines: Sequence[ast.stmt]
 ) -> Iterator[tuple[ast.expr, Sequence[ast.stmt]]]:
-    """Yield the variables of a batch, and the lines after their assignment, in several ways."""
-    for k, line in enumerate(lines):  # part = samples[start:end]
-        if isinstance(line, ast.Assign):
-            values = line.value.elts if isinstance(line.value, ast.Tuple) else [line.value]
-            slices = [getattr(_unmoved(each), "slice", None) for each in values]
-            if None not in [getattr(each, "upper", None) for each in slices]:
-                yield line.targets[0], lines[k + 1 :]
-    target, rest = _batch(loop, lines)
-    if target is None and isinstance(loop, ast.For):
-        target = _zipped(loop)
-    if target is not None:
-        yield target, rest
+    """Yield the variables of a batch, and the lines after their assignment, in several ways.
+
+    They are of a statement x = next(batches), of the loop, of a call such as get_batch(), and of
+    statements such as part = samples[start:end].
+    """
+    found, rest = _batch(loop, lines)
+    target = (_target(loop) or _zipped(loop)) if isinstance(loop, ast.For) else None
+    ways = [(found, rest)] if found is not None else []
+    ways += [(target, lines)] if target is not None and target is not found else []
+    for k, line in enumerate(lines):
+        if not isinstance(line, ast.Assign):
+            continue
+        values = line.value.elts if isinstance(line.value, ast.Tuple) else [line.value]
+        slices = [getattr(_unmoved(each), "slice", None) for each in values]
+        gets = _GETS.search(last_name_of_call(line.value))
+        if gets or None not in [getattr(each, "upper", None) for each in slices]:
+            ways.append((line.targets[0], lines[k + 1 :]))
+    yield from ways
 
 
 def _zipped(loop: ast.For) -> ast.expr | None:
@@ -333,11 +339,12 @@ def _is_function(node: ast.AST, name: str, first: int) -> bool:
 
 def _way_to(body: Sequence[ast.stmt], line: int) -> list[tuple[list[ast.stmt], ast.stmt]]:
     """Return (statements in front, statement) for each level of blocks around a line."""
-    for k, each in enumerate(body):
-        if each.lineno <= line <= (each.end_lineno or each.lineno):
-            every = [*blocks(each), *(h.body for h in getattr(each, "handlers", ()))]
-            inner = (way for block in every if (way := _way_to(block, line)))
-            return [([*body[:k]], each), *next(inner, [])]
+    around = [k for k, s in enumerate(body) if s.lineno <= line <= (s.end_lineno or s.lineno)]
+    around.sort(key=lambda k: not _calls_backward(body[k]))  # several statements on a line
+    for k in around[:1]:
+        every = [*blocks(body[k]), *(h.body for h in getattr(body[k], "handlers", ()))]
+        inner = (way for block in every if (way := _way_to(block, line)))
+        return [([*body[:k]], body[k]), *next(inner, [])]
     return []
 
 

@@ -215,6 +215,24 @@ for step, ((x, y), (again, _)) in enumerate(zip(*loaders)):
 torch.save(model.state_dict(), "net.pt")
 """
 
+# a method with "batch" in its name, and several statements on a line
+PARSED = """
+class Parser(Net):
+    def parse_batch(self, batch):
+        return batch[0] * 2, batch[1]
+
+def train(model, optimizer):
+    for epoch in range(2):
+        for i, batch in enumerate(DataLoader(data(), batch_size=4, shuffle=True)):
+            x, y = model.parse_batch(batch)
+            loss = F.cross_entropy(model(x)[0], y)
+            optimizer.zero_grad(); loss.backward(); optimizer.step()
+
+model = Parser()
+train(model, optim.SGD(model.parameters(), lr=0.1))
+torch.save(model.state_dict(), "net.pt")
+"""
+
 # LBFGS calls a function that computes the loss
 CLOSURE = """
 model = Net()
@@ -298,6 +316,7 @@ torch.save(model.state_dict(), "net.pt")
         (WEIGHTED, _of_weighted, False),
         (FETCHED, _of_closure, False),
         (ZIPPED, _of_closure, False),
+        (PARSED, _of_lists, True),
         (CLOSURE, _of_closure, True),
         (TWO_MODES, _of_closure, True),
         (ACCELERATED, _of_closure, True),
@@ -309,6 +328,7 @@ torch.save(model.state_dict(), "net.pt")
         "weighted",
         "fetched",
         "zipped",
+        "parsed",
         "closure",
         "two modes",
         "accelerated",
@@ -674,7 +694,7 @@ def test_notes_name_the_lines_and_compare_the_loss(
     done = gradscope("check", "--config", "run.toml")
     text = told(done.out)
     assert "for one sample each." in text
-    assert "They give the script's own loss of a batch" in text
+    assert "In the script's second step they give its own loss" in text
     assert "which the script divides by 4" in text
     assert "The samples are those of the script's batches after the first" in text
 

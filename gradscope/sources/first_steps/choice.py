@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from gradscope.core.texts import listed
 from gradscope.errors import CoupledSamplesError, GradscopeError, ModelError
-from gradscope.model.locate import first_line
+from gradscope.model.locate import describe_raised
 from gradscope.model.randomness import seeded
 from gradscope.sources.first_steps.lines import Lines
 from gradscope.sources.first_steps.modules import model_of
@@ -104,8 +104,9 @@ def _step(
         told = (f"The loss is the sum of the losses of {n} calls of backward().", *told)
     samples: Samples | Recordings
     if first.loader is not None and not is_stream(first.loader):
-        samples, divided = Samples(first.loader), True
-        told += _require_independent(first, lines)
+        samples = Samples(first.loader)
+        divided = _runs(lines, samples)
+        told += _require_independent(first, lines) if divided else ()
     else:
         samples = Recordings(place, lines)
         divided = samples.axis is not None
@@ -116,6 +117,21 @@ def _step(
         (place.told(), *told, *notes, *samples.notes),
         (right, divided, first.loader is not None),
     )
+
+
+def _runs(lines: Lines, samples: Samples) -> bool:
+    """Whether the lines run for a batch with only the first sample."""
+    modes = {module: module.training for module in lines.model.modules()}
+    lines.model.eval()
+    try:
+        with torch.no_grad():
+            lines.value(*samples.batch(0), size=samples.size)
+        return True
+    except Exception:
+        return False
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def _require_independent(recorded: Recorded, lines: Lines) -> tuple[str, ...]:
@@ -159,7 +175,7 @@ def _again(lines: Lines, recorded: Recorded, place: Place) -> float:
         first, last = place.round.lines
         raise ModelError(
             f"lines {first} to {last} of {place.file.name} cannot be run again for the same batch: "
-            f"{type(error).__name__}: {first_line(error)}",
+            f"{error.what if isinstance(error, GradscopeError) else describe_raised(error)}",
             where=str(place.file),
             remedy=ELSE,
         ) from error
@@ -196,10 +212,10 @@ def _compared(found: float, loss: float) -> tuple[tuple[str, ...], bool]:
     share = round(found / loss) if loss else 1
     if math.isclose(found, loss * max(share, 1), rel_tol=CLOSE, abs_tol=1e-8):
         told = f", which the script divides by {share}" if share > 1 else ""
-        return (f"They give the script's own loss of a batch, {found:.6g}{told}.",), True
+        return (f"In the script's second step they give its own loss, {found:.6g}{told}.",), True
     return (
-        f"They give the loss {found:.6g} for a batch, but the script had {loss:.6g}: it may use "
-        "numbers that change between the steps.",
+        f"In the script's second step they give the loss {found:.6g}, but the script had "
+        f"{loss:.6g}: it may use numbers that change between the steps.",
     ), False
 
 

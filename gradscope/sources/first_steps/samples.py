@@ -193,9 +193,8 @@ def _independence(
     is_mean = any(math.isclose(whole, t, rel_tol=CLOSE) for t in (total / m, total))
     if not lines.draws and not is_mean:
         notes = (
-            f"The loss of a batch of {m}, {whole:.4g}, is neither the mean of the losses of its "
-            f"samples, {total / m:.4g}, nor their sum. A row belongs to the loss of a batch with "
-            "one sample.",
+            f"The loss of {m} samples together, {whole:.4g}, is neither the mean of their losses, "
+            f"{total / m:.4g}, nor the sum. Each row is of the loss of a batch with one sample.",
         )
     return Independence(independent, independent or close, float(first[0]), float(others[0]), notes)
 
