@@ -28,10 +28,7 @@ _LOSS = "make_loss"  # the name of the function in the code of a round
 
 
 class _FoundLoss(BaseException):
-    """Ends the lines of a loop at backward(), with the loss."""
-
-    def __init__(self, loss: Tensor) -> None:
-        self.loss = loss
+    """Ends the lines of a loop at backward()."""
 
 
 class Lines:
@@ -42,6 +39,7 @@ class Lines:
         draws: Whether the lines draw random numbers of torch.
         trains: Modules that stay in training mode.
         used: The modules that a call of `again` used.
+        calls: The number of calls of backward() in the last evaluation.
         sizes: The sizes of batches that the lines read, such as args.batch_size.
     """
 
@@ -51,7 +49,8 @@ class Lines:
         self.trains: list[nn.Module] = []
         self.used: list[nn.Module] = []
         self.sizes = set[int]()
-        self._calls = max(len(recorded.lines), 1)  # of backward(), whose losses are added
+        self.calls = 0
+        self._most = max(len(recorded.lines), 1)  # calls of backward(), whose losses are added
         self._size: tuple[int, int] | None = None  # of the script's batches, and of this batch
         self._dtype = _dtype_of(model)
         self._feed, self._fetches = place.feed, place.round.fetches
@@ -88,11 +87,14 @@ class Lines:
         if dtype != self._dtype:
             batch, carried = _cast(batch, dtype), _cast(carried, dtype)
         feeding = self._feed.giving(batch) if self._fetches else nullcontext()
-        with feeding, _in_place_of(self.model, model, self.trains), _ended_at_backward(self._calls):
+        ended = _ended_at_backward(self._most)
+        with feeding, _in_place_of(self.model, model, self.trains), ended as losses:
             try:
                 found = self._of(dtype)(None, batch, **carried)
-            except _FoundLoss as reached:
-                found = reached.loss
+            except _FoundLoss:
+                found = None
+        self.calls = len(losses)
+        found = torch.stack(losses).sum() if losses else found  # fewer calls for a small batch
         if not isinstance(found, Tensor) or found.numel() != 1:
             kind = f"{tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
             raise ModelError(f"the lines returned no loss of one number: {kind}", remedy=ELSE)
@@ -198,8 +200,8 @@ def _in_place_of(own: nn.Module, given: nn.Module, trains: Collection[nn.Module]
 
 
 @contextmanager
-def _ended_at_backward(calls: int) -> Iterator[None]:
-    """Let a call of backward() end the body, with the sum of the losses of all calls.
+def _ended_at_backward(calls: int) -> Iterator[list[Tensor]]:
+    """Let a call of backward() end the body; yield a list for the losses of all calls.
 
     Modules keep their modes, and print() is quiet.
     """
@@ -209,7 +211,7 @@ def _ended_at_backward(calls: int) -> Iterator[None]:
     def end(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         losses.append(loss.sum())
         if len(losses) >= calls:
-            raise _FoundLoss(torch.stack(losses).sum())
+            raise _FoundLoss
 
     with ExitStack() as around:
         around.enter_context(redirect_stdout(io.StringIO()))
@@ -217,7 +219,7 @@ def _ended_at_backward(calls: int) -> Iterator[None]:
         Tensor.backward = end  # type: ignore[assignment, method-assign]
         nn.Module.train = lambda module, mode=True: module  # type: ignore[assignment, method-assign]
         try:
-            yield
+            yield losses
         finally:
             Tensor.backward = backward  # type: ignore[method-assign]
             nn.Module.train = train  # type: ignore[method-assign]

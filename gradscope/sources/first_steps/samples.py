@@ -23,6 +23,7 @@ from gradscope.sources.first_steps.values import checksum, copied, is_object, le
 CLOSE = 1e-4  # the largest relative difference of two losses that are equal
 _COPIES, _DRAWS = 4, 16  # copies of a sample, and draws of random numbers, to compare losses
 _EQUAL = 1e-5  # the largest relative difference of losses that are equal but for rounding
+_CLEAR = 0.05  # the largest relative spread of random losses that decides anything
 _COUPLED = 0.2  # the relative difference to the loss of copies of a sample that is refused
 _BYTES = 2**28  # of samples that are kept in memory
 _AUGMENTED = "samples are random, as with augmentation: each sample is one draw, seeded with its "
@@ -172,22 +173,27 @@ def _independence(
         return torch.tensor([of(rows, seed) for seed in seeds], dtype=torch.float64)
 
     alone = torch.stack([draws([row]) for row in (0, m - 1)])
+    calls: float = lines.calls
     several = torch.stack([draws([row] * m) for row in (0, m - 1)])
+    calls = lines.calls / max(calls, 1)
     pairs = torch.stack([draws([a % m, b % m]) for a, b in ((0, 1), (0, 2), (3, 2), (3, 1))])
-    noise = torch.zeros(2, dtype=torch.float64)
-    if lines.draws:
-        noise = 5 * ((alone.var(1) + several.var(1)) / len(seeds)).sqrt()
     first, others = alone.mean(1), several.mean(1)
 
-    def equal(a: Tensor, b: Tensor, times: int = 1) -> bool:
-        return bool(((a - b).abs() <= _EQUAL * a.abs() + noise * times).all())
+    def differ(times: float, share: float) -> bool:
+        """Whether the loss of copies is not `times` the loss of the sample, within a share."""
+        change = several - alone * times
+        noise = 4 * change.std(1) / math.sqrt(len(seeds)) if lines.draws else torch.zeros(2)
+        size = torch.maximum(others.abs(), (first * times).abs())
+        return bool((change.mean(1).abs() > share * size + noise).any())
 
     # L(a, b) - L(a, c) is the same for each a: the loss is a sum over the samples
     mixed = pairs[0] - pairs[1] + pairs[2] - pairs[3]
-    spread = 5 * (mixed.var() / len(seeds)).sqrt() if lines.draws else torch.zeros(())
-    is_sum = bool(mixed.mean().abs() <= _EQUAL * pairs.abs().max() + spread)
-    close = bool(((others - first).abs() <= _COUPLED * torch.maximum(others, first).abs()).all())
-    independent = is_sum or equal(others, first) or equal(others, m * first, m)
+    size = pairs.abs().max()
+    spread = 4 * mixed.std() / math.sqrt(len(seeds)) if lines.draws else torch.zeros(())
+    is_sum = bool(mixed.mean().abs() <= _EQUAL * size + spread) and bool(spread <= _CLEAR * size)
+    factors = (1, m, calls)  # a mean, a sum, a sum over parts of the batch
+    independent = is_sum or not all(differ(times, _EQUAL) for times in factors)
+    close = not all(differ(times, _COUPLED) for times in factors)
     notes: tuple[str, ...] = ()
     whole, total = of([*range(m)]), math.fsum(each)
     is_mean = any(math.isclose(whole, t, rel_tol=CLOSE) for t in (total / m, total))
