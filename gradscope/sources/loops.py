@@ -43,6 +43,7 @@ _LOSS = "_loss"  # the variable of a loss that a with statement computes
 _LOOPS = (ast.For, ast.While)
 _NEXT = {"next", "__next__"}
 _GETS = re.compile("batch", re.I)  # functions that return a batch
+_DRAWS = re.compile("batch|sample|fetch|draw|next", re.I)  # and others, if the script runs
 _SCALES = {"scale", "scale_loss"}
 _SCALERS = re.compile(r"scaler|amp|accelerator|fabric", re.I)
 # sizes of batches, and numbers of batches that share an update
@@ -314,7 +315,7 @@ def _batches(
             continue
         values = line.value.elts if isinstance(line.value, ast.Tuple) else [line.value]
         slices = [getattr(_unmoved(each), "slice", None) for each in values]
-        gets = _GETS.search(last_name_of_call(line.value))
+        gets = _DRAWS.search(last_name_of_call(line.value))
         if gets or None not in [getattr(each, "upper", None) for each in slices]:
             ways.append((line.targets[0], lines[k + 1 :]))
     yield from ways

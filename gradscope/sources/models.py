@@ -126,7 +126,7 @@ def _whole(
             parts = ", ".join(f'"{name}": {name}.state_dict()' for name in made)
             error.remedy = (
                 f"The script trains these modules together: {listed([*made])}. Save them in one "
-                f"file: torch.save({{{parts}}}, ...). {error.remedy or ''}".rstrip()
+                f"file: torch.save({{{parts}}}, ...)."
             )
             raise
         found = fitting_arguments(model, checkpoint, _made) if "fit" in error.what else {}

@@ -233,6 +233,30 @@ train(model, optim.SGD(model.parameters(), lr=0.1))
 torch.save(model.state_dict(), "net.pt")
 """
 
+# a buffer, whose batches are named tuples
+BUFFER = """
+from typing import NamedTuple
+
+class Sample(NamedTuple):
+    state: torch.Tensor
+    action: torch.Tensor
+
+class Buffer:
+    def sample(self, n):
+        k = torch.randint(12, (n,))
+        return Sample(*(t[k] for t in data().tensors))
+
+model, buffer = Net(), Buffer()
+optimizer = optim.SGD(model.parameters(), lr=0.1)
+for step in range(20):
+    part = buffer.sample(4)
+    loss = F.cross_entropy(model(part.state * 2)[0], part.action)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+torch.save(model.state_dict(), "net.pt")
+"""
+
 # LBFGS calls a function that computes the loss
 CLOSURE = """
 model = Net()
@@ -317,6 +341,7 @@ torch.save(model.state_dict(), "net.pt")
         (FETCHED, _of_closure, False),
         (ZIPPED, _of_closure, False),
         (PARSED, _of_lists, True),
+        (BUFFER, _of_lists, False),
         (CLOSURE, _of_closure, True),
         (TWO_MODES, _of_closure, True),
         (ACCELERATED, _of_closure, True),
@@ -329,6 +354,7 @@ torch.save(model.state_dict(), "net.pt")
         "fetched",
         "zipped",
         "parsed",
+        "buffer",
         "closure",
         "two modes",
         "accelerated",
@@ -427,7 +453,11 @@ for x, _ in DataLoader(data(), batch_size=4):
     loss.backward()
     optimizer.step()
 torch.save({"enc_par": encoder.state_dict(), "dec_par": decoder.state_dict()}, "net.pt")
-torch.save(encoder.state_dict(), "half.pt")
+os.makedirs("half", exist_ok=True)
+torch.save(encoder.state_dict(), "half/half.pt")
+for k in (0, 1):
+    torch.save({"state": encoder.state_dict(), "epoch": k}, f"of_encoder_{k}.pth")
+    torch.save(decoder.state_dict(), f"of_decoder_{k}.pth")
 """
 
 
@@ -452,7 +482,11 @@ def test_modules_that_are_trained_together(
         )
         want.append(float(sum(g.square().sum() for g in rows)) ** 0.5)
     assert found == pytest.approx(want, rel=1e-4)
-    gradscope("init", "half.pt", "script.py", "--overwrite")
+    gradscope("init", "of_encoder_1.pth", "script.py", "--overwrite")
+    assert norms(gradscope) == pytest.approx(want, rel=1e-4)
+    done = gradscope("check", "--config", "run.toml")
+    assert "decoder of of_decoder_1.pth, encoder of of_encoder_1.pth" in told(done.out)
+    gradscope("init", "half/half.pt", "script.py", "--overwrite")
     done = gradscope("check", "--config", "run.toml")
     assert done.code == 3
     assert "trains these modules together: decoder, encoder. Save them in one" in told(done.err)
@@ -511,6 +545,46 @@ def test_the_first_loss_of_two_models_needs_the_weights_of_both(
         fake = maker(x[None].roll(1, 1)).detach()
         loss = F.softplus(-judge(x[None])).sum() + F.softplus(judge(fake)).sum()
         rows = torch.autograd.grad(loss, list(judge.parameters()))
+        want.append(float(sum(g.square().sum() for g in rows)) ** 0.5)
+    assert found == pytest.approx(want, rel=1e-4)
+
+
+# the average of the weights is a teacher
+TEACHER = """
+import copy
+student = Net()
+teacher = copy.deepcopy(student).requires_grad_(False)
+optimizer = optim.SGD(student.parameters(), lr=0.1)
+for x, y in DataLoader(data(), batch_size=4):
+    out, hidden = student(x)
+    loss = F.cross_entropy(out, y) + F.mse_loss(out, teacher(x)[0])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    for mean, p in zip(teacher.parameters(), student.parameters()):
+        mean.mul_(0.5).add_(p.detach(), alpha=0.5)
+torch.save({"student": student.state_dict(), "teacher": teacher.state_dict()}, "net.pt")
+"""
+
+
+@CWD
+def test_an_average_of_the_weights_comes_from_the_checkpoint(
+    gradscope: Gradscope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["script.py"])
+    loops.train(TEACHER)
+    found = first_steps(gradscope)
+    student, teacher = loops._net(), loops._net()
+    stored = torch.load("net.pt")
+    student.load_state_dict(stored["student"])
+    teacher.load_state_dict(stored["teacher"])
+    names: dict[str, Any] = {}
+    exec(loops.HEAD, names)
+    want = []
+    for x, y in names["data"]():
+        out, _ = student(x[None])
+        loss = F.cross_entropy(out, y[None]) + F.mse_loss(out, teacher(x[None])[0].detach())
+        rows = torch.autograd.grad(loss, list(student.parameters()))
         want.append(float(sum(g.square().sum() for g in rows)) ** 0.5)
     assert found == pytest.approx(want, rel=1e-4)
 

@@ -49,7 +49,7 @@ class Step:
 def chosen(
     places: Sequence[Place],
     modules: Mapping[str, nn.Module],
-    optimised: Mapping[int, Tensor],
+    trained: Mapping[int, Tensor],
     path: Path,
 ) -> Step:
     """Return what the lines of a loop train; of several loops, the one that fits best.
@@ -57,7 +57,7 @@ def chosen(
     Args:
         places: The loops, the innermost first.
         modules: The modules in the script's variables.
-        optimised: The parameters of its optimizers, by id.
+        trained: The parameters that the training changes, by id.
         path: The script.
 
     Raises:
@@ -66,7 +66,7 @@ def chosen(
     found, failed = list[Step](), list[GradscopeError]()
     for place in (each for each in places if each.done):
         try:
-            found.append(_step(place, modules, optimised, path))
+            found.append(_step(place, modules, trained, path))
         except (ModelError, CoupledSamplesError) as error:
             failed.append(error)
     coupled = [each for each in failed if isinstance(each, CoupledSamplesError)]
@@ -76,7 +76,7 @@ def chosen(
 
 
 def _step(
-    place: Place, modules: Mapping[str, nn.Module], optimised: Mapping[int, Tensor], path: Path
+    place: Place, modules: Mapping[str, nn.Module], trained: Mapping[int, Tensor], path: Path
 ) -> Step:
     """Run the lines of a loop again for its first batch, with the weights of that time."""
     first = place.done[0]
@@ -87,11 +87,11 @@ def _step(
         lines = Lines(place, first, model)
         found = _again(lines, first, place)
         others = _others(modules, lines)
-        if trained := [name for name, own in others.items() if own & optimised.keys()]:
-            every = {id(p): p for name in trained for p in modules[name].parameters()}
+        if parts := [name for name, own in others.items() if own & trained.keys()]:
+            every = {id(p): p for name in parts for p in modules[name].parameters()}
             model = model_of(modules, first.parameters | every, path)
             lines = Lines(place, first, model)
-            others = {name: own for name, own in others.items() if name not in trained}
+            others = {name: own for name, own in others.items() if name not in parts}
         if others:
             notes += (
                 f"The lines also use {listed(others)}, with the weights that the script gives it.",

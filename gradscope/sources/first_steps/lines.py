@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gradscope.core.batch import tensors
 from gradscope.errors import ModelError
+from gradscope.model.copies import graph_leaves
 from gradscope.model.randomness import seeded
 from gradscope.sources.first_steps.places import Place, Recorded
 from gradscope.sources.first_steps.values import ELSE, copied, random_states, restore, same_states
@@ -101,13 +102,20 @@ class Lines:
         return found.reshape(())
 
     def again(self, recorded: Recorded) -> float:
-        """Return the loss of a recorded batch with the same random numbers."""
+        """Return the loss of a recorded batch with the same random numbers.
+
+        Raises:
+            ModelError: The lines do not use all parameters that the script's loss depends on.
+        """
         kept, used = random_states(), dict.fromkeys(self.used)
         hook = register_module_forward_pre_hook(lambda module, _: used.setdefault(module))
         try:
             restore(recorded.random)
-            with torch.no_grad():
-                return float(self(self.model, copied(recorded.batch), {}))
+            with torch.enable_grad():
+                loss = self(self.model, copied(recorded.batch), {})
+            if not recorded.parameters.keys() <= {id(leaf) for leaf in graph_leaves(loss)}:
+                raise ModelError("the lines do not use all parameters of the loss", remedy=ELSE)
+            return float(loss.detach())
         finally:
             restore(kept)
             hook.remove()

@@ -259,6 +259,8 @@ def _part(value: Any, rows: list[int], n: int, axis: int, depth: int = 1) -> Any
     part = partial(_part, rows=rows, n=n, axis=axis, depth=depth)
     if isinstance(value, Mapping):
         return {key: part(v) for key, v in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(map(part, value))
     if isinstance(value, tuple | list):
         if len(value) == n and _sizes(value)[:-1].count(n) == 0:
             return type(value)([value[k] for k in rows])

@@ -44,6 +44,7 @@ class FirstSteps:
     places: list[Place] = field(default_factory=list)
     modules: dict[str, nn.Module] = field(default_factory=dict)  # in its variables
     optimised: dict[int, Tensor] = field(default_factory=dict)  # the parameters of its optimizers
+    sums: dict[int, float] = field(default_factory=dict)  # of the parameters, at the first step
     line: str = ""  # the first line that calls backward()
     # DataLoaders and their last batches: accelerate reads one batch ahead
     yielded: deque[tuple[Any, Any]] = field(default_factory=lambda: deque(maxlen=_AHEAD))
@@ -81,7 +82,12 @@ class FirstSteps:
         if not any(place.done for place in self.places):
             what = f"{self.line} is called, but not in a loop over batches that gradscope finds"
             raise ModelError(what, where=str(self.path), remedy=ELSE)
-        return chosen(self.places, self.modules, self.optimised, self.path)
+        every = {id(p): p for module in self.modules.values() for p in module.parameters()}
+        # an average of the weights, such as a teacher, also changes
+        trained = self.optimised | {
+            k: p for k, p in every.items() if k in self.sums and _sum(p) != self.sums[k]
+        }
+        return chosen(self.places, self.modules, trained, self.path)
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -195,6 +201,8 @@ class FirstSteps:
             self.line = f"line {own[0].f_lineno} of {name}: backward()"
         self.since = time.perf_counter()
         self.modules = modules_of(own)
+        every_parameter = (p for module in self.modules.values() for p in module.parameters())
+        self.sums = {id(p): _sum(p) for p in every_parameter}
         for trainer, step, batch in steps_of_trainers(every):
             place = place_of_trainer(trainer, step, batch, self.yielded, self.feed)
             place.rounds[0].add(loss, 0, keep=False)
@@ -235,6 +243,10 @@ class FirstSteps:
         place.end()
         self._end_if_known()
         place.take(frame, self.yielded)
+
+
+def _sum(p: Tensor) -> float:
+    return float(p.detach().double().sum())
 
 
 def _frame_of(place: Place, frame: FrameType | None) -> FrameType | None:

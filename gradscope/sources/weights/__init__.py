@@ -1,6 +1,6 @@
 """Loads the weights of a checkpoint into a model after a check; on an error, nothing is loaded."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradscope.core.texts import listed
 from gradscope.errors import CheckpointError, located
 from gradscope.sources.code import user_file
 from gradscope.sources.formats import (
@@ -19,6 +20,7 @@ from gradscope.sources.formats import (
     sha256_of_list,
 )
 from gradscope.sources.weights.fit import fit_state
+from gradscope.sources.weights.parts import contents_of, files_of_parts
 from gradscope.sources.weights.readers import TRUSTED, files_of, read_trusted, weights_in
 
 
@@ -84,6 +86,9 @@ def load_into(
         CheckpointError: The file cannot be read, is refused, or does not fit the model.
     """
     content, report = read(path, unsafe_pickle=unsafe_pickle)
+    parts = files_of_parts(model, report.path, content) if isinstance(model, nn.ModuleDict) else {}
+    if isinstance(model, nn.ModuleDict) and parts:
+        content, report = contents_of(model, parts), _joined(report, parts)
     with located(report.path):
         fit = fit_state(model, content, key, ignore, asked)
         with user_file("the model's own load_state_dict"):
@@ -94,6 +99,14 @@ def load_into(
                     module._parameters[other] = first._parameters[name]
     notes = report.notes + fit.notes
     return replace(report, notes=notes, tensors=fit.tensors, key=fit.key, prefix=fit.prefix)
+
+
+def _joined(report: CheckpointReport, files: Mapping[str, Path]) -> CheckpointReport:
+    """Return the report of a checkpoint whose parts are in several files."""
+    digest = sha256_of_list([(file.name, sha256(file)) for file in files.values()])
+    told = listed(f"{name} of {file.name}" for name, file in files.items())
+    notes = (*report.notes, f"The weights are read from several files: {told}.")
+    return replace(report, sha256=digest, files=(*files.values(),), notes=notes)
 
 
 def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

@@ -264,15 +264,25 @@ def _with_parts(model: nn.ModuleDict, content: Mapping[Any, Any]) -> Mapping[Any
     }
     found: dict[str, Mapping[Any, Any]] = {}
     for name, part in model.items():
-        wanted = part.state_dict()
-        fits = {k: named for k, v in tables.items() if (named := _stripped(v, wanted)[1])}
-        fits = {k: named for k, named in fits.items() if _shapes(named) == _shapes(wanted)}
+        fits = {k: named for k, v in tables.items() if (named := fits_part(v, part)) is not None}
         if not fits:
             return content
         best = max(fits, key=lambda key: SequenceMatcher(None, name, str(key)).ratio())
         found[name] = fits[best]
         del tables[best]
     return found
+
+
+def fits_part(state: Mapping[Any, Any], part: nn.Module) -> Mapping[Any, Any] | None:
+    """Return a state dict with the names and shapes of a part of a model, or None.
+
+    A common prefix of the names in the state dict is removed.
+    """
+    if not all(isinstance(name, str) for name in state):
+        return None
+    wanted = part.state_dict()
+    named = _stripped(state, wanted)[1]
+    return named if _shapes(named) == _shapes(wanted) else None
 
 
 def _shapes(state: Mapping[Any, Any]) -> dict[str, tuple[int, ...]]:
