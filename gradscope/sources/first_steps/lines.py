@@ -173,6 +173,8 @@ def _cast(value: Any, dtype: torch.dtype | None, model: nn.Module | None = None)
     """Return a value with its floating-point tensors in a dtype; also modules, but `model`."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(_cast(v, dtype, model) for v in value)
     if type(value) in (tuple, list):
         return type(value)(_cast(v, dtype, model) for v in value)
     if type(value) is dict:
