@@ -463,7 +463,7 @@ class Session:
         asked = self.settings
         if self._evaluate is None:
             refused = not self._quick or len(self._fallbacks) < len(self._candidates())
-            if (refused or self._skipped) and len(self._fallbacks) > 1:
+            if (refused or self.skipped) and len(self._fallbacks) > 1:
                 self._fallbacks = self._fastest_first(batch)
             self.backend = self._fallbacks.pop(0)
             backend = backend_of(self.backend, asked.rows, own_loss=asked.own_loss)
@@ -563,10 +563,10 @@ class Session:
 
     def _candidates(self) -> list[str]:
         found = [*candidates(self.settings.backend, own_loss=self.settings.own_loss)]
-        return [name for name in found if name not in self._skipped] or found
+        return [name for name in found if name not in self.skipped] or found
 
     @property
-    def _skipped(self) -> tuple[str, ...]:
+    def skipped(self) -> tuple[str, ...]:
         """The backends that are slow or refuse for a loss of one sample at a time."""
         own: tuple[str, ...] = getattr(self.problem.function, "skips", ())
         return own if self.settings.backend == AUTO else ()

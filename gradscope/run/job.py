@@ -68,6 +68,7 @@ _SAME = {
     *("previews", "randomness", "rows", "group_reduction"),
 }
 BATCH_SAMPLES = 256  # the default batch size
+_ONE_BY_ONE = 8  # the same for a loss that is computed for one sample at a time
 # small models get larger batches, up to these numbers of samples and of gradients' entries
 _MOST_SAMPLES, _BATCH_NUMBERS = 2**15, 2**26
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}  # files of weights in a folder
@@ -522,6 +523,8 @@ def _usual_batch(
     if each == 1 and not session.settings.own_loss:
         size = max(1, sum(p.numel() for p in session.problem.parameters.values()))
         samples = max(samples, min(_MOST_SAMPLES, 1 << (_BATCH_NUMBERS // size).bit_length() >> 1))
+    if session.skipped:  # a larger batch is not faster, and its proof takes longer
+        samples = _ONE_BY_ONE * each
     samples = min(samples, len(rows))
     if _keeps_gradients(spec, chains) or spec.compute.backend not in ("auto", "hooks"):
         samples = min(samples, max_dense_samples(session))

@@ -755,7 +755,7 @@ def test_samples_of_something_else_are_refused(
     torch.save((torch.zeros(3, 4), torch.zeros(3)), "other.pt")
     done = gradscope("check", "--config", "run.toml", "net.pt", "other.pt")
     assert done.code == 3
-    assert "but the samples are not those of the script" in told(done.err)
+    assert "these samples do not belong to the script" in told(done.err)
 
 
 @CWD

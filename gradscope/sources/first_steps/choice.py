@@ -52,7 +52,7 @@ def chosen(
     trained: Mapping[int, Tensor],
     path: Path,
 ) -> Step:
-    """Return what the lines of a loop train; of several loops, the one that fits best.
+    """Return what the lines of the loop train that fits best.
 
     Args:
         places: The loops, the innermost first.
@@ -198,7 +198,7 @@ def _evaluates(lines: Lines, recorded: Recorded, place: Place) -> bool:
 
 
 def _others(modules: Mapping[str, nn.Module], lines: Lines) -> dict[str, set[int]]:
-    """Return {name: ids of its parameters} of modules that the lines use beside the model."""
+    """Return {name: ids of its parameters} of further modules that the lines use."""
     known = {id(p) for p in lines.model.parameters()}
     used = {id(p) for m in lines.used for p in m.parameters(recurse=False)} - known
     found = {name: {id(p) for p in module.parameters()} for name, module in modules.items()}
@@ -229,8 +229,8 @@ def _loss(lines: Lines, samples: Samples | Recordings) -> Callable[..., Tensor]:
             k = row[0] if len(row) == 2 else -1
             if not 0 <= k < len(samples) or row[1] != samples.checksum(k):
                 raise ModelError(
-                    "the loss is that of a script, but the samples are not those of the script",
-                    remedy="Give the script as the data, too. Or name a loss.",
+                    "the loss is that of a script, and these samples do not belong to the script",
+                    remedy="Give the script also as the data. Or name a loss.",
                 )
             batch, carried = samples.batch(k)
             with seeded(k):

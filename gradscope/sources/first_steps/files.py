@@ -32,7 +32,7 @@ class _Files:
         if not self.active:
             return
         self.active = False  # this function opens files, too
-        try:
+        with suppress(Exception):  # the script's own call reports a wrong path
             if (event == "open" and _writes(*values[1:3])) or event in ("os.remove", "os.truncate"):
                 self.keep(values[0])
             elif event == "os.rename":
@@ -41,8 +41,7 @@ class _Files:
             elif event == "shutil.rmtree":
                 for file in [*Path(os.fsdecode(values[0])).rglob("*")]:
                     self.keep(file)
-        finally:
-            self.active = True
+        self.active = True
 
     def keep(self, name: Any) -> bool:
         """Copy a file, unless the script made it; return whether it was there before."""

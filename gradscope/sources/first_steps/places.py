@@ -31,8 +31,10 @@ class Recorded:
     loader: "DataLoader[Any] | None"  # the DataLoader that made the batch
     random: tuple[Any, ...] = ()  # the states of the random generators at its start
     losses: list[float] = field(default_factory=list)
-    lines: list[int] = field(default_factory=list)  # of the calls of backward(), one for each loss
-    parameters: dict[int, nn.Parameter] = field(default_factory=dict)  # of the losses, by id
+    lines: list[int] = field(default_factory=list)  # the line of backward() for each loss
+    parameters: dict[int, nn.Parameter] = field(
+        default_factory=dict
+    )  # by id: the losses depend on them
     weights: dict[int, Tensor] = field(default_factory=dict)  # their values at that time
     ended: bool = False
     fetched: list[Any] = field(default_factory=list)  # the batches of DataLoaders since its start
@@ -55,7 +57,7 @@ class Recorded:
 
 @dataclass
 class Feed:
-    """Batches that iterators of DataLoaders return in place of their own."""
+    """Batches that iterators of DataLoaders return in place of the next ones."""
 
     batches: list[Any] | None = None
 

@@ -1,4 +1,4 @@
-"""The samples of a script: those of its DataLoader, or those of its first batches."""
+"""The samples of a script, from its DataLoader or from its first batches."""
 
 import copy
 import math

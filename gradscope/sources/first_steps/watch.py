@@ -44,7 +44,9 @@ class FirstSteps:
     places: list[Place] = field(default_factory=list)
     modules: dict[str, nn.Module] = field(default_factory=dict)  # in its variables
     optimised: dict[int, Tensor] = field(default_factory=dict)  # the parameters of its optimizers
-    sums: dict[int, float] = field(default_factory=dict)  # of the parameters, at the first step
+    sums: dict[int, float] = field(
+        default_factory=dict
+    )  # the sum of each parameter at the first step
     line: str = ""  # the first line that calls backward()
     # DataLoaders and their last batches: accelerate reads one batch ahead
     yielded: deque[tuple[Any, Any]] = field(default_factory=lambda: deque(maxlen=_AHEAD))

@@ -97,7 +97,8 @@ def load_into(
             for (first, name), *others in tied:
                 for module, other in others:
                     module._parameters[other] = first._parameters[name]
-    notes = report.notes + fit.notes
+    keys = "" if not parts else "several keys"  # the keys of files are made up
+    notes = report.notes + tuple(note for note in fit.notes if not keys or keys not in note)
     return replace(report, notes=notes, tensors=fit.tensors, key=fit.key, prefix=fit.prefix)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of models with several parts, each in a file of its own."""
+"""Checkpoints of models whose parts are in several files."""
 
 import re
 from collections.abc import Mapping
