@@ -252,9 +252,37 @@ for step in range(20):
     part = buffer.sample(4)
     loss = F.cross_entropy(model(part.state * 2)[0], part.action)
     optimizer.zero_grad()
-    loss.backward()
+    torch.autograd.backward(loss)
     optimizer.step()
 torch.save(model.state_dict(), "net.pt")
+"""
+
+# losses scaled for mixed precision, in a function that another one calls; one process of several
+SCALED = """
+import torch.distributed as dist
+if not dist.is_initialized():
+    dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/{os.getpid()}-{id(data)}",
+                            rank=0, world_size=1)
+
+class Worker:
+    def __init__(self):
+        self.net = Net()
+        self.model = nn.parallel.DistributedDataParallel(self.net)
+        self.optimizer = optim.SGD(self.net.parameters(), lr=0.1)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=True)
+    def update(self, loss):
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+    def run(self):
+        for x, y in DataLoader(data(), batch_size=4):
+            out, hidden = self.model(x)
+            self.update(F.cross_entropy(out, y) + hidden.square().mean())
+
+worker = Worker()
+worker.run()
+torch.save(worker.net.state_dict(), "net.pt")
 """
 
 # LBFGS calls a function that computes the loss
@@ -342,6 +370,7 @@ torch.save(model.state_dict(), "net.pt")
         (ZIPPED, _of_closure, False),
         (PARSED, _of_lists, True),
         (BUFFER, _of_lists, False),
+        (SCALED, _of_closure, True),
         (CLOSURE, _of_closure, True),
         (TWO_MODES, _of_closure, True),
         (ACCELERATED, _of_closure, True),
@@ -355,6 +384,7 @@ torch.save(model.state_dict(), "net.pt")
         "zipped",
         "parsed",
         "buffer",
+        "scaled",
         "closure",
         "two modes",
         "accelerated",

@@ -12,10 +12,12 @@ from contextlib import (
     suppress,
 )
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from gradscope.core.batch import tensors
 from gradscope.errors import ModelError
@@ -215,7 +217,6 @@ def _ended_at_backward(calls: int) -> Iterator[list[Tensor]]:
 
     Modules keep their modes, and print() is quiet.
     """
-    backward, train = Tensor.backward, nn.Module.train
     losses: list[Tensor] = []
 
     def end(loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -226,10 +227,13 @@ def _ended_at_backward(calls: int) -> Iterator[list[Tensor]]:
     with ExitStack() as around:
         around.enter_context(redirect_stdout(io.StringIO()))
         around.enter_context(redirect_stderr(io.StringIO()))
-        Tensor.backward = end  # type: ignore[assignment, method-assign]
-        nn.Module.train = lambda module, mode=True: module  # type: ignore[assignment, method-assign]
-        try:
-            yield losses
-        finally:
-            Tensor.backward = backward  # type: ignore[method-assign]
-            nn.Module.train = train  # type: ignore[method-assign]
+        around.enter_context(patch.object(Tensor, "backward", end))
+        around.enter_context(patch.object(torch.autograd, "backward", end))
+        around.enter_context(patch.object(nn.Module, "train", lambda module, mode=True: module))
+        # it would wait for gradients of other processes
+        around.enter_context(patch.object(DistributedDataParallel, "forward", _of_module))
+        yield losses
+
+
+def _of_module(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    return wrapper.module(*args, **kwargs)

@@ -4,15 +4,18 @@ import inspect
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
+import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -30,6 +33,11 @@ from gradscope.sources.first_steps.values import ELSE, copied, size_of
 
 _ENOUGH, _SECONDS = 64, 5.0  # samples to record of batches that no DataLoader makes, and seconds
 _AHEAD = 4  # batches of DataLoaders to remember
+
+
+# arguments of a DataLoader
+_NO_WORKERS: dict[str, Any] = {"num_workers": 0, "persistent_workers": False, "timeout": 0}
+_NO_WORKERS |= {"prefetch_factor": None, "multiprocessing_context": None}
 
 
 class _Reached(BaseException):
@@ -96,8 +104,8 @@ class FirstSteps:
         """Watch backward(), optimizers, and batches of DataLoaders in the body."""
         traced = sys.gettrace()
         backward: Any = Tensor.backward
+        autograd: Any = torch.autograd.backward
         iterate: Any = DataLoader.__iter__
-        make: Any = DataLoader.__init__
         add: Any = Optimizer.add_param_group
 
         def noted_backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -109,6 +117,11 @@ class FirstSteps:
                 return backward(loss, *args, **kwargs)
             finally:
                 self.inside = False
+
+        def noted_autograd(losses: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.inside or not isinstance(losses, Tensor):
+                return autograd(losses, *args, **kwargs)
+            return noted_backward(losses, *args, **kwargs)
 
         def noted_iterate(loader: Any) -> Iterator[Any]:
             return Batches(iterate(loader), self.feed, partial(self._note, loader))
@@ -125,26 +138,20 @@ class FirstSteps:
             register_optimizer_step_post_hook(after_step),
         ]
 
-        def without_workers(loader: Any, *args: Any, **kwargs: Any) -> None:
-            given = inspect.signature(make).bind(loader, *args, **kwargs)
-            given.arguments |= {"num_workers": 0, "persistent_workers": False, "timeout": 0}
-            given.arguments |= {"prefetch_factor": None, "multiprocessing_context": None}
-            make(*given.args, **given.kwargs)
-
-        DataLoader.__init__ = without_workers  # type: ignore[assignment, method-assign]
-        Tensor.backward = noted_backward  # type: ignore[assignment, method-assign]
-        DataLoader.__iter__ = noted_iterate  # type: ignore[assignment, method-assign]
-        Optimizer.add_param_group = noted_add  # type: ignore[assignment, method-assign]
-        try:
-            yield
-        finally:
-            sys.settrace(traced)
+        with ExitStack() as around:
+            around.callback(sys.settrace, traced)
+            for kind, name, function in (
+                (Tensor, "backward", noted_backward),
+                (torch.autograd, "backward", noted_autograd),
+                (DataLoader, "__iter__", noted_iterate),
+                (DataLoader, "__init__", _with(DataLoader.__init__, _NO_WORKERS)),
+                (GradScaler, "__init__", _with(GradScaler.__init__, {"enabled": False})),
+                (Optimizer, "add_param_group", noted_add),
+            ):
+                around.enter_context(patch.object(kind, name, function))
             for hook in hooks:
-                hook.remove()
-            Tensor.backward = backward  # type: ignore[method-assign]
-            DataLoader.__init__ = make  # type: ignore[method-assign]
-            DataLoader.__iter__ = iterate  # type: ignore[method-assign]
-            Optimizer.add_param_group = add  # type: ignore[method-assign]
+                around.callback(hook.remove)
+            yield
 
     def _note(self, loader: Any, batch: Any) -> None:
         """Note a batch of a DataLoader."""
@@ -245,6 +252,17 @@ class FirstSteps:
         place.end()
         self._end_if_known()
         place.take(frame, self.yielded)
+
+
+def _with(function: Any, values: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return a function that replaces arguments."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(function).bind(*args, **kwargs)
+        given.arguments |= values
+        return function(*given.args, **given.kwargs)
+
+    return called
 
 
 def _sum(p: Tensor) -> float:
