@@ -109,6 +109,7 @@ def test_a_state_dict_beside_what_training_leaves(tmp_path: Path, kind: str, key
         "losses": np.arange(3.0),
         "config": argparse.Namespace(lr=0.1, folder=tmp_path),
         "random": {"numpy": np.random.default_rng(0).bit_generator.state, "torch": torch.ones(3)},
+        "generators": [np.random.RandomState(0), np.random.default_rng(0)],
         "vocabulary": {"a": 0, "b": 1},
         "generator": nn.Sequential(nn.Conv2d(1, 1, 1)).state_dict(),
         key: state(),

@@ -53,8 +53,12 @@ _STATE_DICT = (
     "If you trust this one, unsafe_pickle=True loads it."
 )
 
+_GENERATORS = [
+    np.random.Generator(getattr(np.random, name)())
+    for name in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+]
 # Types that training scripts save with the weights and that have only data: a numpy score, a random
-# state, parsed arguments, a path. torch refuses them by default.
+# generator, parsed arguments, a path. torch refuses them by default.
 _HARMLESS: list[Any] = [
     argparse.Namespace,
     torch.utils.data.TensorDataset,
@@ -67,6 +71,12 @@ _HARMLESS: list[Any] = [
         for value, name in ((np.float64(), "scalar"), (np.zeros(1), "_reconstruct"))
         for core in ("core", "_core")
     ),
+    *(type(each) for each in (np.random.RandomState(), *_GENERATORS)),
+    *(type(each.bit_generator) for each in _GENERATORS),
+    *(each.__reduce__()[0] for each in (np.random.RandomState(), *_GENERATORS)),
+    *(each.bit_generator.__reduce__()[0] for each in _GENERATORS),
+    np.random.SeedSequence,
+    np.random.SeedSequence().__reduce__()[0],
 ]
 
 # the forms in which torch's unpickler names a refused type
