@@ -55,9 +55,10 @@ def fit_state(
     """
     with user_file("the model's own state_dict"):
         expected: StateDict = model.state_dict()
+    whole = None
     if isinstance(model, nn.ModuleDict) and isinstance(content, Mapping):
-        content = _with_parts(model, content)
-    key, state = _state_dict(content, expected, key)
+        whole = _of_parts(model, content)
+    key, state = _state_dict(content, expected, key) if whole is None else ("", whole)
     odd = [repr(name) for name in state if not isinstance(name, str)]
     if odd:
         what = f"these names in the state dict are not text: {listed(odd)}"
@@ -252,25 +253,26 @@ def _joined(content: Mapping[Any, Any]) -> Joined | None:
     return found
 
 
-def _with_parts(model: nn.ModuleDict, content: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return a table of state dicts with the names of a model's parts, if each fits one part.
+def _of_parts(model: nn.ModuleDict, content: Mapping[Any, Any]) -> Joined | None:
+    """Return the state dict of a model from a table with a state dict for each of its parts.
 
-    If a part fits several state dicts, the one with the most similar key is taken.
+    If a part fits several state dicts, the one with the most similar key is taken. The result is
+    None if a part fits none, or if several keys are equally similar.
     """
-    tables = {
-        key: state
-        for key, state in content.items()
-        if isinstance(state, Mapping) and all(isinstance(name, str) for name in state)
-    }
-    found: dict[str, Mapping[Any, Any]] = {}
+    tables = {key: state for key, state in content.items() if isinstance(state, Mapping)}
+    found, keys = dict[str, Any](), list[str]()
     for name, part in model.items():
         fits = {k: named for k, v in tables.items() if (named := fits_part(v, part)) is not None}
-        if not fits:
-            return content
-        best = max(fits, key=lambda key: SequenceMatcher(None, name, str(key)).ratio())
-        found[name] = fits[best]
-        del tables[best]
-    return found
+        alike = {key: SequenceMatcher(None, name, str(key)).ratio() for key in fits}
+        best = [key for key in fits if alike[key] == max(alike.values())]
+        if len(best) != 1:
+            return None
+        found |= {f"{name}.{entry}": value for entry, value in fits[best[0]].items()}
+        keys.append(f"{best[0]} for {name}")
+        del tables[best[0]]
+    whole = Joined(found)
+    whole.keys_of_parts = keys
+    return whole
 
 
 def fits_part(state: Mapping[Any, Any], part: nn.Module) -> Mapping[Any, Any] | None:
