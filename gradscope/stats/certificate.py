@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from gradscope.core import texts
-from gradscope.core.texts import count
+from gradscope.core.texts import count, listed
 from gradscope.errors import ResultFileError
 from gradscope.stats.records import Floats, Json, Record, wide
 from gradscope.stats.sections import Fact, Line, Styled, facts_under, size
@@ -175,7 +175,7 @@ def unused_facts(certificate: Mapping[str, Any]) -> list[Fact]:
     """Return the parameters that no sample's loss depends on, if there are any."""
     names = certificate.get("unused")
     known = isinstance(names, list | tuple) and names
-    return [("unused", ", ".join(map(str, known)))] if known else []
+    return [("unused", listed(map(str, known)))] if known else []
 
 
 def spans(found: Sequence[Span], noun: str) -> str:
