@@ -196,6 +196,9 @@ def draft(spec: RunSpec, data: Path, folder: Path) -> Draft:
     checkpoint_lines, stored = _checkpoint(result, spec, folder, files)
     made_by = Path(str(data).rpartition(":")[0])  # the script of FILE.py:NAME
     drafted = _model(result, model, checkpoint, folder, files, stored, made_by)
+    if made_by.is_file():  # other scripts may train with another loss
+        own = [made_by, *_imported([made_by])]
+        near = own if any(b".backward" in file.read_bytes() for file in own) else near
     given = stored.given
     result.unused |= given.unread
     called = losses_called(near, drafted.file, given) or losses_called(files, drafted.file, given)
