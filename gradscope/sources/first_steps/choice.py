@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from gradscope.core.texts import listed
 from gradscope.errors import CoupledSamplesError, GradscopeError, ModelError
 from gradscope.model.locate import describe_raised
 from gradscope.model.randomness import seeded
-from gradscope.sources.first_steps.lines import Lines
+from gradscope.sources.first_steps.lines import Lines, evaluating
 from gradscope.sources.first_steps.modules import model_of
 from gradscope.sources.first_steps.places import Place, Recorded
 from gradscope.sources.first_steps.samples import (
@@ -67,6 +67,8 @@ def chosen(
     for place in (each for each in places if each.done):
         try:
             found.append(_step(place, modules, trained, path))
+            if all(found[-1].rank):
+                return found[-1]
         except (ModelError, CoupledSamplesError) as error:
             failed.append(error)
     coupled = [each for each in failed if isinstance(each, CoupledSamplesError)]
@@ -122,17 +124,10 @@ def _step(
 
 def _runs(lines: Lines, samples: Samples) -> bool:
     """Whether the lines run for a batch with only the first sample."""
-    modes = {module: module.training for module in lines.model.modules()}
-    lines.model.eval()
-    try:
-        with torch.no_grad():
-            lines.value(*samples.batch(0), size=samples.size)
+    with evaluating(lines.model), torch.no_grad(), suppress(Exception):
+        lines.value(*samples.batch(0), size=samples.size)
         return True
-    except Exception:
-        return False
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    return False
 
 
 def _require_independent(recorded: Recorded, lines: Lines) -> tuple[str, ...]:
@@ -184,18 +179,14 @@ def _again(lines: Lines, recorded: Recorded, place: Place) -> float:
 
 def _evaluates(lines: Lines, recorded: Recorded, place: Place) -> bool:
     """Whether the lines run in evaluation mode; else modules of own classes keep training."""
-    modes = {module: module.training for module in lines.model.modules()}
-    lines.model.eval()
-    try:
-        lines.again(recorded)
-        return True
-    except Exception:
-        lines.trains = [m for m in modes if type(m).__module__.partition(".")[0] != "torch"]
+    with evaluating(lines.model):
+        with suppress(Exception):
+            lines.again(recorded)
+            return True
+        every = lines.model.modules()
+        lines.trains = [m for m in every if type(m).__module__.partition(".")[0] != "torch"]
         _again(lines, recorded, place)
-        return False
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    return False
 
 
 def _others(modules: Mapping[str, nn.Module], lines: Lines) -> dict[str, set[int]]:

@@ -192,6 +192,18 @@ def _parts(model: nn.Module | None) -> Iterable[nn.Module]:
 
 
 @contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model in evaluation mode in the body, and each module back in its mode."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
 def _in_place_of(own: nn.Module, given: nn.Module, trains: Collection[nn.Module]) -> Iterator[None]:
     """Let a module have the tensors, the attributes and the mode of another one in the body.
 

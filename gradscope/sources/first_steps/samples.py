@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from gradscope.core.texts import count
 from gradscope.model.randomness import seeded
-from gradscope.sources.first_steps.lines import Lines
+from gradscope.sources.first_steps.lines import Lines, evaluating
 from gradscope.sources.first_steps.places import Place
 from gradscope.sources.first_steps.values import checksum, copied, is_object, leaves, size_of
 
@@ -144,15 +144,9 @@ def independence(
     not. If the lines draw random numbers, the means over several draws are compared. The result is
     None if the lines cannot be run for samples along this axis.
     """
-    modes = {module: module.training for module in lines.model.modules()}
-    lines.model.eval()
-    try:
-        for m in sorted({min(axis[1], _COPIES), axis[1]}):
-            with suppress(Exception), torch.no_grad():
-                return _independence(batch, carried, lines, axis, m)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    for m in sorted({min(axis[1], _COPIES), axis[1]}):
+        with evaluating(lines.model), torch.no_grad(), suppress(Exception):
+            return _independence(batch, carried, lines, axis, m)
     return None
 
 
