@@ -40,7 +40,6 @@ def deep_copy(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module, "Co
     known: dict[Any, Any] = {**memo}
     for module in model.modules():  # most are dicts of hooks; `copy` takes long for each
         known |= {id(v): OrderedDict() for v in vars(module).values() if _is_empty(v)}
-        known |= {id(v): v.detach().clone() for v in _computed(vars(module).values())}
     made = copy.deepcopy(model, known)
     own = {id(t): name for name, t in _tensors(model)}
     for _, t in _tensors(made):
@@ -52,15 +51,6 @@ def deep_copy(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module, "Co
     copies = Copies(known)
     copies.complete()
     return made, copies
-
-
-def _computed(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield tensors with a graph, which `copy` refuses: results that a module keeps of a call."""
-    for value in values:
-        if isinstance(value, Tensor) and not value.is_leaf:
-            yield value
-        elif type(value) in (list, tuple):
-            yield from _computed(value)
 
 
 def graph_leaves(value: Tensor) -> Iterator[Tensor]:

@@ -671,8 +671,10 @@ def _run_script(path: Path, kind: str) -> tuple[Step, str]:
             _steps[name] = steps.step()
     except BaseException as error:
         sys.modules.pop(name, None)
-        if parses_arguments(tree):
-            _name_arguments(error)
+        remedy = (isinstance(error, ModelError) and error.remedy) or ""
+        if remedy.startswith(_CORRECT):
+            told = "The script stopped before its second training step. Give it other arguments, "
+            error.remedy = f"{told}after -- or as argv under [model]. Or c{remedy[1:]}"  # type: ignore[attr-defined]
         raise
     finally:
         sys.modules["__main__"] = main

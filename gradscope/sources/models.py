@@ -221,7 +221,7 @@ def _made(factory: str, kwargs: Mapping[str, Any]) -> Any:
     function = load_function(factory, "model factory")
     where = f"model factory {factory}"
     if isinstance(function, nn.Module):  # a variable of a script
-        made, function = function, lambda: deep_copy(made, {})[0]
+        made, function = function, lambda: _copied(made)
     with suppress(TypeError, ValueError):  # a builtin without a signature: the call checks it
         signature = inspect.signature(function)
         try:
@@ -234,6 +234,17 @@ def _made(factory: str, kwargs: Mapping[str, Any]) -> Any:
     given = {name: _argument(value) for name, value in kwargs.items()}
     with user_file(where), loading(factory, "model factory"):
         return function(**given)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """Return a copy of a model; weights that are computed from parameters are copied as values."""
+    computed = {
+        id(value): value.detach().clone()
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, Tensor) and not value.is_leaf  # as of nn.utils.weight_norm
+    }
+    return deep_copy(model, computed)[0]
 
 
 def _argument(value: Any) -> Any:

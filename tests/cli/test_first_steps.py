@@ -285,6 +285,49 @@ worker.run()
 torch.save(worker.net.state_dict(), "net.pt")
 """
 
+# a function of a batch, which is one tensor, or a list
+CALLED = """
+def step(batch):
+    x = batch * 2
+    loss = model(x)[1].square().mean() + F.cross_entropy(model(x)[0], targets[: len(x)] * 0)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+model, (inputs, targets) = Net(), data().tensors
+optimizer = optim.SGD(model.parameters(), lr=0.1)
+for batch in DataLoader(inputs, batch_size=4):
+    step(batch)
+torch.save(model.state_dict(), "net.pt")
+"""
+
+
+def _of_called(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    out, hidden = model(x * 2)
+    return hidden.square().mean() + F.cross_entropy(out, y * 0)
+
+
+CALLED_BACK = """
+class Engine:
+    def __init__(self, function): self.function = function
+    def run(self, loader):
+        for batch in loader:
+            self.function(self, batch)
+
+def step(engine, batch):
+    x, y = batch
+    out, hidden = model(x)
+    loss = F.cross_entropy(out, y) + hidden.square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+model = Net()
+optimizer = optim.SGD(model.parameters(), lr=0.1)
+Engine(step).run(DataLoader(data(), batch_size=4, shuffle=True))
+torch.save(model.state_dict(), "net.pt")
+"""
+
 # LBFGS calls a function that computes the loss
 CLOSURE = """
 model = Net()
@@ -371,6 +414,8 @@ torch.save(model.state_dict(), "net.pt")
         (PARSED, _of_lists, True),
         (BUFFER, _of_lists, False),
         (SCALED, _of_closure, True),
+        (CALLED, _of_called, True),
+        (CALLED_BACK, _of_closure, True),
         (CLOSURE, _of_closure, True),
         (TWO_MODES, _of_closure, True),
         (ACCELERATED, _of_closure, True),
@@ -385,6 +430,8 @@ torch.save(model.state_dict(), "net.pt")
         "parsed",
         "buffer",
         "scaled",
+        "called",
+        "called back",
         "closure",
         "two modes",
         "accelerated",

@@ -16,7 +16,7 @@ from gradscope.errors import CoupledSamplesError, GradscopeError, ModelError
 from gradscope.model.locate import describe_raised
 from gradscope.model.randomness import seeded
 from gradscope.sources.first_steps.lines import Lines, evaluating
-from gradscope.sources.first_steps.modules import model_of
+from gradscope.sources.first_steps.modules import forget_graphs, model_of
 from gradscope.sources.first_steps.places import Place, Recorded
 from gradscope.sources.first_steps.samples import (
     CLOSE,
@@ -26,7 +26,7 @@ from gradscope.sources.first_steps.samples import (
     independence,
     is_stream,
 )
-from gradscope.sources.first_steps.values import ELSE
+from gradscope.sources.first_steps.values import ELSE, leaves
 
 _TRAINING = (
     "The script's loss needs outputs of the training mode: in evaluation mode, modules of its own "
@@ -105,14 +105,17 @@ def _step(
     if len(first.lines) > 1:
         n = len(first.lines)
         told = (f"The loss is the sum of the losses of {n} calls of backward().", *told)
-    samples: Samples | Recordings
+    samples: Samples | Recordings | None = None
     if first.loader is not None and not is_stream(first.loader):
         samples = Samples(first.loader)
-        divided = _runs(lines, samples)
-        told += _require_independent(first, lines) if divided else ()
+        samples = samples if _runs(lines, samples, first) else None
+    divided = samples is not None
+    if samples is not None:
+        told += _require_independent(first, lines)
     else:
         samples = Recordings(place, lines)
         divided = samples.axis is not None
+    forget_graphs(model)
     return Step(
         model,
         samples,
@@ -122,8 +125,12 @@ def _step(
     )
 
 
-def _runs(lines: Lines, samples: Samples) -> bool:
-    """Whether the lines run for a batch with only the first sample."""
+def _runs(lines: Lines, samples: Samples, recorded: Recorded) -> bool:
+    """Whether the lines run for a batch with only the first sample, of the script's form."""
+    one, several = (leaves(batch) for batch in (samples.batch(0)[0], recorded.batch))
+    alike = [t.dim() for t in one] == [t.dim() for t in several]
+    if len(one) == len(several) and not alike:
+        return False
     with evaluating(lines.model), torch.no_grad(), suppress(Exception):
         lines.value(*samples.batch(0), size=samples.size)
         return True

@@ -60,6 +60,14 @@ def _own_names(module: nn.Module) -> Iterable[str]:
     return module._modules.keys() if is_wrapper else ()
 
 
+def forget_graphs(model: nn.Module) -> None:
+    """Detach results of a forward pass that modules keep, which cannot be copied."""
+    for module in model.modules():
+        for name, value in [*vars(module).items()]:
+            if isinstance(value, Tensor) and not value.is_leaf:
+                vars(module)[name] = value.detach()
+
+
 def file_of(kind: type) -> Path:
     """Return the file of a class."""
     return Path(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")

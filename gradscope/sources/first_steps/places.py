@@ -124,7 +124,11 @@ class Place:
         self.end()
         batch = _value_of(self.round.target, frame)
         own = leaves(batch)
-        loaders = (loader for loader, made in yielded if same(own, leaves(made)))
+        loaders = (
+            loader
+            for loader, made in yielded
+            if same(own, leaves(made)) and _unpacks(self.round.target, made)
+        )
         values = {**frame.f_locals}
         self.rounds.append(Recorded(values, copied(batch), next(loaders, None), random_states()))
 
@@ -168,7 +172,8 @@ def places_of(frame: FrameType, feed: "Feed") -> Iterator[Place]:
             if not found.head and not found.fetches:  # the parameters that are tensors
                 assert isinstance(found.target, ast.Tuple)
                 kept = [each for each in found.target.elts if leaves(_value_of(each, frame))]
-                found = replace(found, target=ast.Tuple(kept, ast.Store()))
+                target = kept[0] if len(kept) == 1 else ast.Tuple(kept, ast.Store())
+                found = replace(found, target=target)
             if found.fetches or size_of(_value_of(found.target, frame)):
                 yield Place(code, file, found, frame.f_globals, feed)
 
@@ -177,6 +182,15 @@ def _rounds(code: CodeType, file: Path, line: int, *, whole: bool = False) -> It
     tree = ast.parse(file.read_bytes(), str(file))
     function = None if code.co_name == _MODULE else (code.co_name, code.co_firstlineno)
     return rounds(tree, function, line, Variables(tree, file), whole=whole)
+
+
+def _unpacks(target: ast.expr, batch: Any) -> bool:
+    """Whether the variables of a batch are assigned by unpacking it."""
+    if not isinstance(target, ast.Tuple | ast.List):
+        return True
+    several = isinstance(batch, tuple | list) and len(batch) == len(target.elts)
+    pairs = zip(target.elts, batch, strict=True) if several else ()
+    return several and all(_unpacks(inner, part) for inner, part in pairs)
 
 
 def _value_of(target: ast.expr, frame: FrameType) -> Any:
