@@ -1,11 +1,11 @@
 """How the rule of `auto` was chosen: `python -m benchmarks.attribution.study`.
 
-Scores come from the inverse of H = (1 − ρ)F + ρT, or from the mean of H⁻¹ and T⁻¹. T is the EK-FAC
-damped by α. With the form `raised`, ρ / (1 − ρ) is multiplied by d/N, the effective directions of T
-for each sample, where there is more than one. All is computed in float64 from dense rows, for each
-training of `kinds`. A rule is a form, a share ρ and a way to choose α without retraining.
-Leave-one-task-out: for each task, the rule that is best on all other tasks. The tasks of `UNSEEN`
-choose no rule.
+Scores come from the inverse of H = (1 − ρ)F + ρT, or from the mean of H⁻¹ and T⁻¹. T is the damped
+EK-FAC. With the forms `raised` and `raised further`, ρ / (1 − ρ) is multiplied by d/N or its power
+1.5. d/N is the number of effective directions of T for each sample, if there is more than one. All
+is computed in float64 from dense rows, for each training of `kinds`. A rule is a form, a share ρ
+and a way to choose the damping without retraining. Leave-one-task-out: for each task, the rule that
+is best on all other tasks. The tasks of `UNSEEN` choose no rule.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import gradscope
 from benchmarks.attribution.kinds import KINDS, UNSEEN, Kind, agreement, stored
 from benchmarks.attribution.methods import METHODS
 from benchmarks.attribution.truth import Truth
-from gradscope.attribution.curvature import LEAST, RemainingGradient, ekfac_curvature
+from gradscope.attribution.curvature import LEAST, RemainingGradient, Ridge, ekfac_curvature
 from gradscope.attribution.sources import scope_source
 from gradscope.blocks import DenseBlock, Gradients
 
@@ -33,7 +33,9 @@ Rows = Mapping[str, Tensor]  # {parameter: (n, *shape)}
 Rule = tuple[str, float, str]  # form, share, way to choose α
 SHARES = (0.95, 0.8, 0.4, 0.2)
 DAMPINGS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-FORMS = [("T", 1.0), *((form, share) for form in ("H", "mean", "raised") for share in SHARES)]
+_RAISED = {"raised": 1.0, "raised further": 1.5}  # the power of d/N
+_MIXED = ("H", "mean", *_RAISED)
+FORMS = [("T", 1.0), *((form, share) for form in _MIXED for share in SHARES)]
 OTHERS = tuple(name for name in METHODS if name.startswith("kronfluence"))
 OURS = ("auto", "ekfac", "fisher")
 
@@ -53,8 +55,8 @@ class Products:
         if form == "T":
             return np.asarray(self.qg)
         n, odds = len(self.cc), share / (1 - share)
-        if form == "raised":
-            odds *= max(1.0, float(self.gg.mean()) / n)
+        if form in _RAISED:
+            odds *= max(1.0, float(self.gg.mean()) / n) ** _RAISED[form]
         matrix = self.cc / n + odds * torch.eye(n, dtype=torch.float64)
         solved = torch.linalg.solve(matrix, self.cg) / n
         found = self.qg - self.qc @ solved
@@ -87,9 +89,9 @@ class View:
         self.moments = source.aggregates(["ekfac"])[0]
         mean = {name: rows.mean(0) for name, rows in self.g.items()}
         drift = RemainingGradient(mean, kind.size)
-        self.trusted = ekfac_curvature(self.moments, LEAST, drift).relative
+        self.trusted = ekfac_curvature(self.moments, LEAST, drift).chosen
 
-    def products(self, damping: float, names: Callable[[str], bool] = bool) -> Products:
+    def products(self, damping: float | Ridge, names: Callable[[str], bool] = bool) -> Products:
         """Return the products over the parameters of some names."""
         inverse = ekfac_curvature(self.moments, damping).apply
         of_c = inverse(_gradients(self.c), torch.float64)
@@ -107,15 +109,15 @@ class View:
         mixed = together(self.c, of_g), together(self.q, of_g)
         return Products(mixed[1], qc, cc, mixed[0], torch.as_tensor(own))
 
-    def dampings(self) -> dict[str, float]:
-        """Return α by the way in which it is chosen: `trust`, times 10, or by N / d(α) times k."""
+    def dampings(self) -> dict[str, Ridge]:
+        """Return the damping by the way it is chosen: `trust`, times 10, or by N / d times k."""
         directions = float(self.products(self.trusted).gg.mean()) / len(
             next(iter(self.g.values()))
-        )  # d(α) / N
-        ways = {"trust": self.trusted, "trust × 10": 10 * self.trusted}
+        )  # d / N
+        ways = {"trust": self.trusted, "trust × 10": self.trusted.times(10.0)}
         for k in (3, 10, 30):
-            raised = min(self.trusted * min(k / directions, 100.0), 100.0)
-            ways[f"trust × {k} N/d"] = max(self.trusted, raised)
+            times = min(k / directions, 100.0, 100.0 / self.trusted.relative)
+            ways[f"trust × {k} N/d"] = self.trusted.times(max(1.0, times))
         return ways
 
 
@@ -161,7 +163,7 @@ def measure(kind: Kind, truth: Truth, seed: int = 0) -> dict[str, dict[str, floa
     for damping in DAMPINGS:
         found = view.products(damping)
         grid |= {f"{one}, {damping}": agrees(found.scores(*one)) for one in FORMS}
-    chosen, damping = ("raised", 0.4), view.dampings()["trust × 10 N/d"]
+    chosen, damping = ("raised further", 0.4), view.dampings()["trust × 10 N/d"]
     whole = view.products(damping)
     switches = {"as it is": agrees(whole.scores(*chosen))}
     switches["mean removed"] = agrees(whole.centred().scores(*chosen))

@@ -4,8 +4,8 @@ Query rows are multiplied by (F + λ)⁻¹, layer by layer. A layer is a weight 
 factors, with the bias that belongs to it (`blocks.layers`), or a small parameter (`kfac:full=`).
 Every other parameter uses its diagonal. The damping is relative: λ is α times the mean eigenvalue
 of the layer's block, so that α means the same in every layer and model. With α = 0 the inverse is
-the pseudo-inverse. With the mean gradient (`RemainingGradient`), α is a minimum and rises if
-training stopped early (`trusted`).
+the pseudo-inverse. With the mean gradient (`RemainingGradient`), a constant is added to all layers
+if training stopped early (`trusted`).
 
 The empirical Fisher F = (1/N) Σ gᵢ gᵢᵀ is inverted exactly (`Gram`, `Moments`), for all entries of
 a row together or layer by layer.
@@ -36,61 +36,104 @@ _GRAM_ROWS = 4096  # rows of a matrix that are converted to float64 at a time
 _STEPS = 40  # bisections of an interval [α, 2α]
 
 
+class Ridge(NamedTuple):
+    """λ = αΛ̄ₗ + βΛ̄ of a layer: Λ̄ₗ is the mean of its eigenvalues, and Λ̄ that of all layers."""
+
+    own: float  # α
+    common: float = 0.0  # β
+
+    @property
+    def relative(self) -> float:
+        """α + β: the mean λ of all eigenvalues, over their mean Λ̄."""
+        return self.own + self.common
+
+    def times(self, factor: float) -> "Ridge":
+        """Return the damping with both parts multiplied by a factor."""
+        return Ridge(factor * self.own, factor * self.common)
+
+    def of(self, means: Sequence[float], sizes: Sequence[int]) -> list[float]:
+        """Return λ of each layer from Λ̄ₗ and the numbers of eigenvalues.
+
+        Layers without any gradient do not count in Λ̄.
+        """
+        counted = sum(size for mean, size in zip(means, sizes, strict=True) if mean)
+        total = sum(mean * size for mean, size in zip(means, sizes, strict=True)) / max(counted, 1)
+        return [self.own * mean + self.common * total for mean in means]
+
+
+def _of(eigenvalues: Sequence[Tensor]) -> tuple[list[float], list[int]]:
+    """Return Λ̄ₗ and the number of eigenvalues of each layer, of any shape."""
+    means = [float(e.double().mean()) if e.numel() else 0.0 for e in eigenvalues]
+    return means, [e.numel() for e in eigenvalues]
+
+
 def trusted(
     eigenvalues: Sequence[Tensor], squares: Sequence[Tensor], n: int, least: float = LEAST
-) -> float:
-    """Return the smallest α ≥ `least` whose Newton step can be trusted, from training gradients.
+) -> Ridge:
+    """Return α = `least` and the smallest β ≥ 0 whose Newton step can be trusted.
 
     At the end of a training the mean gradient ḡ is about zero, and a small α is near the best. If
-    training stopped earlier, ḡ is not zero. The remaining Newton step (H + αΛ̄)⁻¹ḡ then leads far
-    from the model, where the linearisation behind the scores does not hold. In this case α rises
-    until the step is as short as the step that sampling noise (N samples) alone causes at the
-    least α. Neither queries nor retrained models are used.
+    training stopped earlier, ḡ is not zero. The remaining Newton step (H + λ)⁻¹ḡ then leads far
+    from the model, where the linearisation behind the scores does not hold. In this case β rises
+    until the step is as short as the step that sampling noise (N samples) alone causes with β = 0.
+    β is the same in all layers, because an early stop acts like a constant that is added to every
+    eigenvalue (Ali et al. 2019, arXiv:1810.10082). Neither queries nor retrained models are used.
 
-    With eigenvalues Λ_k and squares ḡ_k² of the mean gradient along their eigenvectors:
+    With eigenvalues Λ_k and squares ḡ_k² of the mean gradient along their eigenvectors, λ of a
+    layer, and λ₀ its value with β = 0:
 
-        Σ_k ḡ_k² Λ_k / (Λ_k + αΛ̄)²  ≤  (2/N) Σ_k Λ_k² / (Λ_k + α₀Λ̄)²,  α₀ = `least`
+        Σ_k ḡ_k² Λ_k / (Λ_k + λ)²  ≤  (2/N) Σ_k Λ_k² / (Λ_k + λ₀)²
 
-    On the left is dᵀHd of the step d. On the right is twice its expectation at α₀, if ḡ is the mean
-    of N = `n` draws with mean zero and second moment H. The left side falls as α rises. Each
+    On the left is dᵀHd of the step d. On the right is twice its expectation with λ₀, if ḡ is the
+    mean of N = `n` draws with mean zero and second moment H. The left side falls as β rises. Each
     layer's eigenvalues are not negative; its squares have the same shape, which may be any.
     """
     each = [(e.double(), s.double()) for e, s in zip(eigenvalues, squares, strict=True) if e.any()]
-    noise = _TIMES / n * sum(_step(e, e, least) for e, _ in each)
+    spectra, along_mean = [e for e, _ in each], [s for _, s in each]
+    layers = _of(spectra)
 
-    def too_far(damping: float) -> bool:
-        return sum(_step(e, s, damping) for e, s in each) > noise
+    def step(common: float, squares: Sequence[Tensor]) -> float:
+        added = Ridge(least, common).of(*layers)
+        return sum(_step(*one) for one in zip(spectra, squares, added, strict=True))
 
-    if not each or not too_far(least):
-        return least
+    noise = _TIMES / n * step(0.0, spectra)
+
+    def too_far(common: float) -> bool:
+        return step(common, along_mean) > noise
+
+    if not each or not too_far(0.0):
+        return Ridge(least)
     high = least
     while too_far(high):
         high *= 2.0
-    low = high / 2.0
+    low = high / 2.0 if high > least else 0.0
     for _ in range(_STEPS):
         middle = (low + high) / 2.0
         low, high = (middle, high) if too_far(middle) else (low, middle)
-    return high
+    return Ridge(least, high)
 
 
-def raised_damping(eigenvalues: Sequence[Tensor], damping: float, n: int) -> float:
-    """Return α · 10 N / d(α) with the `damping` α of EK-FAC: at least α, at most 100 α and 100.
+def raised_damping(eigenvalues: Sequence[Tensor], damping: Ridge, n: int) -> Ridge:
+    """Return the damping of EK-FAC times 10 N / d: at least 1, at most 100, and α + β at most 100.
 
-    d(α) = Σ_k Λ_k / (Λ_k + αΛ̄) is the effective number of directions. Together with the Fisher,
+    d = Σ_k Λ_k / (Λ_k + λ) is the effective number of directions. Together with the Fisher,
     EK-FAC needs more damping than alone, unless there are many directions for each of the N samples
     (`python -m benchmarks.attribution.study`).
     """
     each = [e.double() for e in eigenvalues if e.any()]
-    directions = sum(float((e / (e + damping * e.mean())).sum()) for e in each)
+    added = damping.of(*_of(each))
+    directions = sum(float((e / (e + own)).sum()) for e, own in zip(each, added, strict=True))
     times = min(_PER_DIRECTION * n / max(directions, 1.0), _RAISED)
-    return max(damping, min(damping * times, _RAISED))
+    if damping.relative:
+        times = min(times, _RAISED / damping.relative)
+    return damping.times(max(times, 1.0))
 
 
-def _step(eigenvalues: Tensor, squares: Tensor, damping: float) -> float:
-    """Return Σ_k s_k Λ_k / (Λ_k + αΛ̄)²."""
-    raised = eigenvalues + damping * eigenvalues.mean()
+def _step(eigenvalues: Tensor, squares: Tensor, added: float) -> float:
+    """Return Σ_k s_k Λ_k / (Λ_k + λ)²."""
     tiny = torch.finfo(torch.float64).tiny
-    return float((squares * eigenvalues / raised.square().clamp_(min=tiny)).sum())
+    raised = (eigenvalues + added).square().clamp_(min=tiny)
+    return float((squares * eigenvalues / raised).sum())
 
 
 def along(gram: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -126,7 +169,7 @@ class Curvature(NamedTuple):
     # dtype; the default is the gradients' dtype, float32 at least
     apply: Apply
     damping: dict[str, float]  # λ of each layer, by the name of its weight or only parameter
-    relative: float  # α, λ over the mean eigenvalue
+    chosen: Ridge  # the damping by which λ was computed
     # from gradients of m samples and R to {name: block}, the rows (F + λ)⁻¹g of which matrices have
     # at most rank R, and ‖dropped‖ / ‖(F + λ)⁻¹g‖ (m,) in float64
     truncate: Truncate
@@ -140,7 +183,7 @@ class _LayerSpectrum(NamedTuple):
 
 
 def kfac_curvature(
-    aggregate: Aggregate, damping: float, drift: RemainingGradient | None = None
+    aggregate: Aggregate, damping: float | Ridge, drift: RemainingGradient | None = None
 ) -> Curvature:
     """Return the inverse of B ⊗ A + λ, computed in the eigenbasis of both factors.
 
@@ -161,7 +204,7 @@ def kfac_curvature(
 
 
 def ekfac_curvature(
-    aggregate: Aggregate, damping: float, drift: RemainingGradient | None = None
+    aggregate: Aggregate, damping: float | Ridge, drift: RemainingGradient | None = None
 ) -> Curvature:
     """Return the inverse of the layers' second moments in their eigenbases, plus λ.
 
@@ -181,7 +224,7 @@ def ekfac_curvature(
 
 
 def diagonal_curvature(
-    second_moment: Aggregate, damping: float, drift: RemainingGradient | None = None
+    second_moment: Aggregate, damping: float | Ridge, drift: RemainingGradient | None = None
 ) -> Curvature:
     """Return 1 / (E[g²] + λ), the inverse of the Fisher's diagonal, from {NAME: E[g²] (*shape)}."""
     return _damped({k: _LayerSpectrum(v) for k, v in second_moment.items()}, damping, drift)
@@ -201,12 +244,15 @@ def _diagonals(aggregate: Aggregate) -> dict[str, _LayerSpectrum]:
 
 
 def _damped(
-    parts: Mapping[str, _LayerSpectrum], damping: float, drift: RemainingGradient | None = None
+    parts: Mapping[str, _LayerSpectrum],
+    damping: float | Ridge,
+    drift: RemainingGradient | None = None,
 ) -> Curvature:
     """Return the inverse curvature of all layers; λ is computed for each layer."""
-    if not 0 <= damping < inf:
+    damping = damping if isinstance(damping, Ridge) else Ridge(damping)
+    if not 0 <= damping.relative < inf:
         raise SpecError(
-            f"the damping is {damping}, which is negative or not finite",
+            f"the damping is {damping.relative}, which is negative or not finite",
             remedy="Give a `damping` of at least 0, such as 0.1, or auto.",
         )
     for own, (values, _) in parts.items():
@@ -215,13 +261,14 @@ def _damped(
                 f"the second moments of {own!r} contain negative or non-finite numbers",
                 remedy='Leave out samples whose gradient is not finite: nonfinite="skip".',
             )
+    spectra = [part.eigenvalues for part in parts.values()]
     if drift is not None and drift.mean:
-        damping = _trusted(parts, damping, drift)
+        damping = _trusted(parts, damping.own, drift)
     if drift is not None and drift.raised:
-        damping = raised_damping([part.eigenvalues for part in parts.values()], damping, drift.n)
-    inverses, absolute = {}, {}
+        damping = raised_damping(spectra, damping, drift.n)
+    absolute = dict(zip(parts, damping.of(*_of(spectra)), strict=True))
+    inverses = {}
     for own, (values, basis) in parts.items():
-        absolute[own] = damping * (float(values.double().mean()) if values.numel() else 0.0)
         inverse = _inverted(values.double(), absolute[own])
         like = inverse if basis is None else basis.a.real
         inverses[own] = _LayerSpectrum(inverse.to(like), basis)
@@ -229,8 +276,8 @@ def _damped(
     return Curvature(apply, absolute, damping, truncate)  # type: ignore[arg-type]
 
 
-def _trusted(parts: Mapping[str, _LayerSpectrum], least: float, drift: RemainingGradient) -> float:
-    """Return the damping of `trusted` for the mean gradient, at least `least`."""
+def _trusted(parts: Mapping[str, _LayerSpectrum], least: float, drift: RemainingGradient) -> Ridge:
+    """Return the damping of `trusted` for the mean gradient."""
     mean = Gradients({k: DenseBlock(v.unsqueeze(0)) for k, v in drift.mean.items()})
     shapes = {name: block.shape for name, block in mean.items()}
     known = {own: part for own, part in parts.items() if own in shapes}

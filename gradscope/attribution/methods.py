@@ -15,6 +15,7 @@ from gradscope.attribution.curvature import (
     Gram,
     Moments,
     RemainingGradient,
+    Ridge,
     adam_curvature,
     along,
     diagonal_curvature,
@@ -57,6 +58,7 @@ CURVATURES: dict[str, tuple[str, Callable[..., Curvature]]] = {
 }
 _OF_MATRICES = ("ekfac", "kfac")  # curvatures in eigenbases of layers
 _SHARES = {"shrunk": 0.95, "mean": 0.4}  # the (least) share of EK-FAC, the rest is the Fisher
+_POWER = 1.5  # of the directions for each sample, by which ρ / (1 − ρ) is multiplied
 _LEAST = {"fisher": 0.5, "blockfisher": 0.3}  # the least relative damping
 _SPECTRA = 4096  # the most rows of a Fisher or Gram matrix for its eigenvectors to be computed
 _DENSE_BYTES = 2**24  # dense rows of a Gram matrix at a time, if all samples are in the tile
@@ -189,7 +191,7 @@ def curved(train: GradientSource, asked: AttributionSettings) -> CurvatureSteps:
                 raise
             return _fisher(train, asked, {"curvature": "fisher", "without": error.head})
     found = _approximate(train, method, asked)
-    record |= {"damping": found.relative, "lambda": found.damping}
+    record |= {"damping": found.chosen.relative, "lambda": found.damping}
     if not asked.query_rank:
         return CurvatureSteps(record, before=_applied(found))
 
@@ -289,13 +291,11 @@ def _grams(
         return [along(gram / n, n) for gram in products.values()]
 
     relative = _relative(asked, record["curvature"], n, n, spectra)
-    grams = {
-        group: Gram(gram, n, relative * float(gram.diagonal().sum()) / n**2)
-        for group, gram in products.items()
-    }
-    damping = {group: gram.damping for group, gram in grams.items()}
+    means = [float(gram.diagonal().sum()) / n**2 for gram in products.values()]
+    damping = dict(zip(products, relative.of(means, [n] * len(means)), strict=True))
+    grams = {group: Gram(gram, n, damping[group]) for group, gram in products.items()}
     return CurvatureSteps(
-        {**record, "damping": relative, "lambda": damping.get("", damping)},
+        {**record, "damping": relative.relative, "lambda": damping.get("", damping)},
         groups=groups,
         after=lambda found: sum_of([gram.solved(found[k]) for k, gram in grams.items()]),
         own=lambda: sum_of([gram.self_influence() for gram in grams.values()]),
@@ -311,15 +311,15 @@ def _relative(
     n: int,
     size: int,
     spectra: Callable[[], Sequence[Spectrum]],
-) -> float:
-    """Return the relative damping of Fisher matrices of n samples with at most `size` rows.
+) -> Ridge:
+    """Return the damping of Fisher matrices of n samples with at most `size` rows.
 
     `spectra` returns the eigenvalues of each, and the squares of the mean gradient along them.
     """
     if asked.damping != "auto":
-        return float(asked.damping)
+        return Ridge(float(asked.damping))
     if size > _SPECTRA:
-        return _LEAST[method]
+        return Ridge(_LEAST[method])
     found = spectra()
     return trusted([values for values, _ in found], [s for _, s in found], n, _LEAST[method])
 
@@ -332,7 +332,9 @@ def _moments(
         moments.add(batch.gradients)
     size = max(map(len, moments.sums.values()))
     relative = _relative(asked, record["curvature"], moments.n, size, moments.spectra)
-    damping = {k: relative * mean for k, mean in moments.mean_eigenvalues().items()}
+    means = moments.mean_eigenvalues()
+    sizes = [min(moments.n, len(total)) for total in moments.sums.values()]
+    damping = dict(zip(means, relative.of([*means.values()], sizes), strict=True))
     inverse = moments.inverted(damping)
     solving = train.total * sum(float(len(total)) ** 2 for total in moments.sums.values())
 
@@ -340,7 +342,7 @@ def _moments(
         return rows.of({name: DenseBlock(values) for name, values in inverse(rows).items()})
 
     return CurvatureSteps(
-        {**record, "damping": relative, "lambda": damping.get("", damping)},
+        {**record, "damping": relative.relative, "lambda": damping.get("", damping)},
         before,
         own=(lambda: own_products(train, before)) if solving <= _LONG else None,
     )
@@ -354,7 +356,7 @@ def _shrunk(
     With Woodbury's identity, q H⁻¹ Gᵀ = q T⁻¹ Gᵀ (ρ + (1 − ρ) K)⁻¹, where K = G T⁻¹ Gᵀ / N. For the
     mean, H⁻¹ is scaled: both inverses have the same sum of self-influences. The effective number of
     directions d is the trace of K. If d > N, the N gradients span few of the directions, and the
-    mean has a larger share ρ: ρ / (1 − ρ) is multiplied by d/N.
+    mean has a larger share ρ: ρ / (1 − ρ) is multiplied by (d/N)^1.5.
     """
     mean, share = record["curvature"] == "mean", _SHARES[record["curvature"]]
     found = _approximate(train, "ekfac", asked, raised=mean)
@@ -363,7 +365,7 @@ def _shrunk(
     whole = products[""].diagonal().clone()
     odds = share / (1 - share)
     if mean:
-        odds *= max(1.0, float(whole.sum()) / n**2)
+        odds *= max(1.0, float(whole.sum()) / n**2) ** _POWER
         share = odds / (1 + odds)
     gram = Gram(products[""], n, odds)
     first, second = 0.0, 1 + odds  # the weights of T⁻¹ and of the Gram matrix's inverse
@@ -371,7 +373,7 @@ def _shrunk(
         own = float(gram.self_influence().sum())
         first, second = 0.5, 0.5 * (float(whole.sum()) / own if own else 1.0)
     return CurvatureSteps(
-        {**record, "damping": found.relative, "share": share, "lambda": found.damping},
+        {**record, "damping": found.chosen.relative, "share": share, "lambda": found.damping},
         before,
         after=lambda rows: first * rows[""] + second * gram.solved(rows[""]),
         own=lambda: first * whole + second * gram.self_influence(),

@@ -120,9 +120,9 @@ def test_the_dense_inverse(chain: str, name: str) -> None:
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_mean_gradient_far_from_zero_raises_the_damping(name: str) -> None:
     found, mean, n = aggregate(name, "ekfac"), aggregate(name, "mean"), 1000
-    assert ekfac_curvature(found, ALPHA, RemainingGradient(mean, 1)).relative == ALPHA
+    assert ekfac_curvature(found, ALPHA, RemainingGradient(mean, 1)).chosen.relative == ALPHA
     made = ekfac_curvature(found, ALPHA, RemainingGradient(mean, n))
-    assert made.relative > ALPHA
+    assert made.chosen.relative > ALPHA
     rows = Gradients({k: DenseBlock(v[None]) for k, v in mean.items()})
     step = {k: v[0] for k, v in made.apply(rows, None).items()}  # d, and so Hd = ḡ − λd
     layer = {name: name for name in step} | {v[0]: k for k, v in LAYERS[name].items() if v[0]}

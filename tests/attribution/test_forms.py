@@ -85,7 +85,7 @@ def inverse_of(curvature: str, place: Place, damping: float = LAMBDA) -> Rows:
     if curvature in ("shrunk", "mean"):
         share = 0.95
         if curvature == "mean":
-            directions = max(1.0, np.trace(g @ found @ g.T) / n**2)  # for each sample
+            directions = max(1.0, np.trace(g @ found @ g.T) / n**2) ** 1.5  # for each sample
             share = 2 / 3 * directions / (1 + 2 / 3 * directions)
         with_fisher = np.linalg.inv((1 - share) * g.T @ g / n + share * np.linalg.inv(found))
         if curvature == "shrunk":
