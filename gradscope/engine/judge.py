@@ -186,14 +186,17 @@ def compare_claim(
             if problem.model_parallel is None:  # a sharded model cannot be copied
                 with suppress(*tolerated(problem)):
                     truth, dtype = _in_float64(problem, objective, doubtful), torch.float64
-            spread = _rounding_spread(problem, objective, {k: truth[k] for k in doubtful}, narrow)
+            size = {k: max(sizes[k], norm(truth[k])) for k in doubtful}
             for k in doubtful:
-                size = max(sizes[k], norm(truth[k]))
                 found = compressed(problem, claim.value(k)).to(truth[k])
-                errors[k] = _relative(norm(found - truth[k]), size)
-                allowed[k] = max(rounded, _KINKS * _relative(spread[k], size))
-                if errors[k] <= allowed[k] and allowed[k] > _MOST:
-                    noise.append(k)
+                errors[k], allowed[k] = _relative(norm(found - truth[k]), size[k]), rounded
+            truth = {k: truth[k] for k in doubtful}
+            for spread in _rounding_spreads(problem, objective, truth, narrow):
+                if not problem.any(any(not errors[k] <= allowed[k] for k in doubtful)):
+                    break
+                for k in doubtful:
+                    allowed[k] = max(rounded, _KINKS * _relative(spread[k], size[k]))
+            noise += [k for k in doubtful if errors[k] <= allowed[k] and allowed[k] > _MOST]
     return largest_error(errors, allowed, noise, dtype, tolerance)
 
 
@@ -217,8 +220,11 @@ def compared_in_float64(
     left = {k: max(gaps[k], norm(doubtful[k])) for k in doubtful if k not in noise}
     noise += _below_rounding(problem, objective, left)
     if len(noise) < len(doubtful):
-        spread = _rounding_spread(problem, objective, doubtful, torch.float64)
-        noise = [k for k in doubtful if k in noise or gaps[k] <= _KINKS * spread[k]]
+        known = noise
+        for spread in _rounding_spreads(problem, objective, doubtful, torch.float64):
+            noise = [k for k in doubtful if k in known or gaps[k] <= _KINKS * spread[k]]
+            if not problem.any(len(noise) < len(doubtful)):
+                break
     allowed = dict.fromkeys(errors, tolerance)
     return largest_error(errors, allowed, noise, torch.float64, tolerance)
 
@@ -318,20 +324,22 @@ def _in_float64(problem: Problem, objective: Objective, names: Sequence[str]) ->
     return {name: every[name] for name in names}
 
 
-def _rounding_spread(
+def _rounding_spreads(
     problem: Problem, objective: Objective, truth: Mapping[str, Tensor], narrow: torch.dtype
-) -> dict[str, float]:
-    """Return {name: largest change of the gradient} when the parameters' last digits change.
+) -> Iterator[Mapping[str, float]]:
+    """Yield {name: largest change of the gradient} as the parameters' last digits change.
 
-    In a float64 model that casts to a narrower dtype, these are the last digits of that dtype.
+    At first no digit has changed. In a float64 model that casts to a narrower dtype, these are the
+    last digits of that dtype.
     """
     spread = dict.fromkeys(truth, 0.0)
+    yield spread
     digits = narrow if problem.precision == torch.float64 else None
     for near in nearby(problem, _TRIALS, digits):
         found = objective.evaluate(near)[1]
         for name, value in truth.items():
             spread[name] = max(spread[name], norm(found[name].to(value) - value))
-    return spread
+        yield spread
 
 
 def _rank(error: float, allowed: float) -> float:

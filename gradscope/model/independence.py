@@ -80,6 +80,7 @@ _OWN_LOSS = (
 )
 
 _FEW = 3  # samples that are evaluated alone
+_JUDGED = 4  # samples that float64 judges if float32 shows no reason
 _OUTSTANDING = 4  # extreme samples that are evaluated alone, at most
 _TRIALS, _LUCK = 4, 100.0  # perturbed evaluations; a gap may be this many times their spread
 _EXACT = 64.0  # roundings, between losses that are computed in the same shapes
@@ -290,7 +291,7 @@ def require_unaffected(
         batch: The samples.
         losses: The losses of the unchanged batch.
         seed: Seed of the choice of replaced samples.
-        judged: Whether to check in float64 in any case.
+        judged: Whether to check a few samples in float64 in any case.
 
     Returns:
         Whether independence was shown. False if float64 must decide but cannot: the model does not
@@ -302,26 +303,34 @@ def require_unaffected(
     """
     if len(batch) == 1:
         return True
-    if not judged:
+    few = batch.select((samples_of(batch) < _JUDGED).nonzero().flatten()) if judged else batch
+    if not judged or len(few) < len(batch):
         try:
             found = [*_replaced(problem, batch, seed)]
         except ModelError:  # the model rejects copies
             if problem.model_parallel is not None:
                 raise
             return False
-        if not problem.any(not _unchanged(losses, found)):
-            return True
         # a backend may sum its losses in another order than the model does
-        if not problem.any(not _unchanged(problem.losses(batch).detach(), found)):
+        changed = problem.any(not _unchanged(losses, found)) and problem.any(
+            not _unchanged(problem.losses(batch).detach(), found)
+        )
+        if not (changed or judged):
             return True
+        few = batch if changed else few
     if problem.model_parallel is not None:
         _require_unaffected_exactly(problem, batch, seed)
         return True
     if not fits_in_float64(problem):
         return False
     try:
-        with all_in_float64(problem, batch) as (wide, cast):
-            _require_unaffected_exactly(wide, cast, seed)
+        with all_in_float64(problem, few) as (wide, cast):
+            try:
+                _require_unaffected_exactly(wide, cast, seed)
+            except ModelError:  # the model may not run with so few samples
+                if len(few) == len(batch):
+                    raise
+                _require_unaffected_exactly(wide, batch.in_double_precision(), seed)
     except (ModelError, RefusedError) as error:
         random = isinstance(error, UnsupportedError) and problem.state.randomness is None
         if random or isinstance(error, CoupledSamplesError):
