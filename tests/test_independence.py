@@ -89,12 +89,12 @@ COUPLED: dict[str, Callable[[Net, Tensor, float], tuple[Tensor, Tensor | float]]
 
 
 def setup(
-    name: str, c: float, dtype: torch.dtype, *, ids: bool
+    name: str, c: float, dtype: torch.dtype, *, ids: bool, n: int = N
 ) -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
     model = Net(lambda net, h: COUPLED[name](net, h, c)).to(dtype)
-    inputs = torch.randint(9, (N,)) if ids else torch.randn(N, 5, dtype=dtype)
-    return model, inputs, torch.randint(3, (N,))
+    inputs = torch.randint(9, (n,)) if ids else torch.randn(n, 5, dtype=dtype)
+    return model, inputs, torch.randint(3, (n,))
 
 
 @pytest.mark.sampled
@@ -102,6 +102,16 @@ def setup(
 def test_a_millionth_of_coupling_is_refused_in_float32(name: str) -> None:
     model, inputs, targets = setup(name, 1e-6, torch.float32, ids=True)
     for backend in BACKENDS:
+        with pytest.raises(RefusedError):
+            gradscope.norms(model, with_term, inputs, targets, backend=backend)
+
+
+@pytest.mark.parametrize("n", [4, 5, 20])
+@pytest.mark.parametrize("name", ["mean", "last sample", "ranks", "batch size", "InfoNCE"])
+def test_coupling_below_float32_is_refused_in_batches_of_any_size(name: str, n: int) -> None:
+    """Float64 judges a few of the samples, unless float32 shows a change."""
+    model, inputs, targets = setup(name, 1e-8, torch.float32, ids=False, n=n)
+    for backend in ("hooks", "vmap"):
         with pytest.raises(RefusedError):
             gradscope.norms(model, with_term, inputs, targets, backend=backend)
 

@@ -325,12 +325,7 @@ def require_unaffected(
         return False
     try:
         with all_in_float64(problem, few) as (wide, cast):
-            try:
-                _require_unaffected_exactly(wide, cast, seed)
-            except ModelError:  # the model may not run with so few samples
-                if len(few) == len(batch):
-                    raise
-                _require_unaffected_exactly(wide, batch.in_double_precision(), seed)
+            _require_unaffected_exactly(wide, cast, seed)
     except (ModelError, RefusedError) as error:
         random = isinstance(error, UnsupportedError) and problem.state.randomness is None
         if random or isinstance(error, CoupledSamplesError):
