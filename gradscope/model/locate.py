@@ -2,10 +2,12 @@
 
 import importlib
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import dropwhile
 from math import prod
 from pathlib import Path
@@ -85,7 +87,23 @@ def is_installed(file: Path) -> bool:
     """Whether a file belongs to Python, to an installed package, or to gradscope."""
     if not file.is_absolute() or not _SITES.isdisjoint(file.parts):
         return True
-    return any(file.is_relative_to(place) for place in (*_PACKAGES, *_INSTALLED))
+    if any(file.is_relative_to(place) for place in (*_PACKAGES, *_INSTALLED)):
+        return True
+    folders = [folder for folder in sys.path if folder and file.is_relative_to(folder)]
+    return any(
+        not _recorded(folder).isdisjoint(file.relative_to(folder).parts[:1]) for folder in folders
+    )
+
+
+@cache
+def _recorded(folder: str) -> frozenset[str]:
+    """Return the packages and modules that were installed in a folder, as by pip --target."""
+    found: set[str] = set()
+    for record in Path(folder).glob("*.dist-info/RECORD"):
+        with suppress(OSError):
+            lines = record.read_text("utf-8", errors="replace").splitlines()
+            found.update(re.split("[/,]", line, maxsplit=1)[0] for line in lines)
+    return frozenset(found)
 
 
 def is_users(error: BaseException) -> bool:

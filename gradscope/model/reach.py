@@ -12,7 +12,7 @@ import pickle
 import random
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -136,12 +136,18 @@ class _Namespace(StateTable):
         self.values, self.name = values, name
 
     def read(self) -> Items:
-        return dict(self.values)
+        if type(self.values) is dict:
+            return dict(self.values)
+        # a user's class may compute what its methods return
+        kind = OrderedDict if isinstance(self.values, OrderedDict) else dict
+        return dict(kind.items(self.values))
 
     def write(self, wanted: Items) -> None:
-        if list(self.values) != list(wanted):
-            self.values.clear()
-        self.values.update(wanted)
+        kind = OrderedDict if isinstance(self.values, OrderedDict) else dict
+        if list(self.read()) != list(wanted):
+            kind.clear(self.values)
+        for key, value in wanted.items():
+            kind.__setitem__(self.values, key, value)
 
 
 def _refilled(values: Any, name: str, read: Callable[[], Items]) -> StateTable:

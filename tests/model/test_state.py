@@ -2,6 +2,9 @@
 
 import subprocess
 import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradscope
 from gradscope.errors import UnsupportedError
+from gradscope.model.locate import is_installed
 from gradscope.model.state import ModelState
 
 
@@ -63,6 +67,59 @@ def test_an_object_whose_class_names_no_module_is_looked_into() -> None:
         model.held.calls[0] += 1
     assert state.change_count > 0
     assert model.held.calls == [0]
+
+
+class Builder(OrderedDict[str, type]):
+    """Makes what is looked up, as the table of activations in transformers."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)(name, "without an argument that it needs")
+
+    def clear(self) -> None:
+        raise AssertionError("called")
+
+
+class Counts(dict[str, int]):
+    def __getitem__(self, name: str) -> int:
+        raise AssertionError("called")
+
+    items = update = keys = clear = __setitem__ = __getitem__  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", [Builder, Counts])
+def test_methods_of_a_users_table_are_not_called(kind: Any) -> None:
+    held = kind([("a", int), ("b", str), ("c", float)])
+    if kind is Builder:
+        held.move_to_end("a")
+    order = list(held)
+    model = nn.Linear(1, 1)
+    model.held = held
+    state = ModelState(model, None)
+    with state.restoring(), state.watching():
+        pass
+    assert state.change_count == 0
+    base: Any = kind.__base__
+    with state.restoring(), state.watching():
+        base.pop(held, "b")
+        base.__setitem__(held, "a", bytes)
+        base.__setitem__(held, "d", bytes)
+    assert state.change_count > 0
+    assert list(held) == order
+    assert dict(base.items(held)) == {"a": int, "b": str, "c": float}
+
+
+def test_a_package_in_a_folder_of_its_own_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by `pip install --target FOLDER`, beside the user's own script."""
+    (tmp_path / "thing-1.0.dist-info").mkdir()
+    record = "../../bin/thing,,\nthing/__init__.py,sha256=x,1\nsingle.py,,\n"
+    (tmp_path / "thing-1.0.dist-info" / "RECORD").write_text(record)
+    files = [tmp_path / name for name in ("thing/part/a.py", "single.py", "train.py", "other/b.py")]
+    assert not any(map(is_installed, files))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert [is_installed(file) for file in files] == [True, True, False, False]
+    assert not is_installed(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
