@@ -390,7 +390,7 @@ def _compare_with_autograd(
             _require_own_losses(answer, known=known)
     with answer.timed("sums"):
         claim = Claim.of(answer.evaluation.gradients, weights)
-        small = frozenset(after.unproved if after is not None else ())
+        small = frozenset(after.unproved if after is not None else agreed.small if agreed else ())
         other = (lambda: together.evaluate(problem)[1]) if known else None
         completeness = compare_claim(problem, claim, objective, right, other, small)
         del right
@@ -471,7 +471,9 @@ def _in_groups(
             if k < alone and not problem.any(
                 not same(losses[rows], loss, losses, problem.precision)
             ):
-                checks.append(_compare_single(answer, int(rows), objective.weights[k], own))
+                small = frozenset(name for check in checks for name in check.small)
+                check = _compare_single(answer, int(rows), objective.weights[k], own, small)
+                checks.append(check)
             found.append(loss)
             total = add_gradients(total, own)
             del own
@@ -707,9 +709,16 @@ def _compare_singles(answer: Answer, chosen: Tensor) -> LargestError:
 
 
 def _compare_single(
-    answer: Answer, sample: int, weight: Tensor, right: Mapping[str, Tensor]
+    answer: Answer,
+    sample: int,
+    weight: Tensor,
+    right: Mapping[str, Tensor],
+    small: frozenset[str] = frozenset(),
 ) -> LargestError:
-    """Compare a sample's gradient times its weight (1,) with the reference `right`."""
+    """Compare a sample's gradient times its weight (1,) with the reference `right`.
+
+    `small` are parameters whose gradient is known to be only rounding.
+    """
     problem, batch = answer.problem, answer.batch
     claim = Claim.of_one(answer.evaluation.gradients.select(slice(sample, sample + 1)), weight)
     if answer.own_loss:
@@ -719,7 +728,8 @@ def _compare_single(
     one = batch.one(sample)
     twice = Objective.in_one_batch(one.resized(2), weight.expand(2) / 2)
     objective = Objective.in_one_batch(one, weight)
-    return compare_claim(problem, claim, objective, right, lambda: twice.evaluate(problem)[1])
+    other = lambda: twice.evaluate(problem)[1]  # noqa: E731
+    return compare_claim(problem, claim, objective, right, other, small)
 
 
 _AGAINST = {"completeness": "the gradient of the total loss", "agreement": "a batch of one"}
