@@ -184,6 +184,7 @@ def _require_same(
     problem: Problem, batch: Batch, together: Tensor, groups: Sequence[Tensor]
 ) -> None:
     """Evaluate groups of a batch's samples, and raise if a loss changes."""
+    changed: list[tuple[Tensor, Tensor]] = []
     for rows in groups:
         try:
             with other_random_numbers():
@@ -197,14 +198,16 @@ def _require_same(
                 remedy=alone_remedy(error, problem.model, batch, batch.select(rows))
                 or coupled_remedy(None, batch, problem.model),
             ) from error
-        here = together[rows.to(together.device)]
-        if same(here, found, together, problem.precision):
-            continue
-        require_deterministic(problem, batch)
-        if not _is_rounding(problem, batch, rows, here, found):
-            company = "alone" if len(rows) == 1 else f"in a batch of {len(rows)}"
-            said = f"is {{1}} {company} but {{0}} in a batch of {len(batch)}"
-            raise _coupled(problem, batch, rows, (here, found), said)
+        if not same(together[rows.to(together.device)], found, together, problem.precision):
+            changed.append((rows, found))
+    if not changed:
+        return
+    require_deterministic(problem, batch)
+    if (wrong := _first_beyond_rounding(problem, batch, together, changed)) is not None:
+        rows, found = changed[wrong]
+        company = "alone" if len(rows) == 1 else f"in a batch of {len(rows)}"
+        said = f"is {{1}} {company} but {{0}} in a batch of {len(batch)}"
+        raise _coupled(problem, batch, rows, (together[rows.to(together.device)], found), said)
 
 
 def require_same_losses(problem: Problem, batch: Batch, losses: Tensor, found: Tensor) -> None:
@@ -246,23 +249,38 @@ def _coupled(
     )
 
 
-def _is_rounding(problem: Problem, batch: Batch, rows: Tensor, here: Tensor, found: Tensor) -> bool:
-    """Whether losses (m,) differ only by rounding: then they agree in float64.
+def _first_beyond_rounding(
+    problem: Problem, batch: Batch, together: Tensor, changed: Sequence[tuple[Tensor, Tensor]]
+) -> int | None:
+    """Return the first of the groups whose losses change by more than rounding, or None.
 
-    If the model does not run in float64, the rounding of the least precise layer is accepted.
+    Losses that change by rounding agree in float64. If the model does not run in float64, the
+    rounding of the least precise layer is accepted.
+
+    Args:
+        problem: Model and loss.
+        batch: The samples.
+        together: Their losses (n,).
+        changed: The positions (m,) of each group, and their losses (m,) in a batch of their own.
     """
     try:
         with all_in_float64(problem, batch) as (wide, cast):
-            whole, part = (wide.losses(b).detach() for b in (cast, cast.select(rows)))
-            here = whole[rows.to(whole.device)]
-            if same(here, part, whole):
-                return True
-            chosen = cast.select(rows)
-            return _is_spread(wide, chosen, torch.arange(len(chosen)), part, here)
+            whole = wide.losses(cast).detach()
+            for k, (rows, _) in enumerate(changed):
+                part = wide.losses(cast.select(rows)).detach()
+                if same(whole[rows.to(whole.device)], part, whole):
+                    continue
+                if not _is_spread(wide, cast, rows, whole, part):
+                    return k
+            return None
     except (ModelError, RefusedError):
-        return problem.precision == torch.float64 and same(
-            here, found, precision=computed_in(problem, batch)
-        )
+        narrow = computed_in(problem, batch)
+        accepted = problem.precision == torch.float64
+        for k, (rows, found) in enumerate(changed):
+            here = together[rows.to(together.device)]
+            if not (accepted and same(here, found, precision=narrow)):
+                return k
+        return None
 
 
 def _is_spread(problem: Problem, batch: Batch, rows: Tensor, losses: Tensor, found: Tensor) -> bool:
