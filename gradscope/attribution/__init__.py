@@ -21,10 +21,12 @@ from gradscope.attribution.scoring import CheckpointSources, Scoring
 from gradscope.attribution.sources import (
     FileSource,
     GradientSource,
+    best_rows,
     job_source,
     query_run,
     scope_source,
     training_run,
+    with_rows,
 )
 from gradscope.attribution.summary import ScoreSummary, summarize_scores, with_samples
 from gradscope.attribution.validation import Validation, ValidationRun, ValidationSettings, validate
@@ -200,6 +202,9 @@ def _training(
         spec = load(Path(str(source)))
     if chain is not None:
         spec = spec.computing(transform=(chain,))
+    elif shard is not None:  # a chain with a reducer may first need a result over all samples
+        rows = with_rows(spec.compute.transform)
+        spec = spec.computing(transform=(best_rows(rows) if rows else "identity",))
     if spec.compute.sharded:
         raise SpecError(
             "attribute needs the whole model in each process, and the run shards the model",

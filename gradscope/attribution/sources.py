@@ -37,6 +37,7 @@ from gradscope.run.overlap import BatchSize
 from gradscope.scope import Scope
 from gradscope.stages.chain import Chain
 from gradscope.stages.losses import options
+from gradscope.stages.reducers.base import reducers
 from gradscope.storage import GradientFile, StoredChain, find_chain, open_file, stored_gradients
 
 _SAME = {
@@ -456,7 +457,9 @@ def query_run(path: Path, like: RunSpec, chain: str, loss: str | None = None) ->
     given["dataset"] = {"path": path}
     if path.suffix != ".toml":
         own = like.dataset.model_dump(mode="json", exclude_defaults=True)
-        given["dataset"] |= {k: v for k, v in own.items() if k not in ("path", "select", "id")}
+        given["dataset"] |= {
+            k: v for k, v in own.items() if k not in ("path", "select", "id", "group")
+        }
     given["compute"] |= {"samples": None}
     given |= own_loss
     given = {k: {n: v for n, v in table.items() if v is not None} for k, table in given.items()}
@@ -492,6 +495,11 @@ def _chosen(file: GradientFile, asked: str | None) -> StoredChain:
         remedy="Run gradscope compute -t identity, or -t project:dim=4096 if the gradients are "
         "large.",
     )
+
+
+def with_rows(chains: Iterable[str]) -> list[str]:
+    """Return the chains that have no reducer."""
+    return [text for text in chains if not any(one.name in reducers for one in parse(text))]
 
 
 def best_rows(chains: Collection[str]) -> str:

@@ -299,9 +299,8 @@ def prepare(spec: RunSpec) -> Job:
         worst = int(groups.sizes.argmax())
         batch_size = asked_size or max(batch_size, groups.largest)
         fitting_groups(groups.sizes[worst:], groups.ids[worst:], batch_size)
-    if shard is not None and not asked.batch_size:  # no empty shard
-        least = 1 if asked.sharded else BATCH_SAMPLES
-        batch_size = min(batch_size, max(least, len(run_rows) // shard.count))
+    if shard is not None and groups is None and not asked.batch_size:  # no empty shard
+        batch_size = min(batch_size, max(1, len(run_rows) // shard.count))
     return Job(
         spec=spec,
         chains=chains,
