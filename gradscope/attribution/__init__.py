@@ -200,11 +200,10 @@ def _training(
         spec = training_run(file).computing(shard=None)
     else:
         spec = load(Path(str(source)))
-    if chain is not None:
-        spec = spec.computing(transform=(chain,))
-    elif shard is not None:  # a chain with a reducer may first need a result over all samples
+    if chain is None:  # reducers are left out: some first need a result over all samples
         rows = with_rows(spec.compute.transform)
-        spec = spec.computing(transform=(best_rows(rows) if rows else "identity",))
+        chain = best_rows(rows) if rows else "identity"
+    spec = spec.computing(transform=(chain,))
     if spec.compute.sharded:
         raise SpecError(
             "attribute needs the whole model in each process, and the run shards the model",

@@ -261,6 +261,15 @@ def test_attribution_by_user(gradscope: Gradscope, project: Path) -> None:
             found = np.asarray(users.values[...])
             np.testing.assert_allclose(found, right, rtol=1e-9, atol=1e-12 * np.abs(right).max())
             assert users.noun == "group"
+    data = dict(np.load("data.npz"))
+    del data["user"]
+    np.savez("asked.npz", **{k: v[:4] for k, v in data.items()})
+    how = ("--curvature", "identity", "-q")
+    for query in ("asked.npz", "query.h5"):  # without a column of groups
+        done = gradscope("attribute", "users.h5", query, *how, "-o", "asked.h5", "--overwrite")
+        assert done.code == 0, done.err
+        with open_scores("asked.h5") as scores:
+            assert scores.values.shape == (4, 9)
     shown = gradscope("stats", "of_users.h5")
     assert "9 groups" in shown.out and "üser" in shown.out
     refused = gradscope("attribute", "users.h5", "query.h5", "-o", "x.h5")

@@ -107,6 +107,15 @@ def test_factors_in_parts(gradscope: Gradscope, place: Place, curvature: str) ->
         close(found.values, right_values, 1e-8)
 
 
+def test_parts_of_a_result_with_a_chain_of_two_passes(gradscope: Gradscope, place: Place) -> None:
+    """Streamed: only the rows are computed, and the shards use the stored factors."""
+    train = place.result("train", "ekfac", "identity")
+    words = ("--stream", "--curvature", "ekfac", "--damping", 0.1)
+    done(gradscope, "attribute", train, QUERY, *words, "-o", "alone.h5")
+    score(gradscope, 2, train, *words, "--factors", train)
+    assert_same(place.folder / "s.h5", place.folder / "alone.h5", 1e-8)
+
+
 def test_parts_of_stored_rows(gradscope: Gradscope, place: Place) -> None:
     """Shards of `compute`, merged without copies; projections, inverted as they are."""
     run = place.run_file("train", "project:dim=6,seed=2")
