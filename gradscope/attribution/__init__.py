@@ -21,7 +21,6 @@ from gradscope.attribution.scoring import CheckpointSources, Scoring
 from gradscope.attribution.sources import (
     FileSource,
     GradientSource,
-    best_rows,
     job_source,
     query_run,
     scope_source,
@@ -200,10 +199,9 @@ def _training(
         spec = training_run(file).computing(shard=None)
     else:
         spec = load(Path(str(source)))
-    if chain is None:  # reducers are left out: some first need a result over all samples
-        rows = with_rows(spec.compute.transform)
-        chain = best_rows(rows) if rows else "identity"
-    spec = spec.computing(transform=(chain,))
+    # reducers are left out: some first need a result over all samples, which a shard lacks
+    chains = with_rows(spec.compute.transform) if chain is None else [chain]
+    spec = spec.computing(transform=tuple(chains or ["identity"]))
     if spec.compute.sharded:
         raise SpecError(
             "attribute needs the whole model in each process, and the run shards the model",

@@ -498,7 +498,7 @@ def _chosen(file: GradientFile, asked: str | None) -> StoredChain:
 
 
 def with_rows(chains: Iterable[str]) -> list[str]:
-    """Return the chains that have no reducer."""
+    """Return the chains without a reducer that gradscope or a plugin names."""
     return [text for text in chains if not any(one.name in reducers for one in parse(text))]
 
 

@@ -254,8 +254,8 @@ def _first_beyond_rounding(
 ) -> int | None:
     """Return the first of the groups whose losses change by more than rounding, or None.
 
-    Losses that change by rounding agree in float64. If the model does not run in float64, the
-    rounding of the least precise layer is accepted.
+    Losses that change by rounding agree in float64. If a layer of a float64 model computes in a
+    narrower dtype only, the rounding of that dtype is accepted.
 
     Args:
         problem: Model and loss.
@@ -274,11 +274,11 @@ def _first_beyond_rounding(
                     return k
             return None
     except (ModelError, RefusedError):
+        if problem.precision != torch.float64:
+            return 0
         narrow = computed_in(problem, batch)
-        accepted = problem.precision == torch.float64
         for k, (rows, found) in enumerate(changed):
-            here = together[rows.to(together.device)]
-            if not (accepted and same(here, found, precision=narrow)):
+            if not same(together[rows.to(together.device)], found, precision=narrow):
                 return k
         return None
 

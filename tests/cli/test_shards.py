@@ -282,3 +282,23 @@ def test_code_of_ones_own_runs_only_when_it_is_named(
     code.write_text(OWN.replace("maximum", "minimum"))
     refused = gradscope("merge", *files, "-o", out, "--code", code, "--overwrite")
     assert refused.code == 4 and "the code has changed since the run" in refused.err
+
+
+def test_fewer_samples_than_a_usual_batch_are_divided(
+    gradscope: Gradscope, options: list[str], tmp_path: Path
+) -> None:
+    """60 samples in eight shards, without a batch size: rows of one process."""
+    size = options.index("--batch-size")
+    words = [*options[:size], *options[size + 2 :]]
+    every = [*words[: words.index("-t")], "-t", "identity"]
+    whole, out = tmp_path / "whole.h5", tmp_path / "o.h5"
+    for more in (("-o", whole), *(("-o", out, "--shard", f"{k}/8") for k in range(8))):
+        done = gradscope(*every, *more, "-q")
+        assert done.code == 0, done.err
+    done = gradscope("merge", *sorted(tmp_path.glob("o.shard-*.h5")), "-o", out)
+    assert done.code == 0, done.err
+    found, wanted = contents(out), contents(whole)
+    rows = [key for key in wanted if key.startswith("chains/0")]
+    assert rows
+    for key in rows:
+        np.testing.assert_allclose(found[key], wanted[key], rtol=1e-9, atol=1e-12)
