@@ -16,13 +16,13 @@ scaled sums with separate shortcuts. For a few samples, they are compared with s
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import prod
 
 import torch
 from torch import Tensor
 
-from gradscope.blocks import Block, DenseBlock, Gradients, OuterBlock
+from gradscope.blocks import Block, ConvolutionBlock, DenseBlock, Gradients, OuterBlock
 from gradscope.blocks.base import PIECE_BYTES, as_rows, inner, precise, squared_sizes, squares
 from gradscope.core.batch import Batch
 from gradscope.core.groups import Groups
@@ -363,8 +363,8 @@ def norm(t: Tensor) -> float:
 def require_consistent(backend: str, gradients: Gradients, chosen: Tensor) -> None:
     """Compare the shortcuts of blocks with sums of single samples, for the samples `chosen`.
 
-    Equal layers have blocks of one structure, for which the same code runs. Their norms and rows
-    are compared for each layer, and sums over two samples for the first.
+    Equal layers have blocks of one structure, for which the same code runs. Sums over two samples
+    are compared for the first layer, norms and rows of one sample for the remaining layers.
 
     Raises:
         CertificateError: A shortcut differs.
@@ -372,11 +372,11 @@ def require_consistent(backend: str, gradients: Gradients, chosen: Tensor) -> No
     seen: set[object] = set()
     for name, block in gradients.items():
         row = max(1, prod(block.shape) * block.dtype.itemsize)
-        few = chosen[: max(1, min(_FEW, PIECE_BYTES // row))].to(block.device)
-        if not len(few):
-            return
         structure = _structure(block)
         known = structure in seen
+        few = chosen[: max(1, min(1 if known else _FEW, PIECE_BYTES // row))].to(block.device)
+        if not len(few):
+            return
         seen |= set() if structure is None else {structure}
         norms = gradients.squared_norms[name][few]
         for what in _contradictions(block.select(few), norms, known=known):
@@ -437,9 +437,9 @@ def require_sums(backend: str, members: Gradients, groups: Gradients, batch: Gro
 
 def _structure(block: Block) -> object:
     """Return type, sizes and options of a block whose code does not depend on values, or None."""
-    if type(block) not in (DenseBlock, OuterBlock):
+    if not isinstance(block, DenseBlock | OuterBlock | ConvolutionBlock):
         return None
-    own = vars(block).values()
+    own = (getattr(block, part.name) for part in fields(block))
     sizes = ((v.shape, v.stride(), v.dtype, v.device) if isinstance(v, Tensor) else v for v in own)
     return (type(block), *sizes)
 

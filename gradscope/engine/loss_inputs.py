@@ -74,13 +74,18 @@ class _Watch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        look = _LOOKS.get(func)
-        given = (*args, *(kwargs[k] for k in ("input", "log_probs") if k in kwargs))
-        if look is not None and given and isinstance(given[0], Tensor):
+        if (look := _LOOKS.get(func)) is not None:
+            given = (*args, *(kwargs[k] for k in ("input", "log_probs") if k in kwargs))
+            self._inspect(look, given, kwargs, func.__name__)
+        return func(*args, **kwargs)
+
+    def _inspect(
+        self, look: "_Look", given: tuple[Any, ...], options: dict[str, Any], name: str
+    ) -> None:
+        if given and isinstance(given[0], Tensor):
             values = given[0].detach()
             if values.is_floating_point() and values.numel() and bool(values.isfinite().any()):
-                self._add(look(values, _maker(given[0]), kwargs), func.__name__)
-        return func(*args, **kwargs)
+                self._add(look(values, _maker(given[0]), options), name)
 
     def _add(self, what: str | None, name: str) -> None:
         if what is None:
@@ -154,7 +159,8 @@ def _poisson(values: Tensor, made_by: str, options: dict[str, Any]) -> str | Non
     )
 
 
-_LOOKS: dict[Callable[..., Any], Callable[[Tensor, str, dict[str, Any]], str | None]] = {
+_Look = Callable[[Tensor, str, dict[str, Any]], str | None]
+_LOOKS: dict[Callable[..., Any], _Look] = {
     F.cross_entropy: _cross_entropy,
     F.nll_loss: _nll,
     F.kl_div: _kl,

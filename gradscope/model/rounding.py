@@ -7,6 +7,7 @@ there the difference is a billion times smaller.
 
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -64,37 +65,42 @@ def _root(dtype: torch.dtype) -> float:
 
 
 class _Narrowest(TorchFunctionMode):
-    """Finds the narrowest dtype that a forward pass rounds to.
+    """Finds the narrowest dtype that a forward pass rounds to, among those narrower than `known`.
 
     A number counts as rounded if a torch function computed it from a wider floating-point number,
     or from a rounded number. A count of integers in float32, or float32 data, is exact.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: torch.dtype) -> None:
         super().__init__()
-        self.dtype = torch.float64
+        self.dtype: torch.dtype = known
+        self._known = _eps(known)
         self._rounded: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = [t for t in tensors((args, kwargs or {})) if _is_real(t)]
-        before = [(_eps(t.dtype), t in self._rounded, t._version) for t in given]
         result = func(*args, **(kwargs or {}))
-        written = [t for t, known in zip(given, before, strict=True) if t._version > known[2]]
-        for t in (*tensors(result), *written):
-            if _is_real(t) and any(eps < _eps(t.dtype) or rounded for eps, rounded, _ in before):
-                self._rounded[t] = True
-                self.dtype = max(self.dtype, t.dtype.to_real(), key=_eps)
+        # a function without a result writes to its first argument
+        made = (
+            [result] if type(result) is Tensor else tensors(args[:1] if result is None else result)
+        )
+        narrow = [t for t in made if _eps(t.dtype) > self._known]
+        if narrow:  # rare, so that most functions need no search in their arguments
+            given = [t for t in tensors((args, kwargs or {})) if _eps(t.dtype)]
+            for t in narrow:
+                eps = _eps(t.dtype)
+                if any(_eps(own.dtype) < eps or own in self._rounded for own in given):
+                    self._rounded[t] = True
+                    self.dtype = max(self.dtype, t.dtype.to_real(), key=_eps)
         return result
 
 
-def _is_real(t: Tensor) -> bool:
-    return t.is_floating_point() or t.is_complex()
-
-
+@cache
 def _eps(dtype: torch.dtype) -> float:
-    return float(torch.finfo(dtype).eps)
+    """Return the relative rounding error of a dtype; 0 for integers and booleans."""
+    real = dtype.is_floating_point or dtype.is_complex
+    return float(torch.finfo(dtype).eps) if real else 0.0
 
 
 def computed_in(problem: Problem, batch: Batch, samples: int = 1) -> torch.dtype:
@@ -103,9 +109,9 @@ def computed_in(problem: Problem, batch: Batch, samples: int = 1) -> torch.dtype
     It may be narrower than the parameters' dtype: a layer such as RMSNorm may cast to float32 and
     back, or compute under autocast. Its gradients are rounded to this dtype.
     """
-    with _Narrowest() as seen:
+    with _Narrowest(problem.precision) as seen:
         problem.losses(batch.select(slice(0, samples)))
-    narrowest: torch.dtype = max(seen.dtype, problem.precision, key=_eps)
+    narrowest: torch.dtype = seen.dtype
     return narrowest
 
 

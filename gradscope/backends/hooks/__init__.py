@@ -306,13 +306,18 @@ class _Program:
         spread = batch.select(rows[torch.linspace(0, len(rows) - 1, _SMALL).long()])
         found = None
         with suppress(UnsupportedError, ModelError):  # the full batch may still succeed
-            other = recorded if recorded.n != _SMALL else self._record(batch.resized(_SMALLER))[1]
-            found = self._analysed(recorded, spread, other)
+            first: Trace | None = recorded
+            other: Trace | None = recorded
+            if recorded.n == _SMALL:
+                other = self._record(batch.resized(_SMALLER))[1]
+            if self.problem.any(recorded.n != _SMALL or len(rows) < _SMALL):
+                first = self._record(spread)[1]
+            found = self._analysed(recorded, spread, first, other)
         if not self.problem.any(found is None) and found is not None:
             return found
         other = self._record(batch.resized(2 * len(batch)))[1]
         try:
-            return self._analysed(recorded, batch, other)
+            return self._analysed(recorded, batch, self._record(batch)[1], other)
         except UnsupportedError as error:
             return self._by_owners(recorded, batch, error)
 
@@ -346,8 +351,9 @@ class _Program:
             self.singles.append(self.analyses.pop())
         return found
 
-    def _analysed(self, recorded: Trace, batch: Batch, second: Trace | None) -> Analysis:
-        _, first = self._record(batch)
+    def _analysed(
+        self, recorded: Trace, batch: Batch, first: Trace | None, second: Trace | None
+    ) -> Analysis:
         if first is None or second is None:
             raise UnsupportedError(
                 "the losses of some samples have no autograd graph", remedy=OTHERS

@@ -11,6 +11,7 @@ from itertools import combinations, islice
 from math import comb, prod
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,10 +60,9 @@ class SampleAxis:
         shape = (self.before, n, self.after)
         return values.reshape(*values.shape[: self.axis], *shape, *values.shape[self.axis + 1 :])
 
-    def fits(self, n: int, supports: dict[int, Tensor]) -> bool:
-        """Whether each sample's loss touches only its own entries, by its mask over the axis."""
-        owners = self.owners(n, torch.device("cpu"))
-        return all(bool((owners[mask] == sample).all()) for sample, mask in supports.items())
+    def fits(self, n: int, entries: dict[int, np.ndarray]) -> bool:
+        """Whether each sample's loss touches only its own entries of the axis."""
+        return all((own // self.after % n == k).all() for k, own in entries.items())
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,9 +167,10 @@ def growth(first: tuple[int, ...], n: int, second: tuple[int, ...], m: int) -> G
 
 def layouts(axis: int, positions: int, n: int, supports: dict[int, Tensor]) -> list[SampleAxis]:
     """Return every way to interleave n samples with `positions` entries that fits the supports."""
+    entries = {sample: mask.nonzero().flatten().numpy() for sample, mask in supports.items()}
     divisors = (d for d in range(1, positions + 1) if positions % d == 0)  # batch-major first
     candidates = [SampleAxis(axis, before, positions // before) for before in divisors]
-    return [layout for layout in candidates if layout.fits(n, supports)]
+    return [layout for layout in candidates if layout.fits(n, entries)]
 
 
 def support(gradient: Tensor, axis: int) -> Tensor:
