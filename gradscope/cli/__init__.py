@@ -4,6 +4,7 @@ import os
 import sys
 
 from gradscope.process import stops, streams
+from gradscope.process.collection import collect_as_usual, collect_rarely
 from gradscope.process.libc import keep_pages
 
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
@@ -18,11 +19,13 @@ def main() -> None:
     stops.exit_on_signal()
     stops.register_end()
     keep_pages()
+    collect_rarely()
     spin_briefly()  # OpenMP reads the setting when torch is loaded
     from gradscope.cli.app import execute
 
     code = execute()
     stops.exit_with(code)
+    collect_as_usual()
     sys.exit(code)
 
 

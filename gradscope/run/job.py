@@ -40,6 +40,7 @@ from gradscope.model.locate import first_line
 from gradscope.model.problem import Loss, Problem, is_model_loss
 from gradscope.model.randomness import seeded
 from gradscope.model.ranks import Ranks, apply_fully_shard
+from gradscope.process.collection import collect_as_usual
 from gradscope.process.shortage import is_shortage
 from gradscope.run.overlap import to_device
 from gradscope.run.rows import GroupRows, TokenRows
@@ -229,6 +230,7 @@ def prepare(spec: RunSpec) -> Job:
         SpecError: A name or an argument is invalid.
         InputError: An input cannot be read, or inputs do not match each other.
     """
+    collect_as_usual()  # the modules are loaded, and the user's code begins
     code.give_arguments(spec.model.argv)
     code.keep_unchanged(spec.checkpoint.path)
     before = _stamp(spec.checkpoint.path)
