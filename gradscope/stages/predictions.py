@@ -57,8 +57,8 @@ def _margins(p: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
     """Return log p_y - log Σ_{j≠y} p_j (n,) for p (n, c); it is also exact for p_y near 1."""
     y = targets.long().clamp(0, p.shape[1] - 1)
     own = p.gather(1, y[:, None])
-    others = p.scatter(1, y[:, None], 0).sum(1)
-    odds = (own[:, 0] / others).log().where(y == targets, torch.nan)
+    others = p.scatter(1, y[:, None], 0) @ p.new_ones(p.shape[1], 1)
+    odds = (own / others).log()[:, 0].where(y == targets, torch.nan)
     return odds.to(torch.promote_types(dtype, torch.float32))
 
 
