@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -18,10 +19,11 @@ from gradscope.cli.compare import compare
 from gradscope.cli.compute import compute, merge
 from gradscope.cli.options import FEW_OPTIONS, GROUPS, flags_of, group_of, naming_flags
 from gradscope.cli.results import export, stats, view
-from gradscope.errors import GradscopeError
+from gradscope.errors import GradscopeError, SpecError
 from gradscope.process import stops, streams
 from gradscope.process.stops import Stopped
 
+_SHORT = 4  # letters of a name, at least: --data is the argument DATASET
 START = """\
 gradscope computes the gradient of each sample of a PyTorch model: E[T(∇f)].
 
@@ -62,6 +64,28 @@ class Command(TyperCommand):
                 raise
             except BaseException as error:
                 raise typer.Exit(_code(error, flags_of(self))) from error
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words of a command; click's message does not say that a name is an argument.
+
+        Raises:
+            SpecError: An argument is given by name, as `--checkpoint w.pt`.
+        """
+        parameters = self.get_params(ctx)
+        known = {flag for parameter in parameters for flag in parameter.opts}
+        names = [str(p.name) for p in parameters if p.param_type_name == "argument"]
+        for flag in (word.partition("=")[0] for word in takewhile("--".__ne__, args)):
+            word = flag.removeprefix("--")
+            if flag in known or flag == word or len(word) < _SHORT:
+                continue
+            if any(name.startswith(word) for name in names):
+                usage = " ".join(self.collect_usage_pieces(ctx))
+                raise SpecError(
+                    f"{flag} is not an option but an argument, which is given without a name",
+                    remedy=f"Write gradscope {ctx.info_name} {usage}",
+                )
+        found: list[str] = super().parse_args(ctx, args)
+        return found
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, then the options in groups, in the order of `GROUPS`."""

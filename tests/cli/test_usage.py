@@ -53,6 +53,8 @@ TABLE: dict[str, list[tuple[str, int, str]]] = {
     ],
     "compute --config run.toml -o new.h5": [
         ("--nonsense", 2, "--nonsense"),
+        ("--checkpoint weights.pt", 2, "--checkpoint is not an option but an argument"),
+        ("weights.pt --data=data.npz", 2, "Write gradscope compute [OPTIONS] [CHECKPOINT]"),
         ("missing.pt", 3, "missing.pt"),
         ("pickle.pt", 3, "could execute code"),
         ("other.pt", 3, "other.pt"),
