@@ -178,7 +178,10 @@ def support(gradient: Tensor, axis: int) -> Tensor:
 
     A sample that is not finite turns zeros of other samples into NaN, which proves nothing.
     """
-    return _entries((gradient != 0) & ~gradient.isnan(), (axis,)).any(1).cpu()
+    most = _largest(_entries(gradient, (axis,)))
+    if bool(most.isnan().any()):
+        return nonzero(torch.where(gradient.isnan(), 0, gradient), (axis,)).cpu()
+    return (most != 0).cpu()
 
 
 @dataclass(frozen=True, eq=False)
@@ -384,7 +387,7 @@ def owned_singly(touched: Sequence[Tensor], axes: tuple[int, ...]) -> OwnedAxis:
 
 def nonzero(gradient: Tensor, axes: tuple[int, ...]) -> Tensor:
     """Return a mask over the entries of the axes (m,): where the gradient is not zero."""
-    return (_entries(gradient, axes) != 0).any(1)
+    return _largest(_entries(gradient, axes)) != 0
 
 
 def binary(digits: Tensor) -> Tensor:
