@@ -37,6 +37,11 @@ def with_term(outputs: tuple[Tensor, Tensor | float], targets: Tensor) -> Tensor
     return F.cross_entropy(outputs[0], targets, reduction="none") + outputs[1]
 
 
+def partners(n: int) -> Tensor:
+    """Return 1, 0, 3, 2, ...; the last of an odd number has itself."""
+    return (torch.arange(n) ^ 1).clamp(max=n - 1)
+
+
 def info_nce(net: Net, h: Tensor, c: float) -> tuple[Tensor, Tensor]:
     z = F.normalize(h, dim=1)
     pairs = z @ z.flip(1).t() / 0.5
@@ -84,6 +89,7 @@ COUPLED: dict[str, Callable[[Net, Tensor, float], tuple[Tensor, Tensor | float]]
     "last sample": lambda net, h, c: (net.out(h + c * h[-1:]), 0.0),
     "ranks": lambda net, h, c: (net.out(h) * (1 + c * h[:, :1].argsort(0).argsort(0)), 0.0),
     "batch size": lambda net, h, c: (net.out(h) * (1 + c * len(h)), 0.0),
+    "pairs": lambda net, h, c: (net.out(h + c * h[partners(len(h))]), 0.0),
     "float32": lambda net, h, c: (net.out(h + (c * h.float().mean(0)).to(h.dtype)), 0.0),
 }
 
@@ -107,7 +113,7 @@ def test_a_millionth_of_coupling_is_refused_in_float32(name: str) -> None:
 
 
 @pytest.mark.parametrize("n", [4, 5, 20])
-@pytest.mark.parametrize("name", ["mean", "last sample", "ranks", "batch size", "InfoNCE"])
+@pytest.mark.parametrize("name", ["mean", "last sample", "ranks", "batch size", "InfoNCE", "pairs"])
 def test_coupling_below_float32_is_refused_in_batches_of_any_size(name: str, n: int) -> None:
     """Float64 judges a few of the samples, unless float32 shows a change."""
     model, inputs, targets = setup(name, 1e-8, torch.float32, ids=False, n=n)

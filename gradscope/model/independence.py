@@ -366,46 +366,38 @@ def _replaced(problem: Problem, batch: Batch, seed: int) -> Iterator[tuple[Tenso
 
     First half of the samples is kept, then the other half.
     """
-    whole, draw = batch.sample_batch, torch.Generator().manual_seed(seed)
-    halves = _halves(len(whole), draw)
-    for kept, gone in (halves, halves[::-1]):
+    whole, owner = batch.sample_batch, samples_of(batch)
+    draw = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(whole), generator=draw)
+    for kept, gone in (order.tensor_split(2), order.tensor_split(2)[::-1]):
         if not (len(kept) and len(gone)):
             return
         source = torch.arange(len(whole))
         source[gone] = kept[torch.randint(len(kept), (len(gone),), generator=draw)]
+        rows = torch.isin(owner, kept).nonzero().flatten()
         with other_random_numbers():
             found = problem.losses(with_samples(batch, whole.select(source))).detach()
-        rows = _rows_of(batch, kept)
         yield rows, found[rows.to(found.device)]
-
-
-def _halves(n: int, draw: torch.Generator) -> Sequence[Tensor]:
-    """Return the numbers below n in two random parts."""
-    return torch.randperm(n, generator=draw).tensor_split(2)
-
-
-def _rows_of(batch: Batch, samples: Tensor) -> Tensor:
-    """Return the positions of the rows of some samples."""
-    return torch.isin(samples_of(batch), samples).nonzero().flatten()
 
 
 def _require_unaffected_exactly(problem: Problem, batch: Batch, seed: int) -> None:
     """Raise for losses that change by more than rounding; the problem is in float64 or sharded.
 
-    In float64, the samples are evaluated in two halves, in which both the other samples and their
-    number differ. A sharded model would round differently in them, and only float64 separates that
-    from coupling; there, other samples are replaced.
+    In float64, some samples are evaluated alone and the others in two parts. A sharded model would
+    round differently in other shapes, and only float64 separates that from coupling. There, other
+    samples are replaced.
     """
     losses = problem.losses(batch).detach()
     if problem.model_parallel is not None:
         for kept, found in _replaced(problem, batch, seed):
             _require_equal(problem, batch, kept, losses, found, "when other samples are replaced")
         return
-    for half in _halves(len(batch.sample_batch), torch.Generator().manual_seed(seed)):
-        rows = _rows_of(batch, half)
+    draw = torch.Generator().manual_seed(seed)
+    alone = torch.randperm(len(batch), generator=draw)[:_FEW].tolist()
+    for rows in regrouped(batch, draw, alone, outstanding=0):
         with other_random_numbers():
             found = problem.losses(batch.select(rows)).detach()
-        company = "alone" if len(half) == 1 else f"in a batch of {len(half)}"
+        company = "alone" if len(rows) == 1 else f"in a batch of {len(rows)}"
         _require_equal(problem, batch, rows, losses, found, f"when it is evaluated {company}")
 
 
