@@ -304,13 +304,14 @@ class _Program:
         finite = losses.reshape(len(losses), -1).isfinite().all(1).nonzero().flatten().cpu()
         rows = finite if len(finite) else torch.arange(len(batch))  # 0 · NaN looks like coupling
         spread = batch.select(rows[torch.linspace(0, len(rows) - 1, _SMALL).long()])
+        apart = self.problem.any(recorded.n != _SMALL or len(rows) < _SMALL)
         found = None
         with suppress(UnsupportedError, ModelError):  # the full batch may still succeed
             first: Trace | None = recorded
             other: Trace | None = recorded
             if recorded.n == _SMALL:
                 other = self._record(batch.resized(_SMALLER))[1]
-            if self.problem.any(recorded.n != _SMALL or len(rows) < _SMALL):
+            if apart:
                 first = self._record(spread)[1]
             found = self._analysed(recorded, spread, first, other)
         if not self.problem.any(found is None) and found is not None:
