@@ -12,7 +12,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import gradscope
+from gradscope.core.batch import Batch
 from gradscope.errors import CoupledSamplesError, RefusedError, UnsupportedError
+from gradscope.model.independence import require_unaffected
+from gradscope.model.problem import Problem
 from tests import oracle
 
 BACKENDS = ("auto", "hooks", "vmap", "expand", "loop")
@@ -35,6 +38,11 @@ class Net(nn.Module):
 
 def with_term(outputs: tuple[Tensor, Tensor | float], targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs[0], targets, reduction="none") + outputs[1]
+
+
+def more_than_one(net: nn.Module, given: tuple[Tensor]) -> None:
+    if len(given[0]) == 1:
+        raise ValueError("a batch of one")
 
 
 def partners(n: int) -> Tensor:
@@ -120,6 +128,16 @@ def test_coupling_below_float32_is_refused_in_batches_of_any_size(name: str, n: 
     for backend in ("hooks", "vmap"):
         with pytest.raises(RefusedError):
             gradscope.norms(model, with_term, inputs, targets, backend=backend)
+
+
+@pytest.mark.parametrize("n", [4, 20])
+def test_weak_coupling_of_a_model_that_rejects_a_batch_of_one_is_refused(n: int) -> None:
+    """As a run that plans its batches asks it, before a proof refuses the batch of one."""
+    model, inputs, targets = setup("mean", 1e-8, torch.float32, ids=False, n=n)
+    model.register_forward_pre_hook(more_than_one)
+    problem, batch = Problem.of(model, with_term), Batch.of(inputs, targets)
+    with pytest.raises(CoupledSamplesError, match="when other samples are replaced"):
+        require_unaffected(problem, batch, problem.losses(batch).detach(), judged=True)
 
 
 @pytest.mark.sampled

@@ -45,6 +45,11 @@ _SLIPS = {torch.float64: 1e-6, torch.float32: 1e-2}
 _COARSE = 0.1  # the tolerance in half precision
 _FEW = 2  # number of compared samples
 _ROUNDINGS = 64.0  # allowed rounding errors of terms that cancel
+# the fields of blocks whose code does not depend on values
+_SHARED: Mapping[type[Block], tuple[str, ...]] = {
+    kind: tuple(part.name for part in fields(kind))
+    for kind in (DenseBlock, OuterBlock, ConvolutionBlock)
+}
 
 
 @dataclass(frozen=True)
@@ -437,9 +442,9 @@ def require_sums(backend: str, members: Gradients, groups: Gradients, batch: Gro
 
 def _structure(block: Block) -> object:
     """Return type, sizes and options of a block whose code does not depend on values, or None."""
-    if not isinstance(block, DenseBlock | OuterBlock | ConvolutionBlock):
+    if type(block) not in _SHARED:
         return None
-    own = (getattr(block, part.name) for part in fields(block))
+    own = (getattr(block, name) for name in _SHARED[type(block)])
     sizes = ((v.shape, v.stride(), v.dtype, v.device) if isinstance(v, Tensor) else v for v in own)
     return (type(block), *sizes)
 

@@ -7,7 +7,7 @@ same way.
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -383,22 +383,24 @@ def _replaced(problem: Problem, batch: Batch, seed: int) -> Iterator[tuple[Tenso
 def _require_unaffected_exactly(problem: Problem, batch: Batch, seed: int) -> None:
     """Raise for losses that change by more than rounding; the problem is in float64 or sharded.
 
-    In float64, some samples are evaluated alone and the others in two parts. A sharded model would
-    round differently in other shapes, and only float64 separates that from coupling. There, other
-    samples are replaced.
+    In float64, some samples are evaluated alone and the others in two parts. If the model rejects a
+    batch of one, other samples are replaced instead. So they are for a sharded model: it would
+    round differently in other shapes, and only float64 separates that from coupling.
     """
     losses = problem.losses(batch).detach()
-    if problem.model_parallel is not None:
-        for kept, found in _replaced(problem, batch, seed):
-            _require_equal(problem, batch, kept, losses, found, "when other samples are replaced")
-        return
-    draw = torch.Generator().manual_seed(seed)
-    alone = torch.randperm(len(batch), generator=draw)[:_FEW].tolist()
-    for rows in regrouped(batch, draw, alone, outstanding=0):
-        with other_random_numbers():
-            found = problem.losses(batch.select(rows)).detach()
-        company = "alone" if len(rows) == 1 else f"in a batch of {len(rows)}"
-        _require_equal(problem, batch, rows, losses, found, f"when it is evaluated {company}")
+    if problem.model_parallel is None:
+        draw = torch.Generator().manual_seed(seed)
+        alone = torch.randperm(len(batch), generator=draw)[:_FEW].tolist()
+        with suppress(ModelError):
+            for rows in regrouped(batch, draw, alone, outstanding=0):
+                with other_random_numbers():
+                    found = problem.losses(batch.select(rows)).detach()
+                company = "alone" if len(rows) == 1 else f"in a batch of {len(rows)}"
+                changed = f"when it is evaluated {company}"
+                _require_equal(problem, batch, rows, losses, found, changed)
+            return
+    for kept, found in _replaced(problem, batch, seed):
+        _require_equal(problem, batch, kept, losses, found, "when other samples are replaced")
 
 
 def _require_equal(

@@ -352,7 +352,7 @@ def _as_floats(drawn: Tensor, targets: Any, settings: dict[str, Any]) -> Tensor:
 def _chances(logits: Tensor) -> Tensor:
     """Return the probabilities of logits (..., c); torch's softmax takes 3 times as long for few c.
 
-    Not finite logits give NaN, as with softmax.
+    As with softmax, NaN or +inf in a row makes all of it NaN, and -inf gives 0.
     """
     found = (logits - logits.amax(-1, keepdim=True)).exp()
     return found / (found @ found.new_ones(logits.shape[-1], 1))
